@@ -1,0 +1,215 @@
+"""Every error Paceline raises, in one tree.
+
+A message says what went wrong, then what was *got*, what was *wanted*, *where*, and what to *do*.
+Adapters translate third-party errors into these and chain them with ``from``.
+
+PacelineError
+├── TemporaryError                  try again: the same call may work later
+│   ├── ServiceUnavailable          a server (S3, coordinator, Prefect, MLflow) does not answer
+│   ├── NotReady                    a process was started and missed its readiness deadline
+│   ├── PeerLost                    a peer closed, reset or went silent
+│   └── WorkerLost                  an agent, Dask worker or rank died
+└── PermanentError                  will not work until somebody changes something
+    ├── InvalidInput                a caller's value is not acceptable
+    │   ├── InvalidProfile
+    │   ├── InvalidManifest
+    │   ├── InvalidPlan
+    │   ├── InvalidSnapshot
+    │   └── InvalidFrame            bytes on the peer port that are not our protocol
+    ├── AccessDenied                credentials missing or refused
+    ├── NotFound
+    │   └── SourceMissing           bucket, object or path does not exist
+    ├── Conflict                    an idempotency key, id or lock is taken by something else
+    │   ├── StateLocked             another supervisor owns the state directory
+    │   └── StaleEpoch              a writer of an older epoch or incarnation
+    ├── PortInUse
+    ├── StorageFull
+    ├── CorruptData                 bytes do not match their digest
+    │   └── SourceChanged           the source object was replaced while it was read
+    ├── OriginBudgetExceeded        the origin fuse: more source bytes than the plan allows
+    ├── DeploymentFailed
+    ├── Cancelled
+    ├── DataRejected                a data snapshot failed its validation
+    ├── TrainingFailed
+    ├── GateRefused                 a candidate did not earn promotion
+    └── MissingTool                 a program that must be installed is not there
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Root of every error that Paceline raises on purpose."""
+
+    exit_code: int = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        got: object = None,
+        wanted: object = None,
+        where: object = None,
+        do: str | None = None,
+    ) -> None:
+        self.what = what
+        self.got = got
+        self.wanted = wanted
+        self.where = where
+        self.do = do
+        super().__init__(self.one_line())
+
+    def one_line(self) -> str:
+        """Return the whole message on one line: what, got, wanted, where, what to do."""
+        parts = [self.what]
+        details = [
+            f"{label} {value}"
+            for label, value in (("got", self.got), ("wanted", self.wanted), ("at", self.where))
+            if value is not None
+        ]
+        if details:
+            parts.append(", ".join(details))
+        line = ": ".join(parts)
+        return (f"{line}. {self.do}" if self.do else line).replace("\n", " ")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross Dask and process borders; rebuild them with all their fields.
+        fields = (self.what, self.got, self.wanted, self.where, self.do)
+        return (_rebuild, (type(self), *fields))
+
+    @property
+    def code(self) -> str:
+        """Return the stable name of this kind of error, as JSON output and REST carry it."""
+        return type(self).__name__
+
+
+def _rebuild(
+    kind: type[PacelineError], what: str, got: object, wanted: object, where: object, do: str | None
+) -> PacelineError:
+    return kind(what, got=got, wanted=wanted, where=where, do=do)
+
+
+class TemporaryError(PacelineError):
+    """The same call may work later."""
+
+    exit_code = 75  # EX_TEMPFAIL
+
+
+class ServiceUnavailable(TemporaryError):
+    """A server does not answer, or answers that it cannot serve now."""
+
+
+class NotReady(TemporaryError):
+    """A process was started and missed its readiness deadline."""
+
+
+class PeerLost(TemporaryError):
+    """A peer closed its connection, reset it, or went silent past its deadline."""
+
+
+class WorkerLost(TemporaryError):
+    """An agent, a Dask worker or a training rank died."""
+
+
+class PermanentError(PacelineError):
+    """It will not work until somebody changes something."""
+
+
+class InvalidInput(PermanentError):
+    """A caller's value is not acceptable."""
+
+    exit_code = 2
+
+
+class InvalidProfile(InvalidInput):
+    """A profile has an unknown key or a value out of range."""
+
+
+class InvalidManifest(InvalidInput):
+    """A manifest breaks a limit or does not describe one model exactly."""
+
+
+class InvalidPlan(InvalidInput):
+    """A plan cannot be made from, or does not cover, the given workers."""
+
+
+class InvalidSnapshot(InvalidInput):
+    """A data snapshot is malformed or labelled for another purpose."""
+
+
+class InvalidFrame(InvalidInput):
+    """Bytes on the peer port are not our protocol or exceed its limits."""
+
+
+class AccessDenied(PermanentError):
+    """Credentials are missing or were refused."""
+
+    exit_code = 77  # EX_NOPERM
+
+
+class NotFound(PermanentError):
+    """The named thing does not exist."""
+
+
+class SourceMissing(NotFound):
+    """A bucket, an object or a path that should be read does not exist."""
+
+
+class Conflict(PermanentError):
+    """The name, key or lock is taken by something else."""
+
+
+class StateLocked(Conflict):
+    """Another supervisor owns the state directory."""
+
+
+class StaleEpoch(Conflict):
+    """A writer of an older epoch or incarnation was refused."""
+
+
+class PortInUse(PermanentError):
+    """A port that was asked for is taken."""
+
+
+class StorageFull(PermanentError):
+    """A disk has no room, or its quota is spent."""
+
+
+class CorruptData(PermanentError):
+    """Bytes do not match their digest."""
+
+
+class SourceChanged(CorruptData):
+    """The source object was replaced while it was read."""
+
+
+class OriginBudgetExceeded(PermanentError):
+    """More source bytes would be read than the plan allows."""
+
+
+class DeploymentFailed(PermanentError):
+    """A deployment ended without every needed worker complete."""
+
+
+class Cancelled(PermanentError):
+    """The caller asked to stop."""
+
+    exit_code = 130
+
+
+class DataRejected(PermanentError):
+    """A data snapshot failed its validation."""
+
+
+class TrainingFailed(PermanentError):
+    """A training job used up its restarts or cannot run as asked."""
+
+
+class GateRefused(PermanentError):
+    """A candidate did not earn promotion."""
+
+    exit_code = 3
+
+
+class MissingTool(PermanentError):
+    """A program that must be installed is not there."""

@@ -1,0 +1,354 @@
+"""Profiles: one TOML file into frozen settings. The only reader of the environment.
+
+``load_profile`` reads ``profiles/NAME.toml`` (or a path); unknown keys fail and name the nearest
+valid one. ``Runtime`` is what a running installation adds: where its servers listen and the secrets
+that were generated for it, kept in the state directory (mode 0600) and read by every component.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from paceline.errors import InvalidProfile, NotReady
+
+MIB = 1024 * 1024
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ClusterSettings(_Settings):
+    """The machines: how many, where they stand, how fast their links are."""
+
+    kind: Literal["local"] = "local"
+    nodes: int = Field(default=4, ge=1, le=10_000)
+    racks: int = Field(default=2, ge=1)
+    threads_per_node: int = Field(default=2, ge=1)
+    link_mbit: float = Field(default=80.0, gt=0)  # each agent's NIC, each direction; paced
+    node_memory_mb: int = Field(default=0, ge=0)  # 0: no limit
+
+
+class ServiceSettings(_Settings):
+    """Where the servers listen; port 0 means any free one."""
+
+    host: str = "127.0.0.1"
+    prefect_port: int = Field(default=0, ge=0, le=65535)
+    mlflow_port: int = Field(default=0, ge=0, le=65535)
+    s3_port: int = Field(default=0, ge=0, le=65535)
+    coordinator_port: int = Field(default=0, ge=0, le=65535)
+    scheduler_port: int = Field(default=0, ge=0, le=65535)
+    ready_timeout_s: float = Field(default=120.0, gt=0)
+
+
+class StorageSettings(_Settings):
+    """Buckets of the object store."""
+
+    bucket: str = "paceline"
+    model_prefix: str = "models"
+    data_prefix: str = "data"
+    checkpoint_prefix: str = "checkpoints"
+
+
+class RelaySettings(_Settings):
+    """How models travel."""
+
+    topology: Literal["direct", "chain", "tree"] = "chain"
+    piece_bytes: int = Field(default=0, ge=0, le=16 * MIB)  # 0: from the model's size
+    chunk_bytes: int = Field(default=0, ge=0)  # 0: from the model's size and the link
+    max_failed: float = Field(default=0.05, ge=0, le=1)
+    beat_s: float = Field(default=0.5, gt=0)
+    lost_after_beats: int = Field(default=6, ge=2)
+    deadline_s: float = Field(default=600.0, gt=0)  # one whole deployment
+
+
+class ModelSettings(_Settings):
+    """The demo's byte-level transformer; ``parameters`` is the dial that derives its shape."""
+
+    model_id: str = "bytelm"
+    parameters: int = Field(default=2_000_000, ge=10_000)
+    context: int = Field(default=256, ge=16)
+    base_steps: int = Field(default=60, ge=0)  # the recorded budget at which the base model stops
+    seed: int = 0
+
+
+class DataSettings(_Settings):
+    """The data snapshot."""
+
+    source: str = "stdlib"  # the running Python's standard library, or a directory of text files
+    max_bytes: int = Field(default=16 * MIB, ge=1024)
+    shard_bytes: int = Field(default=1 * MIB, ge=1024)
+    held_out_share: float = Field(default=0.1, gt=0, lt=1)
+    purpose: str = "language-model-training"
+    project: str = "paceline-demo"
+    seed: int = 0
+
+
+class TrainingSettings(_Settings):
+    """The fine-tuning job."""
+
+    ranks: int = Field(default=2, ge=1)
+    steps: int = Field(default=120, ge=0)
+    batch_sequences: int = Field(default=16, ge=1)  # global batch, in sequences of ``context`` bytes
+    learning_rate: float = Field(default=1e-3, gt=0)
+    warmup_steps: int = Field(default=10, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip_norm: float = Field(default=1.0, gt=0)
+    checkpoint_every_steps: int = Field(default=25, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    max_restarts: int = Field(default=3, ge=0)
+    start_deadline_s: float = Field(default=120.0, gt=0)
+    step_deadline_s: float = Field(default=60.0, gt=0)
+    threads_per_rank: int = Field(default=1, ge=1)
+    seed: int = 0
+
+
+class EvaluationSettings(_Settings):
+    """How a candidate is judged."""
+
+    held_out_bytes: int = Field(default=262_144, ge=1024)
+    bootstrap_samples: int = Field(default=1000, ge=100)
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    ngram_order: int = Field(default=5, ge=1, le=8)
+    seed: int = 0
+
+
+class GateSettings(_Settings):
+    """What a candidate must show to be promoted; missing evidence is a refusal."""
+
+    max_bits_per_byte: float = Field(default=8.0, gt=0)
+    must_beat: tuple[str, ...] = ("base",)  # names of evaluated models the interval must clear
+    max_model_bytes: int = Field(default=2_000_000_000, gt=0)
+    max_latency_ms: float = Field(default=1000.0, gt=0)  # one forward pass of one context
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+
+
+class Profile(_Settings):
+    """One file decides sizes, stores, cluster, security and prices."""
+
+    name: str = "embedded"
+    cluster: ClusterSettings = ClusterSettings()
+    services: ServiceSettings = ServiceSettings()
+    storage: StorageSettings = StorageSettings()
+    relay: RelaySettings = RelaySettings()
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    training: TrainingSettings = TrainingSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    gate: GateSettings = GateSettings()
+
+
+class Endpoints(_Settings):
+    """Where a running installation listens."""
+
+    coordinator_url: str = ""
+    s3_url: str = ""
+    prefect_api_url: str = ""
+    prefect_ui_url: str = ""
+    mlflow_url: str = ""
+    scheduler_address: str = ""  # tls://host:port of the Dask scheduler
+
+
+class Secrets(_Settings):
+    """Generated for one installation; never printed whole, never in a flow's parameters."""
+
+    s3_access_key: str = ""
+    s3_secret_key: str = ""
+    coordinator_token: str = ""
+    prefect_auth: str = ""  # "user:password"
+    mlflow_auth: str = ""  # "user:password", "" where MLflow runs without authentication
+    tls_ca: str = ""  # paths of PEM files for Dask's TLS
+    tls_cert: str = ""
+    tls_key: str = ""
+
+    def __repr__(self) -> str:
+        return "Secrets(…)"
+
+    __str__ = __repr__
+
+
+class Runtime(_Settings):
+    """A profile, its state directory, and the servers that run for it."""
+
+    profile: Profile
+    state_dir: Path
+    endpoints: Endpoints
+    secrets: Secrets
+
+    @property
+    def models_url(self) -> str:
+        """Return ``s3://bucket/prefix`` under which models are published."""
+        storage = self.profile.storage
+        return f"s3://{storage.bucket}/{storage.model_prefix}"
+
+    @property
+    def data_url(self) -> str:
+        """Return ``s3://bucket/prefix`` under which data snapshots live."""
+        storage = self.profile.storage
+        return f"s3://{storage.bucket}/{storage.data_prefix}"
+
+    @property
+    def checkpoints_url(self) -> str:
+        """Return ``s3://bucket/prefix`` under which training checkpoints live."""
+        storage = self.profile.storage
+        return f"s3://{storage.bucket}/{storage.checkpoint_prefix}"
+
+    def node_dir(self, worker_id: str) -> Path:
+        """Return the directory that belongs to node ``worker_id`` on its own disk."""
+        return self.state_dir / "nodes" / worker_id
+
+    def prefect_environment(self) -> dict[str, str]:
+        """Return the variables that point a Prefect client at this installation's server."""
+        return {
+            "PREFECT_API_URL": self.endpoints.prefect_api_url,
+            "PREFECT_API_AUTH_STRING": self.secrets.prefect_auth,
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "DO_NOT_TRACK": "1",
+        }
+
+
+RUNTIME_FILE = "runtime.json"
+
+
+def profile_directories() -> list[Path]:
+    """Return where profiles are looked up: ``$PACELINE_PROFILES``, the source tree, the wheel."""
+    here = Path(__file__).resolve().parent
+    places = [here.parents[1] / "profiles", here / "_profiles"]
+    if extra := os.environ.get("PACELINE_PROFILES"):
+        places.insert(0, Path(extra))
+    return [place for place in places if place.is_dir()]
+
+
+def load_profile(name_or_path: str, overrides: Mapping[str, str] | None = None) -> Profile:
+    """Return the profile named ``name_or_path`` with dotted ``overrides`` such as
+    ``{"cluster.link_mbit": "6"}`` applied (values are TOML literals, else strings).
+
+    Raises InvalidProfile naming the file, the key, and the nearest valid key.
+    """
+    path = _find(name_or_path)
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidProfile(
+            "profile cannot be read", got=error, wanted="a TOML file", where=path, do="Fix the file."
+        ) from error
+    for key, value in (overrides or {}).items():
+        _set(raw, key, value)
+    try:
+        return Profile.model_validate(raw)
+    except ValidationError as error:
+        raise _explain(error, path) from error
+
+
+def default_state_dir() -> Path:
+    """Return ``$PACELINE_STATE``, or ``.paceline`` in the working directory."""
+    return Path(os.environ.get("PACELINE_STATE") or ".paceline").absolute()
+
+
+def save_runtime(runtime: Runtime) -> Path:
+    """Write ``runtime`` into its state directory, readable by its owner only, and return the path."""
+    path = runtime.state_dir / RUNTIME_FILE
+    temporary = path.with_suffix(".tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(runtime.model_dump_json(indent=2))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return path
+
+
+def load_runtime(state_dir: Path | str | None = None) -> Runtime:
+    """Return the runtime of the installation in ``state_dir``.
+
+    Raises NotReady where nothing was started there.
+    """
+    directory = Path(state_dir) if state_dir else default_state_dir()
+    path = directory / RUNTIME_FILE
+    try:
+        return Runtime.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise NotReady(
+            "nothing runs here",
+            got="no runtime.json",
+            wanted="a started installation",
+            where=directory,
+            do="Run `paceline up` (or name another directory with --state).",
+        ) from error
+    except (ValidationError, json.JSONDecodeError) as error:
+        raise NotReady(
+            "runtime file cannot be read",
+            got=str(error).splitlines()[0],
+            where=path,
+            do="Run `paceline down` and `paceline up` again.",
+        ) from error
+
+
+def _find(name_or_path: str) -> Path:
+    if name_or_path.endswith(".toml") or "/" in name_or_path:
+        path = Path(name_or_path)
+        if path.is_file():
+            return path
+    known = {file.stem: file for place in profile_directories() for file in place.glob("*.toml")}
+    if name_or_path in known:
+        return known[name_or_path]
+    raise InvalidProfile(
+        "no such profile",
+        got=name_or_path,
+        wanted=f"one of {', '.join(sorted(known)) or '(none found)'} or a path",
+        do=_nearest(name_or_path, list(known)),
+    )
+
+
+def _set(raw: dict[str, Any], dotted: str, value: str) -> None:
+    try:
+        parsed: Any = tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    *parents, last = dotted.split(".")
+    table = raw
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise InvalidProfile("override goes through a value", got=dotted, wanted="section.key")
+    table[last] = parsed
+
+
+def _explain(error: ValidationError, path: Path) -> InvalidProfile:
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"]]
+    dotted = ".".join(location)
+    if first["type"] == "extra_forbidden":
+        valid = _keys_at(location[:-1])
+        return InvalidProfile(
+            "unknown key in profile",
+            got=dotted,
+            wanted=f"one of {', '.join(sorted(valid))}",
+            where=path,
+            do=_nearest(location[-1], valid),
+        )
+    return InvalidProfile(
+        "bad value in profile", got=f"{dotted} = {first['input']!r}", wanted=first["msg"], where=path
+    )
+
+
+def _keys_at(location: list[str]) -> list[str]:
+    model: type[BaseModel] = Profile
+    for part in location:
+        annotation = model.model_fields[part].annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            model = annotation
+    return list(model.model_fields)
+
+
+def _nearest(word: str, known: list[str]) -> str | None:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"Did you mean {close[0]!r}?" if close else None

@@ -1,0 +1,35 @@
+"""The base of every record on the wire, and the one canonical way to write and digest it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, StringConstraints
+
+SHA256_HEX = r"^[0-9a-f]{64}$"
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+
+Sha256 = Annotated[str, StringConstraints(pattern=SHA256_HEX)]
+Name = Annotated[str, StringConstraints(pattern=NAME)]
+
+
+class Record(BaseModel):
+    """An immutable record: unknown keys are refused, NaN and infinity too."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def canonical_json(value: Any) -> bytes:
+    """Return the one byte string that stands for ``value``: sorted keys, no spaces, UTF-8."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
+
+
+def digest_of(value: Any) -> str:
+    """Return the SHA-256 (hex) of ``value``'s canonical JSON."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()

@@ -1,0 +1,177 @@
+"""The coordinator's REST, call by call (MISSION.md A7; names stay, more fields may follow).
+
+POST   /deployments                      CreateDeployment   → CreatedDeployment   (Idempotency-Key)
+GET    /deployments                                          → DeploymentList
+GET    /deployments/{id}                                     → DeploymentView
+DELETE /deployments/{id}                                     → Success
+GET    /deployments/{id}/workers                             → WorkerProgressList
+GET    /deployments/{id}/manifest                            → the manifest's bytes
+GET    /deployments/{id}/lanes?worker_id=W                   → WorkerLanes
+GET    /deployments/{id}/plan                                → Plan
+POST   /deployments/{id}/activate                            → Success (agents switch at their next beat)
+POST   /workers/register                 RegisterWorker     → Registered
+POST   /workers/heartbeat                Heartbeat          → HeartbeatAnswer
+GET    /workers                                              → WorkerList
+GET    /ledger/{stage}/{input_digest}                        → StageRecord | 404
+PUT    /ledger/{stage}/{input_digest}    StageRecord        → StageRecord
+GET    /events?after=N&wait_s=S                              → EventList (long poll)
+GET    /healthz, /readyz, /metrics, /fleet (page)
+
+Every call but /healthz and /readyz carries ``Authorization: Bearer TOKEN``.
+Errors are RFC 9457 problem documents (``Problem``) with the error's class name as ``code``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.wire.base import Name, Record, Sha256
+from paceline.wire.events import Event
+from paceline.wire.plan import Labels, Topology
+from paceline.wire.records import (
+    Deployment,
+    DeploymentStatus,
+    Failure,
+    Receipt,
+    Worker,
+    WorkerProgress,
+    WorkerStatus,
+)
+
+
+class CreateDeployment(Record):
+    """Bring ``version`` of ``model_id`` from ``source_url`` to every target worker."""
+
+    model_id: Name
+    version: Name
+    source_url: str = Field(min_length=1, max_length=2048)
+    target_workers: tuple[Name, ...] = Field(min_length=1, max_length=20_000)
+    topology: Topology = Topology.CHAIN
+    max_failed: float = Field(default=0.05, ge=0, le=1)
+    seed: int = 0
+    flow_run_id: str | None = Field(default=None, max_length=64)
+    run_id: str | None = Field(default=None, max_length=64)
+
+
+class CreatedDeployment(Record):
+    deployment_id: str
+    status: DeploymentStatus
+    estimated_time_seconds: float
+
+
+class DeploymentView(Record):
+    """A deployment with its progress; ``progress`` is the share of bytes held by living targets."""
+
+    deployment_id: str
+    status: DeploymentStatus
+    progress: float = Field(ge=0, le=1)
+    workers_complete: tuple[Name, ...]
+    workers_failed: tuple[Name, ...]
+    deployment: Deployment
+
+
+class DeploymentList(Record):
+    deployments: tuple[Deployment, ...]
+
+
+class WorkerProgressList(Record):
+    workers: tuple[WorkerProgress, ...]
+
+
+class Success(Record):
+    success: bool = True
+
+
+class RegisterWorker(Record):
+    worker_id: Name
+    hostname: str = Field(max_length=255)
+    rack: str = Field(max_length=255)
+    available_storage: int = Field(ge=0)
+    labels: Labels = Labels()
+    address: str = Field(default="", max_length=300)
+    link_mbit: float = Field(default=10_000, gt=0)
+    incarnation: int = Field(default=1, ge=1)
+    pid: int = 0
+
+
+class Registered(Record):
+    registered: bool = True
+    worker_id: Name
+    incarnation: int
+
+
+class DeploymentBeat(Record):
+    """What an agent says in each beat about one deployment it takes part in."""
+
+    deployment_id: str
+    epoch: int = Field(ge=0)
+    status: WorkerStatus
+    pieces_held: int = Field(ge=0)
+    bytes_held: int = Field(ge=0)
+    chunks_received: tuple[int, ...] = ()
+    origin_bytes: int = Field(default=0, ge=0)
+    lost_sources: tuple[str, ...] = ()  # source keys this worker gave up since its last lanes
+    corrupt_sources: tuple[str, ...] = ()
+    failure: Failure | None = None
+    receipt: Receipt | None = None
+    activated: bool = False
+
+
+class Heartbeat(Record):
+    worker_id: Name
+    status: WorkerStatus
+    chunks_received: tuple[int, ...] = ()  # of the deployment in progress, if one
+    bandwidth_in: float = Field(default=0.0, ge=0)  # bytes per second
+    bandwidth_out: float = Field(default=0.0, ge=0)
+    incarnation: int = Field(default=1, ge=1)
+    available_storage: int = Field(default=0, ge=0)
+    deployments: tuple[DeploymentBeat, ...] = ()
+
+
+class Command(Record):
+    """What the coordinator wants of an agent; agents only pull, so commands ride on answers."""
+
+    kind: Literal["fetch_lanes", "activate", "cancel"]
+    deployment_id: str
+    epoch: int = Field(ge=0)
+
+
+class HeartbeatAnswer(Record):
+    """``continue`` (a keyword in Python, hence the alias) is false when the agent must re-register."""
+
+    model_config = Record.model_config | {"populate_by_name": True}
+
+    go_on: bool = Field(default=True, alias="continue")
+    epoch: int = Field(ge=0)  # the leader's
+    next_beat_s: float = Field(gt=0)
+    commands: tuple[Command, ...] = ()
+
+
+class WorkerList(Record):
+    workers: tuple[Worker, ...]
+
+
+class EventList(Record):
+    events: tuple[Event, ...]
+    last: int = Field(ge=0)  # give this as ``after`` in the next call
+
+
+class Problem(Record):
+    """RFC 9457, plus Paceline's own fields."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    code: str
+    got: str | None = None
+    wanted: str | None = None
+    where: str | None = None
+    do: str | None = None
+
+
+class LedgerKey(Record):
+    stage: Name
+    input_digest: Sha256

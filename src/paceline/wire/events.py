@@ -1,0 +1,42 @@
+"""Names of what happens, shared by logs, watchers, the fleet page and Prefect's events."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from paceline.wire.base import Record
+
+
+class EventName(StrEnum):
+    """What can happen; dotted, past tense."""
+
+    WORKER_REGISTERED = "worker.registered"
+    WORKER_LOST = "worker.lost"
+    WORKER_RETURNED = "worker.returned"
+    DEPLOYMENT_CREATED = "deployment.created"
+    DEPLOYMENT_PLANNED = "deployment.planned"
+    DEPLOYMENT_REPLANNED = "deployment.replanned"
+    DEPLOYMENT_STATUS_CHANGED = "deployment.status_changed"
+    DEPLOYMENT_ACTIVATED = "deployment.activated"
+    WORKER_COMPLETED = "deployment.worker_completed"
+    WORKER_FAILED = "deployment.worker_failed"
+    SOURCE_LOST = "relay.source_lost"
+    PIECE_CORRUPT = "relay.piece_corrupt"
+    STAGE_FINISHED = "run.stage_finished"
+    TRAINING_STEP = "training.step"
+    TRAINING_CHECKPOINT = "training.checkpoint"
+    TRAINING_RANK_LOST = "training.rank_lost"
+    TRAINING_RESTARTED = "training.restarted"
+
+
+class Event(Record):
+    """One thing that happened, numbered by the coordinator that saw it."""
+
+    seq: int = Field(ge=1)
+    name: EventName
+    at: float  # seconds since the Unix epoch
+    deployment_id: str | None = None
+    worker_id: str | None = None
+    data: dict[str, object] = {}

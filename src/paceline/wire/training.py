@@ -1,0 +1,164 @@
+"""What crosses to and from a training job: the job, what ranks say, what came out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.profile import EvaluationSettings, TrainingSettings
+from paceline.wire.base import Name, Record, Sha256
+
+
+class TrainJob(Record):
+    """Everything a rank needs to know; the same JSON goes to every rank of the gang."""
+
+    job_id: Name
+    run_id: str
+    state_dir: str  # where the rank finds runtime.json
+    model_id: Name
+    version: Name  # the base: loaded from the rank's own node, <store>/models/<model_id>/<version>
+    manifest_digest: Sha256
+    snapshot_url: str
+    snapshot_digest: Sha256
+    purpose: str
+    checkpoint_url: str  # s3://bucket/prefix; this job's generations live below it
+    settings: TrainingSettings
+    labels: Literal["true", "shuffled"] = "true"  # "shuffled" is the control that must not pass
+    deterministic: bool = True
+
+
+class RankEvent(Record):
+    """One line of a rank's standard output."""
+
+    event: Literal["started", "resumed", "step", "checkpoint", "result", "failed"]
+    rank: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    step: int = Field(default=0, ge=0)
+    data: dict[str, object] = {}
+
+
+class Restart(Record):
+    """A gang that was stopped and started again."""
+
+    attempt: int
+    failed_rank: int | None
+    worker_id: str | None
+    reason: str
+    resumed_step: int
+    lost_steps: int
+    seconds: float  # failure seen to first new step
+
+
+class CheckpointRef(Record):
+    step: int
+    url: str
+    digest: Sha256
+    bytes: int
+
+
+class TrainResult(Record):
+    """What a finished job left behind."""
+
+    job_id: Name
+    steps: int
+    resumed_from_step: int
+    first_loss: float | None  # nats per byte at the first step of this job
+    final_loss: float | None
+    tokens_per_second: float
+    data_wait_share: float
+    checkpoint_stall_share: float
+    export_url: str  # s3://…/export: safetensors and config, ready to publish
+    weights_digest: Sha256
+    checkpoints: tuple[CheckpointRef, ...]
+    restarts: tuple[Restart, ...]
+    seconds: float
+    config_digest: Sha256
+
+
+class EvaluationSpec(Record):
+    """What an evaluation process is told."""
+
+    run_id: str
+    state_dir: str
+    snapshot_url: str
+    snapshot_digest: Sha256
+    models: dict[str, str]  # name → directory or s3://…: "candidate", "base", "champion"
+    settings: EvaluationSettings
+
+
+class Interval(Record):
+    """A figure with its bootstrap confidence interval over held-out documents."""
+
+    value: float
+    low: float
+    high: float
+
+
+class ModelScore(Record):
+    """How one model does on the held-out split."""
+
+    name: str
+    kind: Literal["transformer", "ngram", "compressor"]
+    bits_per_byte: Interval
+    gain_over: dict[str, Interval] = {}  # paired: this model's bits minus the named model's
+    latency_ms: float | None = None
+    weights_digest: str | None = None
+    dtype: str | None = None
+    model_bytes: int | None = None
+
+
+class EvaluationReport(Record):
+    """All scores on one snapshot's held-out split, and worst slices by document."""
+
+    snapshot_digest: Sha256
+    documents: int
+    bytes: int
+    scores: tuple[ModelScore, ...]
+    slices: tuple[dict[str, object], ...] = ()
+    seconds: float
+
+    def score(self, name: str) -> ModelScore | None:
+        """Return the score of the model called ``name``, or None where it was not evaluated."""
+        return next((each for each in self.scores if each.name == name), None)
+
+
+class GateCheck(Record):
+    name: str
+    passed: bool
+    got: str
+    wanted: str
+
+
+class GateDecision(Record):
+    """Whether the candidate earned promotion, and each reason."""
+
+    passed: bool
+    checks: tuple[GateCheck, ...]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Return one line for each failed check."""
+        return [
+            f"{each.name}: got {each.got}, wanted {each.wanted}"
+            for each in self.checks
+            if not each.passed
+        ]
+
+
+class Evidence(Record):
+    """What is bound to a promoted version: everything needed to trust or reproduce it."""
+
+    run_id: str
+    model_id: Name
+    manifest_digest: Sha256  # of the published candidate
+    weights_digest: Sha256
+    base_version: str
+    base_manifest_digest: Sha256
+    snapshot_digest: Sha256
+    job_id: str
+    training_config_digest: Sha256
+    code_version: str
+    evaluation: EvaluationReport
+    gate: GateDecision
+    approver: str | None = None

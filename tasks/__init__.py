@@ -1,0 +1,1 @@
+"""Prefect tasks: name, retries and artifacts around one or two library calls."""
