@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import http.client
 import threading
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 from pydantic import BaseModel, ValidationError
@@ -26,8 +26,8 @@ from paceline.errors import (
     TemporaryError,
 )
 from paceline.wire.calls import (
-    CreateDeployment,
     CreatedDeployment,
+    CreateDeployment,
     DeploymentList,
     DeploymentView,
     EventList,
@@ -52,15 +52,19 @@ class CoordinatorClient:
     """Calls one coordinator; may be shared by threads."""
 
     def __init__(self, base_url: str, token: str, timeout_s: float = 10.0) -> None:
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(base_url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            parts, host, port = urlsplit(""), None, None
+        if parts.scheme not in ("http", "https") or not host:
             raise InvalidInput(
                 "not a coordinator's URL", got=base_url or "nothing", wanted="http://host:port"
             )
         self.base_url = base_url.rstrip("/")
         self._secure = parts.scheme == "https"
-        self._host = parts.hostname
-        self._port = parts.port
+        self._host = host
+        self._port = port
         self._prefix = parts.path.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
         self._timeout_s = timeout_s
@@ -135,7 +139,7 @@ class CoordinatorClient:
             return None
 
     def ledger_put(self, record: StageRecord) -> StageRecord:
-        """Record that a stage finished; the first record for its inputs stays and is returned."""
+        """Record that a stage finished; a newer record for the same inputs replaces the older."""
         path = _ledger_path(record.stage, record.input_digest)
         return self._call(StageRecord, "PUT", path, record)
 
@@ -201,7 +205,7 @@ class CoordinatorClient:
             ) from error
         if 200 <= status < 300:
             return answer
-        _raise_problem(status, answer, where)
+        raise _error_of(status, answer, where)
 
     def _exchange(
         self,
@@ -266,20 +270,20 @@ def _ledger_path(stage: str, input_digest: str) -> str:
     return f"/ledger/{quote(stage, safe='')}/{quote(input_digest, safe='')}"
 
 
-def _raise_problem(status: int, answer: bytes, where: str) -> NoReturn:
-    """Raise the error that the coordinator named, or the nearest one for a foreign answer."""
+def _error_of(status: int, answer: bytes, where: str) -> PacelineError:
+    """Return the error that the coordinator named, or the nearest one for a foreign answer."""
     try:
         problem = Problem.model_validate_json(answer)
     except ValidationError:
         text = answer[:200].decode("utf-8", "replace").strip()
-        raise _kind_of(status)(
+        return _kind_of(status)(
             "the coordinator refused the call", got=f"HTTP {status} {text}".strip(), where=where
-        ) from None
+        )
     kind = getattr(errors, problem.code, None)
     if not (isinstance(kind, type) and issubclass(kind, PacelineError)):
         kind = _kind_of(status)
     what = problem.detail or problem.title
-    raise kind(
+    return kind(
         what,
         got=problem.got,
         wanted=problem.wanted,
