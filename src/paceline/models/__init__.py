@@ -1,0 +1,45 @@
+"""The byte-level transformer and its files: shape, weights, digests.
+
+Training and evaluation use it; it knows nothing of data, optimisers or several processes. torch is
+imported when a model is asked for, not when this package is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from paceline.models.config import SEPARATOR_BYTE, ModelConfig, config_for, count_parameters
+from paceline.models.files import read_config, weights_digest
+
+if TYPE_CHECKING:
+    from paceline.models.transformer import ByteTransformer, new_model
+    from paceline.models.weights import load_model, save_model
+
+_LATE = {
+    "ByteTransformer": "transformer",
+    "new_model": "transformer",
+    "load_model": "weights",
+    "save_model": "weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATE:
+        import importlib
+
+        return getattr(importlib.import_module(f"paceline.models.{_LATE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "SEPARATOR_BYTE",
+    "ByteTransformer",
+    "ModelConfig",
+    "config_for",
+    "count_parameters",
+    "load_model",
+    "new_model",
+    "read_config",
+    "save_model",
+    "weights_digest",
+]

@@ -1,0 +1,108 @@
+"""What a model directory holds, read without torch: its config, its index, its weights' digest.
+
+The layout is the one Hugging Face tools read: ``config.json``, ``model.safetensors.index.json`` and
+``model-0000i-of-0000N.safetensors``. Anything that could run code when it is read is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from paceline.errors import CorruptData, InvalidInput, SourceMissing
+from paceline.models.config import ModelConfig
+from paceline.wire.base import digest_of
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".h5")
+MAX_JSON_BYTES = 16 * 1024 * 1024
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Return the shape in ``directory/config.json``.
+
+    Raises SourceMissing where there is none, InvalidInput where it is not one of our models.
+    """
+    path = Path(directory) / CONFIG_FILE
+    try:
+        return ModelConfig.model_validate(_read_json(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidInput(
+            "model config is not acceptable",
+            got=f"{'.'.join(str(part) for part in first['loc'])} = {first['input']!r}",
+            wanted=first["msg"],
+            where=path,
+        ) from error
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of ``directory`` in order of name.
+
+    Raises SourceMissing without any, InvalidInput where weights come in a format that runs code.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise SourceMissing("no model here", got="no such directory", where=directory)
+    unsafe = sorted(each.name for each in directory.iterdir() if each.suffix in UNSAFE_SUFFIXES)
+    if unsafe:
+        raise InvalidInput(
+            "model weights are not safetensors",
+            got=", ".join(unsafe[:5]),
+            wanted="*.safetensors and JSON only",
+            where=directory,
+            do="Convert them to safetensors; pickled weights can run code and are never loaded.",
+        )
+    found = sorted(each for each in directory.iterdir() if each.suffix == SUFFIX)
+    if not found:
+        raise SourceMissing("model has no weights", wanted="*.safetensors", where=directory)
+    return found
+
+
+def read_index(directory: Path) -> dict[str, str]:
+    """Return ``tensor name → file name`` of the index in ``directory``, names checked."""
+    path = Path(directory) / INDEX_FILE
+    weight_map = _read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InvalidInput("weights index is malformed", wanted="a weight_map", where=path)
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(SUFFIX):
+            raise InvalidInput(
+                "weights index names an unacceptable file",
+                got=f"{name} in {file!r}",
+                wanted="a plain *.safetensors file name",
+                where=path,
+            )
+    return dict(weight_map)
+
+
+def weights_digest(directory: Path) -> str:
+    """Return one SHA-256 (hex) over names and bytes of the safetensors files in ``directory``."""
+    return digest_of({path.name: _sha256(path) for path in weight_files(directory)})
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise InvalidInput("file is too large", wanted=f"≤ {MAX_JSON_BYTES} bytes", where=path)
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise SourceMissing(
+            "model file is missing", got=f"no {path.name}", where=path.parent
+        ) from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptData("model file is not JSON", got=error, where=path) from error
+    if not isinstance(value, dict):
+        raise CorruptData("model file is not a JSON object", got=type(value).__name__, where=path)
+    return value

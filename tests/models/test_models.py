@@ -1,0 +1,198 @@
+"""The transformer, its one dial, and its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.errors import CorruptData, InvalidInput, SourceMissing
+from paceline.models import (
+    ModelConfig,
+    config_for,
+    count_parameters,
+    load_model,
+    new_model,
+    read_config,
+    save_model,
+    weights_digest,
+)
+
+TINY = config_for(50_000, 32)
+
+
+def grouped() -> ModelConfig:
+    return TINY.model_copy(update={"num_attention_heads": 2, "num_key_value_heads": 1})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_model(new_model(TINY, 0), TINY, tmp_path / "m")
+    return tmp_path / "m"
+
+
+@pytest.mark.parametrize(
+    "parameters", [50_000, 200_000, 1_000_000, 2_000_000, 10_000_000, 100_000_000]
+)
+def test_one_dial_comes_within_an_eighth_of_the_size_asked_for(parameters: int) -> None:
+    config = config_for(parameters, 256)
+    assert abs(count_parameters(config) / parameters - 1) < 0.125
+    assert config.context == 256
+
+
+@pytest.mark.parametrize(("parameters", "context"), [(1, 32), (10**12, 32), (50_000, 1)])
+def test_sizes_out_of_range_are_refused(parameters: int, context: int) -> None:
+    with pytest.raises(InvalidInput):
+        config_for(parameters, context)
+
+
+def test_parameter_count_is_exact() -> None:
+    for config in (TINY, grouped()):
+        assert sum(p.numel() for p in new_model(config, 0).parameters()) == count_parameters(config)
+
+
+def test_a_prediction_never_sees_the_future() -> None:
+    model = new_model(grouped(), 0)
+    tokens_BT = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    changed_BT = tokens_BT.clone()
+    changed_BT[:, 20:] = 7
+    before, after = model(tokens_BT), model(changed_BT)
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert not torch.allclose(before[:, 20:], after[:, 20:])
+
+
+def test_order_of_earlier_bytes_matters() -> None:
+    model = new_model(TINY, 0)
+    a, b = torch.tensor([[1, 2, 3, 9]]), torch.tensor([[2, 1, 3, 9]])
+    assert not torch.allclose(model(a)[:, -1], model(b)[:, -1], atol=1e-7)
+
+
+def test_the_same_seed_gives_the_same_bits_whatever_the_global_rng() -> None:
+    torch.manual_seed(1)
+    first = new_model(TINY, 3).state_dict()
+    torch.manual_seed(2)
+    second = new_model(TINY, 3).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(
+        first["model.embed_tokens.weight"],
+        new_model(TINY, 4).state_dict()["model.embed_tokens.weight"],
+    )
+
+
+def test_a_saved_model_comes_back_bit_for_bit_and_saves_to_the_same_bytes(
+    saved: Path, tmp_path: Path
+) -> None:
+    model, config = load_model(saved)
+    original = new_model(TINY, 0)
+    tokens_BT = torch.arange(32)[None]
+    assert config == TINY == read_config(saved)
+    assert torch.equal(model(tokens_BT), original(tokens_BT))
+    save_model(model, config, tmp_path / "again")
+    assert weights_digest(tmp_path / "again") == weights_digest(saved)
+    for path in saved.iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+
+
+def test_weights_are_split_by_embedding_and_block(saved: Path) -> None:
+    files = sorted(saved.glob("*.safetensors"))
+    assert len(files) == 1 + TINY.num_hidden_layers
+    assert set(load_file(files[0])) == {"model.embed_tokens.weight", "model.norm.weight"}
+
+
+def test_one_changed_block_changes_one_file(saved: Path, tmp_path: Path) -> None:
+    model, config = load_model(saved)
+    with torch.no_grad():
+        model.model.layers[-1].mlp.up_proj.weight.add_(1.0)
+    save_model(model, config, tmp_path / "next")
+    changed = [
+        path.name
+        for path in sorted(saved.glob("*.safetensors"))
+        if path.read_bytes() != (tmp_path / "next" / path.name).read_bytes()
+    ]
+    assert len(changed) == 1
+    assert weights_digest(tmp_path / "next") != weights_digest(saved)
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    model = new_model(TINY, 0)
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(InvalidInput, match="not finite"):
+        save_model(model, TINY, tmp_path / "bad")
+    assert not list((tmp_path / "bad").glob("*.safetensors"))
+
+
+def test_pickled_weights_are_refused(saved: Path) -> None:
+    torch.save({"a": torch.ones(1)}, saved / "pytorch_model.bin")
+    with pytest.raises(InvalidInput, match="not safetensors"):
+        load_model(saved)
+
+
+def drop_tensor(directory: Path) -> None:
+    path = min(directory.glob("*.safetensors"))
+    state = load_file(path)
+    state.pop("model.norm.weight")
+    save_file(state, path)
+
+
+def change_shape(directory: Path) -> None:
+    path = min(directory.glob("*.safetensors"))
+    save_file(load_file(path) | {"model.norm.weight": torch.ones(3)}, path)
+
+
+def change_dtype(directory: Path) -> None:
+    path = min(directory.glob("*.safetensors"))
+    save_file({name: tensor.half() for name, tensor in load_file(path).items()}, path)
+
+
+def truncate(directory: Path) -> None:
+    path = sorted(directory.glob("*.safetensors"))[1]
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def remove_file(directory: Path) -> None:
+    sorted(directory.glob("*.safetensors"))[1].unlink()
+
+
+def break_config(directory: Path) -> None:
+    (directory / "config.json").write_text("{]")
+
+
+@pytest.mark.parametrize(
+    "damage", [drop_tensor, change_shape, change_dtype, truncate, remove_file, break_config]
+)
+def test_weights_that_do_not_fit_their_config_are_refused(saved: Path, damage) -> None:
+    damage(saved)
+    with pytest.raises(CorruptData):
+        load_model(saved)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_size", 33), ("vocab_size", 50_000), ("model_type", "gpt2"), ("odd", 1)],
+)
+def test_a_config_of_another_kind_is_refused_and_the_key_named(saved: Path, key, value) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(InvalidInput, match="model config"):
+        load_model(saved)
+
+
+def test_an_index_cannot_reach_outside_its_directory(saved: Path) -> None:
+    path = saved / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = "../evil.safetensors"
+    path.write_text(json.dumps(index))
+    with pytest.raises(InvalidInput, match="index names"):
+        load_model(saved)
+
+
+def test_a_missing_model_says_where(tmp_path: Path) -> None:
+    with pytest.raises(SourceMissing, match="nowhere"):
+        load_model(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SourceMissing):
+        weights_digest(tmp_path / "empty")
