@@ -1,0 +1,66 @@
+# The two commands: `make demo` runs the main job, `make test` the whole suite.
+# Each sets up what it needs. PACELINE_TORCH_INDEX chooses where torch comes from
+# (a package index of CPU or CUDA builds; empty: pip's own configuration).
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PACELINE_TORCH_INDEX ?=
+TORCH_INDEX := $(if $(PACELINE_TORCH_INDEX),--extra-index-url $(PACELINE_TORCH_INDEX))
+# Imports without bytecode are two to three times slower; some environments switch it off.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help setup setup-services demo test check format bench chaos lock clean distclean
+
+help:
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
+
+setup: $(VENV)/.ready ## install Paceline and its locked dependencies into .venv (pip alone)
+
+$(VENV)/.ready: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "paceline needs Python 3.11 or later: got $$($(PYTHON) --version); set PYTHON=python3.11"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+	  echo "python3 -m venv failed: on Debian and Ubuntu install python3-venv"; exit 2; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input $(TORCH_INDEX) -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --no-build-isolation -e .
+	$(BIN)/python -m compileall -q src flows tasks
+	@touch $@
+
+setup-services: ## add Debian's servers and browser for the tests that use them (root)
+	@test "$$(id -u)" = 0 || { echo "setup-services needs root (apt-get)"; exit 2; }
+	@deployments/setup-services.sh
+
+demo: setup ## bucket → relay → verify → train → evaluate → promote → roll out, on this machine
+	@$(BIN)/paceline demo $(ARGS)
+
+test: setup ## the whole test suite
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup ## what CI checks before the tests: format, lint, types, import layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup ## rewrite the sources in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup ## every benchmark, results in benchmarks/results/
+	@mkdir -p benchmarks/results
+	@for each in benchmarks/*.py; do echo "== $$each"; $(BIN)/python $$each || exit 1; done
+
+chaos: setup ## the long fault runs
+	$(BIN)/python -m pytest -m chaos $(ARGS)
+
+lock: ## write requirements.lock anew from what is installed
+	$(BIN)/python -m pip freeze --exclude-editable --exclude pip | sed -E 's/ @ file:.*//; s/^(torch==[0-9.]+)\+.*/\1/' > requirements.lock
+
+clean: ## remove caches and results
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist benchmarks/results
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## also remove the environment
+	rm -rf $(VENV)

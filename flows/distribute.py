@@ -1,0 +1,68 @@
+"""Bring one published version of a model to every node, verified, and switch to it when asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from tasks import distribute as stages
+from tasks.prepare import published_url
+from tasks.run import Run
+
+
+@flow(name="distribute-model")
+def distribute_model(
+    model_id: str,
+    version: str,
+    source_url: str | None = None,
+    target_workers: list[str] | None = None,
+    activate: bool = True,
+    stage_prefix: str = "",
+    state_dir: str | None = None,
+    run_id: str | None = None,
+) -> dict[str, Any]:
+    """Fetch the manifest, plan, relay to ``target_workers`` (default: every node), verify on every
+    node, and activate. Run twice, it moves nothing twice."""
+    run = Run.open(state_dir, run_id)
+    url = source_url or published_url(run, model_id, version)
+    manifest = stages.fetch_model_manifest(run, url)
+    targets = target_workers or stages.start_agents(run)
+    plan = stages.plan_relay(run, manifest, url, targets)
+    relayed = stages.relay(run, manifest, url, targets, stage=f"{stage_prefix}relay")
+    verified = stages.verify_on_nodes(run, manifest, targets, stage=f"{stage_prefix}verify")
+    activated = (
+        stages.activate(
+            run,
+            relayed.output["deployment_id"],
+            manifest,
+            targets,
+            stage=f"{stage_prefix}activate",
+        )
+        if activate
+        else None
+    )
+    return {
+        "model_id": model_id,
+        "version": version,
+        "manifest_digest": manifest.digest,
+        "url": url,
+        "targets": targets,
+        "plan": plan,
+        "relay": relayed.output | {"reused_result": relayed.reused},
+        "verify": verified,
+        "activate": activated,
+    }
+
+
+@flow(name="verify-model")
+def verify_model(
+    model_id: str,
+    version: str,
+    state_dir: str | None = None,
+    run_id: str | None = None,
+) -> dict[str, Any]:
+    """Have every node read its copy again and check every byte against the published manifest."""
+    run = Run.open(state_dir, run_id)
+    manifest = stages.fetch_model_manifest(run, published_url(run, model_id, version))
+    return stages.verify_on_nodes(run, manifest, stages.start_agents(run))

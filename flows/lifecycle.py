@@ -1,0 +1,45 @@
+"""The whole life of a model, from a bucket to a promoted version on every node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from flows.distribute import distribute_model
+from flows.evaluate import evaluate_model
+from flows.promote import promote_model
+from flows.publish import prepare_inputs
+from flows.train import train_model
+from tasks.lineage import recorded
+from tasks.run import Run
+from tasks.summary import summarise
+
+
+@flow(name="lifecycle")
+def run_lifecycle(
+    data: str | None = None,
+    approver: str | None = None,
+    state_dir: str | None = None,
+    run_id: str | None = None,
+) -> dict[str, Any]:
+    """Relay the base model to every node, train it there, judge it, promote it, roll it out.
+
+    Every stage is idempotent: run again, it goes on from where it was, and a finished run finds
+    everything done and says so. ``data`` is a directory of text files (default: the profile's).
+    """
+    run = Run.open(state_dir, run_id)
+    here = {"state_dir": run.state_dir, "run_id": run.run_id}
+    with recorded(run, "lifecycle"):
+        inputs = prepare_inputs(data, **here)
+        base, snapshot_url = inputs["base"], inputs["snapshot"]["url"]
+        model = (base["model_id"], base["version"])
+        relayed = distribute_model(*model, **here)
+        trained = train_model(*model, snapshot_url, **here)
+        candidate = (trained["export_url"], trained["weights_digest"])
+        report = evaluate_model(*model, *candidate, snapshot_url, **here)
+        promoted = promote_model(*model, trained, report, snapshot_url, approver, **here)
+        rolled_out = distribute_model(
+            base["model_id"], promoted["published"]["version"], stage_prefix="rollout-", **here
+        )
+        return summarise(run, inputs, relayed, trained, report, promoted, rolled_out)

@@ -1,0 +1,34 @@
+"""Publish a directory of model files, or the demo's own inputs, to the object store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from tasks.prepare import build_data_snapshot, publish_base_model, publish_directory
+from tasks.run import Run
+
+
+@flow(name="publish-model")
+def publish_model(
+    directory: str,
+    model_id: str,
+    version: str,
+    state_dir: str | None = None,
+    run_id: str | None = None,
+) -> dict[str, Any]:
+    """Digest ``directory`` and upload it with its manifest as ``version`` of ``model_id``."""
+    run = Run.open(state_dir, run_id)
+    return publish_directory(run, directory, model_id, version).output
+
+
+@flow(name="prepare-inputs")
+def prepare_inputs(
+    data: str | None = None, state_dir: str | None = None, run_id: str | None = None
+) -> dict[str, Any]:
+    """Build the data snapshot from ``data`` and publish a base model trained on it."""
+    run = Run.open(state_dir, run_id)
+    snapshot = build_data_snapshot(run, data).output
+    base = publish_base_model(run, snapshot).output
+    return {"snapshot": snapshot, "base": base}

@@ -1,0 +1,32 @@
+"""Put the previous champion back, in the registry and on every node, without a transfer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from flows.distribute import distribute_model
+from tasks.promote import restore_previous
+from tasks.run import Run
+
+
+@flow(name="rollback-model")
+def rollback_model(
+    model_id: str, state_dir: str | None = None, run_id: str | None = None
+) -> dict[str, Any]:
+    """Swap ``champion`` and ``previous`` in the registry, then activate that version everywhere.
+
+    The nodes still hold it, so nothing travels; a node that lost it fetches it again.
+    """
+    run = Run.open(state_dir, run_id)
+    restored = restore_previous(run, model_id)
+    active = distribute_model(
+        model_id,
+        restored["version"],
+        source_url=restored["url"],
+        stage_prefix="rollback-",
+        state_dir=run.state_dir,
+        run_id=run.run_id,
+    )
+    return {"registry": restored, "distribution": active}

@@ -1,0 +1,34 @@
+"""Train a distributed model on a validated snapshot."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from prefect import flow
+
+from tasks import distribute, validate
+from tasks.prepare import published_url, snapshot_reference
+from tasks.run import Run
+from tasks.train import train
+
+
+@flow(name="train-model")
+def train_model(
+    model_id: str,
+    version: str,
+    snapshot_url: str,
+    labels: Literal["true", "shuffled"] = "true",
+    state_dir: str | None = None,
+    run_id: str | None = None,
+) -> dict[str, Any]:
+    """Validate the snapshot, then fine-tune the version that the nodes hold on it.
+
+    The nodes must hold the version (run distribute-model first); each rank starts from the weights
+    on its own node's disk.
+    """
+    run = Run.open(state_dir, run_id)
+    manifest = distribute.fetch_model_manifest(run, published_url(run, model_id, version))
+    snapshot = snapshot_reference(run, snapshot_url)
+    validate.validate_data(run, snapshot)
+    nodes = distribute.start_agents(run)
+    return train(run, manifest, snapshot, nodes, labels=labels).output

@@ -1,0 +1,118 @@
+"""`paceline`: the command line. Each command's module is imported only when it is called, so that
+`--help` and the agent start fast.
+
+An error of ours is one line on standard error and its own exit code; with --json it is one JSON
+object on standard output as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+import click
+
+from paceline.errors import PacelineError
+
+# name → (module, function, help): the help is here so that `--help` imports nothing.
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "demo": ("demo", "demo", "Run the whole lifecycle on this machine and show a summary."),
+    "up": ("installation", "up", "Start the embedded installation and leave it running."),
+    "down": ("installation", "down", "Stop what `up` started; the state stays on disk."),
+    "status": ("installation", "status", "Show what runs, and where its pages are."),
+    "lifecycle": ("flows", "lifecycle", "Run the lifecycle flow on a running installation."),
+    "publish": ("flows", "publish", "Upload a model directory with its manifest."),
+    "distribute": ("flows", "distribute", "Relay a published model to every node; verify, activate."),
+    "verify": ("flows", "verify", "Have every node check every byte of its copy."),
+    "train": ("flows", "train", "Fine-tune a distributed model on a data snapshot."),
+    "evaluate": ("flows", "evaluate", "Judge a training job's candidate on held-out files."),
+    "promote": ("flows", "promote", "Gate a judged candidate; make it champion and publish it."),
+    "rollback": ("flows", "rollback", "Put the previous champion back, everywhere."),
+    "where": ("installation", "where", "Print every link of a run: pages, logs, records."),
+    "agent": ("processes", "agent", "Run a node's agent (services and Dask start it)."),
+    "coordinator": ("processes", "coordinator", "Run the coordinator (the supervisor starts it)."),
+}
+
+
+class LazyGroup(click.Group):
+    """A click group whose commands are imported when they are called."""
+
+    def list_commands(self, _ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, _ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, function, _help = COMMANDS[cmd_name]
+        command = getattr(importlib.import_module(f"paceline.cli.{module}"), function)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            import difflib
+
+            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            if close:
+                error.message += f" Did you mean {close[0]!r}?"
+            raise
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="paceline")
+def cli() -> None:
+    """Run the whole life of a large model: relay, verify, train, evaluate, promote, roll out."""
+
+
+def run() -> None:
+    """Run the command line; the console script and ``python -m paceline.cli.main`` come here."""
+    wants_json = "--json" in sys.argv
+    try:
+        code = cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except PacelineError as error:
+        _fail(error, wants_json)
+    except BrokenPipeError:
+        # the reader of our output went away (`paceline … | head`): not an error of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(error: PacelineError, wants_json: bool) -> None:
+    if wants_json:
+        click.echo(json.dumps({"status": "failed", "error": problem(error)}))
+    click.echo(f"paceline: {error.one_line()}", err=True)
+    sys.exit(error.exit_code)
+
+
+def problem(error: PacelineError) -> dict[str, Any]:
+    """Return ``error`` as the JSON that every command prints for it."""
+    return {
+        "code": error.code,
+        "message": error.one_line(),
+        "got": None if error.got is None else str(error.got),
+        "wanted": None if error.wanted is None else str(error.wanted),
+        "where": None if error.where is None else str(error.where),
+        "do": error.do,
+    }
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,70 @@
+"""What a stage leaves on Prefect's pages: progress, tables, markdown and links.
+
+Outside a flow run (``.fn()`` in tests, plain Python) these do nothing, because there is no page.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.context import FlowRunContext, TaskRunContext
+
+REFRESH_S = 1.0  # one call to the server a second is what a page can show
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def on_a_page() -> bool:
+    """Return whether this code runs inside a Prefect flow or task run."""
+    return FlowRunContext.get() is not None or TaskRunContext.get() is not None
+
+
+def table(name: str, rows: list[dict[str, Any]], description: str) -> None:
+    """Show ``rows`` as a table artifact called ``name``."""
+    if on_a_page():
+        create_table_artifact(table=rows, key=_key(name), description=description)
+
+
+def markdown(name: str, text: str, description: str) -> None:
+    """Show ``text`` as a markdown artifact called ``name``."""
+    if on_a_page():
+        create_markdown_artifact(markdown=text, key=_key(name), description=description)
+
+
+def link(name: str, url: str, text: str) -> None:
+    """Show ``url`` as a link artifact called ``name``."""
+    if on_a_page():
+        create_link_artifact(link=url, link_text=text, key=_key(name), description=text)
+
+
+class Progress:
+    """A progress artifact that is refreshed at most once a second."""
+
+    def __init__(self, name: str, description: str) -> None:
+        self._at = 0.0
+        self._id: UUID | None = None
+        if on_a_page():
+            created = create_progress_artifact(
+                progress=0.0, key=_key(name), description=description
+            )
+            self._id = created if isinstance(created, UUID) else None
+
+    def show(self, fraction: float) -> None:
+        """Show ``fraction`` (0 to 1)."""
+        now = time.monotonic()
+        if self._id is None or (now - self._at < REFRESH_S and fraction < 1.0):
+            return
+        self._at = now
+        update_progress_artifact(artifact_id=self._id, progress=round(100 * fraction, 1))

@@ -1,0 +1,417 @@
+"""Bring a published model to every node: plan, relay, verify, activate.
+
+Prefect sees one task a stage. The bytes travel between the nodes' agents; this process only asks
+the coordinator for a deployment and watches it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pandas as pd
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from paceline.errors import (
+    Cancelled,
+    CorruptData,
+    DeploymentFailed,
+    NotReady,
+    OriginBudgetExceeded,
+    PacelineError,
+    WorkerLost,
+)
+from paceline.manifest import Manifest, fetch_manifest, verify_directory
+from paceline.plan import PlanWorker, make_plan
+from paceline.profile import load_runtime
+from paceline.wire import digest_of
+from paceline.wire.calls import CreateDeployment, DeploymentView
+from paceline.wire.events import Event, EventName
+from paceline.wire.plan import Topology
+from paceline.wire.records import DeploymentStatus, WorkerProgress
+from tasks import artifacts
+from tasks.run import Run, StageResult
+
+POLL_S = 0.2
+
+# What of a deployment's events a person wants to read in the end.
+NOTEWORTHY = {
+    EventName.WORKER_LOST: "lost",
+    EventName.WORKER_RETURNED: "returned",
+    EventName.PIECE_CORRUPT: "sent a corrupt piece",
+    EventName.SOURCE_LOST: "closed the gap: its source was lost",
+    EventName.DEPLOYMENT_REPLANNED: "re-planned",
+}
+
+
+@task(name="fetch-manifest", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=1)
+def fetch_model_manifest(run: Run, url: str) -> Manifest:
+    """Return the manifest published at ``url``; a page shows its sizes."""
+    manifest = fetch_manifest(url, run.store)
+    artifacts.table(
+        f"manifest {manifest.model_id}",
+        [
+            {"file": each.path, "bytes": each.size, "sha256": each.sha256}
+            for each in manifest.files
+        ],
+        f"{manifest.model_id} v{manifest.version}: {manifest.total_size} bytes in "
+        f"{len(manifest.chunks)} chunks, {manifest.piece_count} pieces; {manifest.digest}",
+    )
+    return manifest
+
+
+@task(name="start-agents", cache_policy=NO_CACHE)
+def start_agents(run: Run, deadline_s: float = 60.0) -> list[str]:
+    """Return the ids of the nodes whose agents run and have registered, starting what is missing."""
+    with run.fleet() as fleet:
+        wanted = set(fleet.ensure_agents())
+    deadline = time.monotonic() + deadline_s
+    while True:
+        alive = {each.worker_id for each in run.coordinator.workers() if each.alive}
+        if wanted <= alive:
+            return sorted(wanted, key=_natural)
+        if time.monotonic() > deadline:
+            raise NotReady(
+                "agents did not register",
+                got=f"{', '.join(sorted(wanted & alive)) or 'none'}",
+                wanted=", ".join(sorted(wanted)),
+                where=run.runtime.endpoints.coordinator_url,
+                do=f"Read agent.log under {run.runtime.state_dir / 'nodes'}.",
+            )
+        time.sleep(POLL_S)
+
+
+@task(name="plan", cache_policy=NO_CACHE)
+def plan_relay(run: Run, manifest: Manifest, url: str, targets: list[str]) -> dict[str, Any]:
+    """Say before a byte moves who would feed whom, how long it takes, and what the bound is."""
+    profile = run.runtime.profile
+    workers = [each for each in run.coordinator.workers() if each.worker_id in targets]
+    plan = make_plan(
+        Topology(profile.relay.topology),
+        deployment_id="preview",
+        epoch=1,
+        manifest=manifest,
+        workers=[
+            PlanWorker(
+                worker_id=each.worker_id,
+                labels=each.labels,
+                address=each.address,
+                link_mbit=each.link_mbit,
+            )
+            for each in workers
+        ],
+        source_url=url,
+        seed=0,
+    )
+    line = " → ".join(each.worker_id for each in plan.workers)
+    artifacts.markdown(
+        f"plan {manifest.model_id}",
+        f"**{plan.topology}** over {len(plan.workers)} workers: {line}\n\n"
+        f"predicted {plan.predicted_seconds:.2f} s, bound {plan.bound_seconds:.2f} s, "
+        f"{plan.cross_rack_bytes} bytes cross racks, {plan.origin_bytes} bytes from the source",
+        "Who feeds whom",
+    )
+    message = (
+        f"{plan.topology} {line}: predicted {plan.predicted_seconds:.2f} s, "
+        f"bound {plan.bound_seconds:.2f} s"
+    )
+    run.tell("plan", 1.0, message, done=True)
+    return {
+        "topology": str(plan.topology),
+        "line": [each.worker_id for each in plan.workers],
+        "predicted_seconds": plan.predicted_seconds,
+        "bound_seconds": plan.bound_seconds,
+        "cross_rack_bytes": plan.cross_rack_bytes,
+        "origin_bytes": plan.origin_bytes,
+        "depth": plan.depth,
+    }
+
+
+@task(name="relay", cache_policy=NO_CACHE)
+def relay(
+    run: Run, manifest: Manifest, url: str, targets: list[str], stage: str = "relay"
+) -> StageResult:
+    """Have the agents relay the model to every target, and return what moved.
+
+    Raises DeploymentFailed, OriginBudgetExceeded, Cancelled; a coordinator that is away for a
+    moment is waited for, because the data keeps flowing without it.
+    """
+    profile = run.runtime.profile
+
+    def work() -> dict[str, Any]:
+        page = artifacts.Progress(f"{stage} {manifest.model_id}", f"{stage} to {len(targets)} nodes")
+        seen = _last_event(run)
+        created = run.coordinator.create(
+            CreateDeployment(
+                model_id=manifest.model_id,
+                version=manifest.version,
+                source_url=url,
+                target_workers=tuple(targets),
+                topology=Topology(profile.relay.topology),
+                max_failed=profile.relay.max_failed,
+                run_id=run.run_id,
+            ),
+            idempotency_key=f"{run.run_id}-{stage}-{manifest.digest[:16]}",
+        )
+        view = _watch(run, created.deployment_id, stage, page, seen)
+        return _relay_report(run, view)
+
+    return run.stage(
+        stage,
+        {"manifest": manifest.digest, "targets": sorted(targets), "url": url},
+        work,
+        still_true=lambda _output: _holds_everywhere(run, manifest, targets),
+        describe=lambda o: (
+            f"{o['workers']} workers in {o['seconds']:.2f} s "
+            f"(bound {o['bound_seconds']:.2f} s), {o['pieces_reused']} pieces reused"
+        ),
+    )
+
+
+@task(name="verify", cache_policy=NO_CACHE)
+def verify_on_nodes(
+    run: Run, manifest: Manifest, targets: list[str], stage: str = "verify"
+) -> dict[str, Any]:
+    """Have every node read its own copy again and check every byte against the manifest."""
+    began = time.monotonic()
+    with run.fleet() as fleet:
+        answers = fleet.map_nodes(
+            verify_node_copy,
+            targets,
+            run.state_dir,
+            manifest.model_id,
+            manifest.version,
+            manifest.digest,
+            timeout_s=run.runtime.profile.relay.deadline_s,
+        )
+    wrong = {node: answer for node, answer in answers.items() if isinstance(answer, BaseException)}
+    rows = [
+        {"worker_id": node, "verified": node not in wrong, "detail": str(wrong.get(node, ""))}
+        for node in targets
+    ]
+    artifacts.table(f"verified {manifest.model_id}", rows, "Every byte read again on its node")
+    if wrong:
+        node, error = next(iter(wrong.items()))
+        raise CorruptData(
+            f"{len(wrong)} of {len(targets)} nodes hold a copy that is not the model",
+            got=str(error),
+            wanted=f"manifest {manifest.digest}",
+            where=node,
+            do=f"Run `paceline distribute {manifest.model_id} {manifest.version}` to repair it.",
+        )
+    seconds = time.monotonic() - began
+    message = f"{len(targets)} nodes verified {manifest.total_size} bytes each"
+    run.tell(stage, 1.0, message, done=True, seconds=seconds)
+    return {"verified": len(targets), "seconds": seconds, "manifest_digest": manifest.digest}
+
+
+@task(name="activate", cache_policy=NO_CACHE)
+def activate(
+    run: Run,
+    deployment_id: str,
+    manifest: Manifest,
+    targets: list[str],
+    stage: str = "activate",
+    deadline_s: float = 60.0,
+) -> dict[str, Any]:
+    """Switch every node of a complete deployment to its version, and wait until each node's own
+    disk says so."""
+    began = time.monotonic()
+    run.coordinator.activate(deployment_id)
+    deadline = began + deadline_s
+    with run.fleet() as fleet:
+        while True:
+            answers = fleet.map_nodes(
+                node_active_version, targets, run.state_dir, manifest.model_id, timeout_s=30.0
+            )
+            waiting = [node for node in targets if answers.get(node) != manifest.version]
+            if not waiting:
+                break
+            if time.monotonic() > deadline:
+                raise WorkerLost(
+                    "not every node switched to the new version",
+                    got=", ".join(f"{node} on {answers.get(node)}" for node in waiting),
+                    wanted=f"version {manifest.version}",
+                    where=f"deployment {deployment_id}",
+                    do="Run the same command again: activation is safe to repeat.",
+                )
+            time.sleep(POLL_S)
+    seconds = time.monotonic() - began
+    message = f"v{manifest.version} is active on {len(targets)} nodes"
+    run.tell(stage, 1.0, message, done=True, seconds=seconds)
+    return {"activated": targets, "seconds": seconds, "deployment_id": deployment_id}
+
+
+def verify_node_copy(
+    state_dir: str, model_id: str, version: str, manifest_digest: str, *, worker_id: str
+) -> str:
+    """Return the digest of ``worker_id``'s own copy; raise CorruptData where it is not the model.
+
+    Runs on the node, inside its Dask worker.
+    """
+    from paceline.manifest import parse_manifest
+
+    runtime = load_runtime(state_dir)
+    directory = runtime.node_dir(worker_id) / "store" / "models" / model_id / version
+    try:
+        manifest = parse_manifest((directory / "manifest.json").read_bytes())
+    except FileNotFoundError as error:
+        raise CorruptData(
+            "the node has no copy", got="no manifest.json", wanted=manifest_digest, where=directory
+        ) from error
+    if manifest.digest != manifest_digest:
+        raise CorruptData(
+            "the node holds another model",
+            got=manifest.digest,
+            wanted=manifest_digest,
+            where=directory,
+        )
+    verify_directory(directory, manifest)
+    return manifest.digest
+
+
+def _watch(
+    run: Run, deployment_id: str, stage: str, page: artifacts.Progress, seen: int
+) -> DeploymentView:
+    deadline = time.monotonic() + run.runtime.profile.relay.deadline_s
+    away_since: float | None = None
+    while True:
+        try:
+            view = run.coordinator.deployment(deployment_id)
+            seen = _read_events(run, deployment_id, seen)
+            away_since = None
+        except PacelineError as error:
+            if error.exit_code != 75:
+                raise
+            away_since = away_since or time.monotonic()
+            if time.monotonic() - away_since > 60:
+                raise
+            time.sleep(1.0)
+            continue
+        done = len(view.workers_complete)
+        targets = len(view.deployment.target_workers)
+        run.tell(stage, view.progress, f"{view.status}: {done} of {targets} workers complete")
+        page.show(view.progress)
+        if view.status == DeploymentStatus.COMPLETE:
+            page.show(1.0)
+            return view
+        if view.status.is_final or view.status == DeploymentStatus.STALLED:
+            raise _why_not(view)
+        if time.monotonic() > deadline:
+            run.coordinator.cancel(deployment_id)
+            raise DeploymentFailed(
+                "the relay missed its deadline",
+                got=f"{view.progress:.0%} after {run.runtime.profile.relay.deadline_s:.0f} s",
+                wanted=f"complete (bound {view.deployment.bound_seconds:.1f} s)",
+                where=f"deployment {deployment_id}",
+                do="Read the agents' logs; raise relay.deadline_s if the link is that slow.",
+            )
+        time.sleep(POLL_S)
+
+
+def _why_not(view: DeploymentView) -> PacelineError:
+    failure = view.deployment.failure
+    kinds: dict[DeploymentStatus, type[PacelineError]] = {
+        DeploymentStatus.CANCELLED: Cancelled,
+        DeploymentStatus.STALLED: OriginBudgetExceeded,
+    }
+    return kinds.get(view.status, DeploymentFailed)(
+        f"the deployment is {view.status}",
+        got=failure.message if failure else f"failed workers: {', '.join(view.workers_failed)}",
+        wanted="every target complete",
+        where=f"deployment {view.deployment_id}",
+        do="Mend what is named, then run the same command again: it resumes from what is on disk.",
+    )
+
+
+def _relay_report(run: Run, view: DeploymentView) -> dict[str, Any]:
+    progress = run.coordinator.workers_of(view.deployment_id)
+    frame = receipts_frame(progress)
+    artifacts.table(
+        f"receipts {view.deployment.model_id}",
+        frame.to_dict(orient="records"),
+        "What each node received, reused, sent and confirmed",
+    )
+    plan = run.coordinator.plan(view.deployment_id)
+    deployment = view.deployment
+    return {
+        "deployment_id": view.deployment_id,
+        "workers": len(view.workers_complete),
+        "workers_failed": list(view.workers_failed),
+        "topology": str(deployment.topology),
+        "epoch": deployment.epoch,
+        "seconds": float(deployment.seconds or 0.0),
+        "predicted_seconds": deployment.predicted_seconds,
+        "bound_seconds": deployment.bound_seconds,
+        "total_bytes": deployment.total_bytes,
+        "origin_bytes": int(frame["origin_bytes"].sum()),
+        "received_bytes": int(frame["received_bytes"].sum()),
+        "refetched_bytes": int(frame["refetched_bytes"].sum()),
+        "pieces_reused": int(frame["reused_pieces"].sum()),
+        "bytes_reused": int(frame["reused_bytes"].sum()),
+        "cross_rack_bytes": plan.cross_rack_bytes,
+        "receipts_digest": digest_of(
+            [each.receipt.model_dump(mode="json") for each in progress if each.receipt]
+        ),
+    }
+
+
+def receipts_frame(progress: list[WorkerProgress]) -> pd.DataFrame:
+    """Return one row a receipt; no receipts give an empty frame with the same columns."""
+    columns = [
+        "worker_id", "received_bytes", "origin_bytes", "reused_bytes", "reused_pieces",
+        "refetched_bytes", "sent_bytes", "corrupt_pieces", "seconds", "manifest_digest",
+    ]  # fmt: skip
+    rows = [each.receipt.model_dump(mode="json") for each in progress if each.receipt]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _holds_everywhere(run: Run, manifest: Manifest, targets: list[str]) -> bool:
+    """Return whether each node still shows this very model at its final path (names, not bytes)."""
+    with run.fleet() as fleet:
+        answers = fleet.map_nodes(
+            node_has_model, targets, run.state_dir, manifest.model_id, manifest.version,
+            manifest.digest, timeout_s=60.0,
+        )  # fmt: skip
+    return all(answers.get(node) is True for node in targets)
+
+
+def node_has_model(
+    state_dir: str, model_id: str, version: str, manifest_digest: str, *, worker_id: str
+) -> bool:
+    """Return whether ``worker_id`` shows this version with this digest. Runs on the node."""
+    from paceline.manifest import parse_manifest
+
+    runtime = load_runtime(state_dir)
+    path = runtime.node_dir(worker_id) / "store" / "models" / model_id / version / "manifest.json"
+    return path.is_file() and parse_manifest(path.read_bytes()).digest == manifest_digest
+
+
+def node_active_version(state_dir: str, model_id: str, *, worker_id: str) -> str | None:
+    """Return the version of ``model_id`` that is active on ``worker_id``. Runs on the node."""
+    link = load_runtime(state_dir).node_dir(worker_id) / "store" / "models" / model_id / "active"
+    return link.readlink().name if link.is_symlink() else None
+
+
+def _last_event(run: Run) -> int:
+    return run.coordinator.events(0, 0).last
+
+
+def _read_events(run: Run, deployment_id: str, seen: int) -> int:
+    news = run.coordinator.events(seen, 0)
+    for event in news.events:
+        if event.name in NOTEWORTHY and event.deployment_id in (None, deployment_id):
+            run.note(_sentence(event))
+    return news.last
+
+
+def _sentence(event: Event) -> str:
+    detail = ", ".join(f"{key} {value}" for key, value in event.data.items())
+    who = event.worker_id or f"deployment {event.deployment_id}"
+    return f"{who} {NOTEWORTHY[event.name]}" + (f" ({detail})" if detail else "")
+
+
+def _natural(name: str) -> tuple[str, int]:
+    head, _, tail = name.rpartition("-")
+    return (head, int(tail)) if tail.isdigit() else (name, 0)

@@ -1,0 +1,92 @@
+"""One MLflow run for each run of ours: opened at the first flow, closed by the outermost one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pandas as pd
+from prefect.runtime import flow_run
+
+from paceline.registry import MetricPoint
+from tasks import artifacts
+from tasks.code_version import code_version
+from tasks.run import Run, explain
+
+
+@contextmanager
+def recorded(run: Run, flow_name: str) -> Iterator[None]:
+    """Keep ``run`` in MLflow while the body runs; its end and its failure are recorded there.
+
+    Flows nest: only the outermost opens and closes the record.
+    """
+    run.depth += 1
+    try:
+        if run.depth == 1:
+            _open(run, flow_name)
+        yield
+    except BaseException as error:
+        if run.depth == 1:
+            status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+            _close(run, status, explain(error))
+        raise
+    else:
+        if run.depth == 1:
+            _close(run, "FINISHED", None)
+    finally:
+        run.depth -= 1
+
+
+def log_relay(run: Run, stage: str, output: dict[str, Any]) -> None:
+    """Log one relay's figures under ``stage``'s name."""
+    names = (
+        "seconds", "bound_seconds", "predicted_seconds", "workers", "origin_bytes",
+        "received_bytes", "refetched_bytes", "pieces_reused", "bytes_reused", "cross_rack_bytes",
+    )  # fmt: skip
+    prefix = stage.replace("-", ".")
+    points = [MetricPoint(f"{prefix}.{each}", float(output[each])) for each in names]
+    run.registry.log_metrics(run.mlflow_run, points)
+
+
+def stages_frame(run: Run) -> pd.DataFrame:
+    """Return one row a stage: its name, seconds, and whether the ledger already had it."""
+    rows = [
+        {"stage": each.stage, "seconds": round(each.seconds, 3), "already_done": each.reused}
+        for each in run.summary.stages
+    ]
+    return pd.DataFrame(rows, columns=["stage", "seconds", "already_done"])
+
+
+def links(run: Run) -> dict[str, str]:
+    """Return every page and file where this run can be looked at."""
+    endpoints = run.runtime.endpoints
+    found = {
+        "prefect": endpoints.prefect_ui_url,
+        "mlflow": run.registry.run_url(run.mlflow_run),
+        "fleet": f"{endpoints.coordinator_url}/fleet",
+        "state": run.state_dir,
+    }
+    if flow_run_id := flow_run.get_id():
+        found["prefect"] = f"{endpoints.prefect_ui_url}/runs/flow-run/{flow_run_id}"
+    return found
+
+
+def _open(run: Run, flow_name: str) -> None:
+    run.registry.log_params(
+        run.mlflow_run,
+        {
+            "flow": flow_name,
+            "profile": run.runtime.profile.name,
+            "code_version": code_version(),
+        },
+    )
+    artifacts.link("mlflow run", run.registry.run_url(run.mlflow_run), "This run in MLflow")
+
+
+def _close(run: Run, status: Any, reason: str | None) -> None:
+    if reason is not None:
+        run.registry.log_artifact_text(run.mlflow_run, reason, "failure.txt")
+    frame = stages_frame(run)
+    run.registry.log_artifact_text(run.mlflow_run, frame.to_csv(index=False), "stages.csv")
+    run.registry.finish_run(run.mlflow_run, status)

@@ -1,0 +1,155 @@
+"""What a lifecycle starts from: models and data snapshots in the object store.
+
+The demo makes its own (real text, and a base model that was briefly trained on it); a team with a
+model of its own publishes its directory.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from paceline.data import build_snapshot, fingerprint_source, load_snapshot
+from paceline.manifest import fetch_manifest, publish_model
+from paceline.profile import DataSettings
+from paceline.training.base import train_base
+from paceline.wire import digest_of
+from tasks.run import Run, StageResult
+
+
+@task(name="build-data-snapshot", cache_policy=NO_CACHE)
+def build_data_snapshot(run: Run, source: str | None = None) -> StageResult:
+    """Shard and digest the text at ``source`` (default: the profile's) into a snapshot in S3."""
+    settings: DataSettings = run.runtime.profile.data
+    source = source or settings.source
+
+    def work() -> dict[str, Any]:
+        snapshot = build_snapshot(
+            source, f"{run.runtime.data_url}/snapshots", settings, run.store, work_dir=run.work_dir
+        )
+        return {
+            "url": snapshot.url,
+            "digest": snapshot.digest,
+            "documents": snapshot.documents,
+            "bytes": snapshot.total_bytes,
+        }
+
+    return run.stage(
+        "snapshot",
+        {
+            "source": source,
+            "settings": settings.model_dump(mode="json"),
+            "fingerprint": fingerprint_source(source),
+        },
+        work,
+        still_true=lambda output: run.store.exists(f"{output['url']}/snapshot.json"),
+        describe=lambda o: f"{o['documents']} documents, {o['bytes'] / 1e6:.1f} MB",
+    )
+
+
+@task(name="publish-base-model", cache_policy=NO_CACHE)
+def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
+    """Train the base model up to its recorded budget and publish it as version 1.
+
+    The version's URL carries the digest of what it was made from, so that another base (another
+    size, other data) is another prefix and never a conflict.
+    """
+    profile = run.runtime.profile
+    inputs = {
+        "model": profile.model.model_dump(mode="json"),
+        "snapshot": snapshot["digest"],
+        "python": sys.version_info[:2],
+    }
+    model_id = f"{profile.model.model_id}-{digest_of(inputs)[:8]}"
+
+    def work() -> dict[str, Any]:
+        directory: Path = run.work_dir / "base"
+        trained = train_base(
+            directory,
+            profile.model,
+            snapshot_url=snapshot["url"],
+            store=run.store,
+            cache_dir=run.work_dir / "cache",
+            on_step=lambda step, total, loss: run.tell(
+                "base", step / max(total, 1), f"step {step}/{total}, loss {loss:.3f}"
+            ),
+        )
+        manifest = publish_model(
+            directory,
+            f"{run.runtime.models_url}/{model_id}/1",
+            model_id=model_id,
+            version="1",
+            store=run.store,
+            link_mbit=profile.cluster.link_mbit,
+            piece_bytes=profile.relay.piece_bytes,
+            chunk_bytes=profile.relay.chunk_bytes,
+        )
+        return {
+            "model_id": model_id,
+            "version": "1",
+            "url": f"{run.runtime.models_url}/{model_id}/1",
+            "manifest_digest": manifest.digest,
+            "parameters": trained.parameters,
+            "steps": trained.steps,
+            "loss": trained.final_loss,
+        }
+
+    return run.stage(
+        "base",
+        inputs,
+        work,
+        still_true=lambda o: fetch_manifest(o["url"], run.store).digest == o["manifest_digest"],
+        describe=lambda o: f"{o['model_id']} v{o['version']}, {o['parameters']:,} parameters",
+    )
+
+
+@task(name="publish-directory", cache_policy=NO_CACHE)
+def publish_directory(run: Run, directory: str, model_id: str, version: str) -> StageResult:
+    """Digest the model in ``directory`` and upload it with its manifest; the same bytes twice are
+    uploaded once. Raises Conflict where the version already has other bytes."""
+    profile = run.runtime.profile
+    url = published_url(run, model_id, version)
+    began = time.monotonic()
+    manifest = publish_model(
+        Path(directory),
+        url,
+        model_id=model_id,
+        version=version,
+        store=run.store,
+        link_mbit=profile.cluster.link_mbit,
+        piece_bytes=profile.relay.piece_bytes,
+        chunk_bytes=profile.relay.chunk_bytes,
+    )
+    output = {
+        "model_id": model_id,
+        "version": version,
+        "url": url,
+        "manifest_digest": manifest.digest,
+        "bytes": manifest.total_size,
+        "chunks": len(manifest.chunks),
+        "pieces": manifest.piece_count,
+    }
+    seconds = time.monotonic() - began
+    run.tell("publish", 1.0, url, done=True, seconds=seconds)
+    return StageResult(stage="publish", output=output, seconds=seconds, reused=False)
+
+
+def published_url(run: Run, model_id: str, version: str) -> str:
+    """Return where ``version`` of ``model_id`` is published in this installation's bucket."""
+    return f"{run.runtime.models_url}/{model_id}/{version}"
+
+
+def snapshot_reference(run: Run, url: str) -> dict[str, Any]:
+    """Return what stages need to know of the snapshot at ``url``: its url, digest and sizes."""
+    loaded = load_snapshot(url, run.store)
+    return {
+        "url": loaded.url,
+        "digest": loaded.digest,
+        "documents": loaded.documents,
+        "bytes": loaded.total_bytes,
+    }

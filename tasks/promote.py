@@ -1,0 +1,255 @@
+"""From a judged candidate to the champion: package, gate, register, publish.
+
+The order keeps I10: the digest that the gate saw is bound as evidence, the registry's alias moves
+only on that evidence, and the bytes published afterwards must have the same digest.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from paceline.errors import CorruptData, GateRefused
+from paceline.evaluation import decide
+from paceline.manifest import Manifest, build_manifest, fetch_manifest, publish_model
+from paceline.registry.lineage import gate_metrics
+from paceline.wire.training import EvaluationReport, Evidence, GateDecision, TrainResult
+from tasks import artifacts
+from tasks.code_version import code_version
+from tasks.run import Run, StageResult
+
+
+@task(name="package-candidate", cache_policy=NO_CACHE)
+def package_candidate(run: Run, base: Manifest, trained: TrainResult) -> StageResult:
+    """Fetch the export, give it the next version, and compute its manifest: the digest that the
+    gate judges is the digest that will be published."""
+    version = next_version(base.version)
+
+    def work() -> dict[str, Any]:
+        directory = _candidate_dir(run, trained)
+        manifest = build_manifest(
+            directory,
+            model_id=base.model_id,
+            version=version,
+            link_mbit=run.runtime.profile.cluster.link_mbit,
+            piece_bytes=run.runtime.profile.relay.piece_bytes,
+            chunk_bytes=run.runtime.profile.relay.chunk_bytes,
+        )
+        return {"version": version, "manifest_digest": manifest.digest, "bytes": manifest.total_size}
+
+    return run.stage(
+        "package",
+        {"weights": trained.weights_digest, "export": trained.export_url, "version": version},
+        work,
+        describe=lambda o: f"{base.model_id} v{o['version']}, manifest {o['manifest_digest'][:12]}",
+    )
+
+
+@task(name="gate", cache_policy=NO_CACHE)
+def gate(run: Run, report: EvaluationReport, lineage: dict[str, str | None]) -> GateDecision:
+    """Decide from the evidence alone whether the candidate may become champion."""
+    champion = "champion" if report.score("champion") else None
+    decision = decide(report, run.runtime.profile.gate, champion=champion, lineage=lineage)
+    artifacts.table(
+        "gate", [each.model_dump(mode="json") for each in decision.checks], "Why, check by check"
+    )
+    run.registry.log_metrics(run.mlflow_run, gate_metrics(decision))
+    message = "passed" if decision.passed else "refused: " + "; ".join(decision.reasons)
+    run.tell("gate", 1.0, message, done=True)
+    return decision
+
+
+def bundle(
+    run: Run,
+    base: Manifest,
+    trained: TrainResult,
+    report: EvaluationReport,
+    decision: GateDecision,
+    lineage: dict[str, str | None],
+    approver: str | None,
+) -> Evidence:
+    """Return the evidence that is bound to the version, whatever the gate said."""
+    return Evidence(
+        run_id=run.run_id,
+        model_id=base.model_id,
+        manifest_digest=str(lineage["manifest_digest"]),
+        weights_digest=trained.weights_digest,
+        base_version=base.version,
+        base_manifest_digest=base.digest,
+        snapshot_digest=report.snapshot_digest,
+        job_id=trained.job_id,
+        training_config_digest=trained.config_digest,
+        code_version=str(lineage["code_version"]),
+        evaluation=report,
+        gate=decision,
+        approver=approver,
+    )
+
+
+@task(name="promote", cache_policy=NO_CACHE)
+def promote(run: Run, evidence: Evidence, source_url: str) -> StageResult:
+    """Register the candidate with its evidence and make it champion.
+
+    Raises GateRefused where the gate did not pass.
+    """
+    if not evidence.gate.passed:
+        raise GateRefused(
+            "the candidate was not promoted",
+            got="; ".join(evidence.gate.reasons),
+            wanted="every check of the gate",
+            where=f"{evidence.model_id}, run {run.run_id}",
+            do="Train longer or on better data; the champion stays what it was.",
+        )
+
+    def work() -> dict[str, Any]:
+        version = run.registry.register_candidate(
+            evidence.model_id, source_url, evidence, run.mlflow_run
+        )
+        promotion = run.registry.promote(evidence.model_id, version, evidence)
+        return {
+            "model_id": evidence.model_id,
+            "registry_version": promotion.version,
+            "alias": promotion.alias,
+            "previous": promotion.previous_version,
+            "evidence_digest": promotion.evidence_digest,
+            "url": run.registry.model_url(evidence.model_id, promotion.version),
+        }
+
+    result = run.stage(
+        "promote",
+        {"manifest": evidence.manifest_digest, "report": evidence.weights_digest},
+        work,
+        still_true=lambda o: _is_champion(run, evidence.model_id, str(o["registry_version"])),
+        describe=lambda o: f"{o['model_id']} v{o['registry_version']} is {o['alias']}",
+    )
+    artifacts.link("registered model", str(result.output["url"]), "The champion in MLflow")
+    return result
+
+
+@task(name="publish", cache_policy=NO_CACHE)
+def publish_candidate(
+    run: Run, base: Manifest, trained: TrainResult, packaged: dict[str, Any]
+) -> StageResult:
+    """Upload the candidate under its version; the manifest must be the one that was judged."""
+    url = f"{run.runtime.models_url}/{base.model_id}/{packaged['version']}"
+
+    def work() -> dict[str, Any]:
+        manifest = publish_model(
+            _candidate_dir(run, trained),
+            url,
+            model_id=base.model_id,
+            version=packaged["version"],
+            store=run.store,
+            link_mbit=run.runtime.profile.cluster.link_mbit,
+            piece_bytes=run.runtime.profile.relay.piece_bytes,
+            chunk_bytes=run.runtime.profile.relay.chunk_bytes,
+        )
+        if manifest.digest != packaged["manifest_digest"]:
+            raise CorruptData(
+                "the candidate changed after it was judged",
+                got=manifest.digest,
+                wanted=packaged["manifest_digest"],
+                where=url,
+                do="Delete the version from the bucket and run the lifecycle again.",
+            )
+        return {"url": url, "manifest_digest": manifest.digest, "version": packaged["version"]}
+
+    return run.stage(
+        "publish",
+        {"manifest": packaged["manifest_digest"], "url": url},
+        work,
+        still_true=lambda o: (
+            run.store.exists(f"{url}/manifest.json")
+            and fetch_manifest(url, run.store).digest == o["manifest_digest"]
+        ),
+        describe=lambda o: f"{o['url']}",
+    )
+
+
+def champion_reference(run: Run, base: Manifest) -> dict[str, dict[str, str]]:
+    """Return the champion's weights as an evaluation input, or nothing where there is none yet."""
+    champion = run.registry.champion(base.model_id)
+    if champion is None:
+        return {}
+    return {"champion": {"url": champion.source_url, "digest": champion.manifest_digest}}
+
+
+def node_copy(run: Run, node: str, manifest: Manifest) -> dict[str, str]:
+    """Return the copy that ``node`` holds on its own disk as an evaluation input."""
+    store = run.runtime.node_dir(node) / "store"
+    path = store / "models" / manifest.model_id / manifest.version
+    return {"url": str(path), "digest": manifest.digest}
+
+
+@task(name="restore-previous-champion", cache_policy=NO_CACHE)
+def restore_previous(run: Run, model_id: str) -> dict[str, Any]:
+    """Swap ``champion`` and ``previous`` in the registry and say which published version that is."""
+    promotion = run.registry.rollback(model_id)
+    champion = run.registry.champion(model_id)
+    assert champion is not None  # rollback has read the alias back
+    version = champion.published_version
+    run.tell("rollback", 1.0, f"{model_id} v{version} is champion again", done=True)
+    return {
+        "model_id": model_id,
+        "version": version,
+        "url": champion.source_url,
+        "registry_version": promotion.version,
+        "alias": promotion.alias,
+        "previous": promotion.previous_version,
+        "evidence_digest": promotion.evidence_digest,
+    }
+
+
+def lineage_of(
+    run: Run, base: Manifest, trained: TrainResult, snapshot: dict[str, Any], manifest_digest: str
+) -> dict[str, str | None]:
+    """Return everything a promoted version must be traceable to."""
+    return {
+        "manifest_digest": manifest_digest,
+        "base_manifest_digest": base.digest,
+        "snapshot_digest": snapshot["digest"],
+        "config_digest": trained.config_digest,
+        "job_id": trained.job_id,
+        "code_version": code_version(),
+        "run_id": run.run_id,
+    }
+
+
+def next_version(version: str) -> str:
+    """Return the version after ``version``: its last number, one higher (``"1"`` → ``"2"``)."""
+    head, dot, tail = version.rpartition(".")
+    return f"{head}{dot}{int(tail) + 1}" if tail.isdigit() else f"{version}.1"
+
+
+def _candidate_dir(run: Run, trained: TrainResult) -> Path:
+    """Return a local copy of the export, fetched once and checked against its weights digest."""
+    from paceline.models import weights_digest
+
+    directory = run.work_dir / "candidate"
+    if directory.is_dir() and weights_digest(directory) == trained.weights_digest:
+        return directory
+    shutil.rmtree(directory, ignore_errors=True)
+    fresh = run.work_dir / "candidate.partial"
+    shutil.rmtree(fresh, ignore_errors=True)
+    prefix = trained.export_url.rstrip("/") + "/"
+    for item in run.store.list(prefix):
+        run.store.download_file(item.url, fresh / item.url.removeprefix(prefix))
+    if (got := weights_digest(fresh)) != trained.weights_digest:
+        raise CorruptData(
+            "the export does not match its digest",
+            got=got,
+            wanted=trained.weights_digest,
+            where=trained.export_url,
+            do="Run the training stage again.",
+        )
+    fresh.rename(directory)
+    return directory
+
+
+def _is_champion(run: Run, model_id: str, version: str) -> bool:
+    champion = run.registry.champion(model_id)
+    return champion is not None and str(champion.version) == version

@@ -1,0 +1,211 @@
+"""What every stage of one run shares: its id, the installation, the ledger, and who listens.
+
+A stage is idempotent through the ledger: the digest of its inputs names its output. Asking again
+for the same inputs returns the recorded output, whichever run produced it, and says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.client import CoordinatorClient
+from paceline.errors import PacelineError
+from paceline.objects import ObjectStore
+from paceline.profile import Runtime, load_runtime
+from paceline.wire import digest_of, new_run_id
+from paceline.wire.records import StageRecord
+
+if TYPE_CHECKING:
+    from paceline.fleet import Fleet
+    from paceline.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+Listener = Callable[["StageUpdate"], None]
+_listeners: list[Listener] = []
+_open_runs: dict[tuple[str, str], Run] = {}
+_opening = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageUpdate:
+    """How far a stage is, for whoever shows it (terminal, progress artifact)."""
+
+    stage: str
+    fraction: float  # 0 to 1
+    message: str
+    done: bool = False
+    reused: bool = False
+    seconds: float = 0.0
+
+
+def listen(listener: Listener) -> Callable[[], None]:
+    """Call ``listener`` with every StageUpdate of this process; return what ends it."""
+    _listeners.append(listener)
+    return lambda: _listeners.remove(listener)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageResult:
+    """A stage's output, how long it took, and whether the ledger already had it."""
+
+    stage: str
+    output: dict[str, Any]
+    seconds: float
+    reused: bool
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """What the run has shown so far, in the order it happened."""
+
+    stages: list[StageResult] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class Run:
+    """One run of a flow over one installation. Not a dataclass: Prefect must not look inside."""
+
+    def __init__(self, runtime: Runtime, run_id: str) -> None:
+        self.runtime = runtime
+        self.run_id = run_id
+        self.summary = Summary()
+        self.depth = 0  # how many flows of this run are open in this process
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, state_dir: str | Path | None = None, run_id: str | None = None) -> Run:
+        """Return a run on the installation in ``state_dir``; a fresh id where none is given.
+
+        Raises NotReady where nothing runs there.
+        """
+        runtime = load_runtime(state_dir)
+        key = (str(runtime.state_dir), run_id or new_run_id())
+        with _opening:
+            # A flow and its sub-flows run in one process; they share one summary and one client.
+            if key not in _open_runs:
+                _open_runs[key] = cls(runtime, key[1])
+            return _open_runs[key]
+
+    @property
+    def state_dir(self) -> str:
+        """Return the installation's state directory as flows pass it on."""
+        return str(self.runtime.state_dir)
+
+    @property
+    def work_dir(self) -> Path:
+        """Return this run's own scratch directory, created on first use."""
+        path = self.runtime.state_dir / "runs" / self.run_id
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    @cached_property
+    def coordinator(self) -> CoordinatorClient:
+        """Return the coordinator's client."""
+        return CoordinatorClient(
+            self.runtime.endpoints.coordinator_url, self.runtime.secrets.coordinator_token
+        )
+
+    @cached_property
+    def store(self) -> ObjectStore:
+        """Return the object store."""
+        return ObjectStore.from_runtime(self.runtime)
+
+    @cached_property
+    def registry(self) -> Registry:
+        """Return the model registry; imports MLflow on first use."""
+        from paceline.registry import Registry
+
+        return Registry.from_runtime(self.runtime)
+
+    @cached_property
+    def mlflow_run(self) -> str:
+        """Return the id of this run's record in MLflow, created where there is none."""
+        return self.registry.ensure_run(
+            self.run_id, experiment=self.runtime.profile.model.model_id, name=self.run_id
+        )
+
+    def fleet(self) -> Fleet:
+        """Return a connection to the machines; use it in a ``with``."""
+        from paceline.fleet import Fleet
+
+        return Fleet.connect(self.runtime)
+
+    def tell(self, stage: str, fraction: float, message: str, **more: Any) -> None:
+        """Say how far ``stage`` is to everyone who listens."""
+        update = StageUpdate(
+            stage=stage, fraction=min(max(fraction, 0.0), 1.0), message=message, **more
+        )
+        for listener in list(_listeners):
+            listener(update)
+
+    def note(self, line: str) -> None:
+        """Keep ``line`` (a lost worker, a restart) for the summary, and log it."""
+        logger.warning("%s", line)
+        with self._lock:
+            self.summary.notes.append(line)
+
+    def stage(
+        self,
+        name: str,
+        inputs: Mapping[str, Any],
+        work: Callable[[], dict[str, Any]],
+        *,
+        still_true: Callable[[dict[str, Any]], bool] = lambda _output: True,
+        describe: Callable[[dict[str, Any]], str] = lambda _output: "",
+    ) -> StageResult:
+        """Return what ``work`` gives for ``inputs``, from the ledger where it is known and
+        ``still_true`` agrees; else do it and record it.
+
+        ``work`` must be safe to repeat: a crash between it and the record runs it again.
+        """
+        began = time.monotonic()
+        key = digest_of({"stage": name, "inputs": dict(inputs)})
+        known = self.coordinator.ledger_get(name, key)
+        reused = known is not None and still_true(dict(known.output))
+        if known is not None and reused:
+            output = dict(known.output)
+        else:
+            self.tell(name, 0.0, "started")
+            output = work()
+            self.coordinator.ledger_put(
+                StageRecord(
+                    stage=name,
+                    input_digest=key,
+                    output=output,
+                    output_digest=digest_of(output),
+                    run_id=self.run_id,
+                    seconds=time.monotonic() - began,
+                    finished_at=time.time(),
+                )
+            )
+        result = StageResult(
+            stage=name, output=output, seconds=time.monotonic() - began, reused=reused
+        )
+        with self._lock:
+            self.summary.stages.append(result)
+        message = describe(output)
+        self.tell(name, 1.0, message, done=True, reused=reused, seconds=result.seconds)
+        logger.info(
+            "stage %s %s in %.1f s run=%s %s",
+            name,
+            "already done" if reused else "done",
+            result.seconds,
+            self.run_id,
+            message,
+        )
+        return result
+
+
+def explain(error: BaseException) -> str:
+    """Return ``error`` on one line, ours with all its parts, others with their type."""
+    if isinstance(error, PacelineError):
+        return error.one_line()
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -1,0 +1,136 @@
+"""Train on the nodes: a gang of ranks, each started from the weights on its own node's disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from paceline.errors import TrainingFailed
+from paceline.manifest import Manifest
+from paceline.registry import MetricPoint, lineage
+from paceline.training import run_job
+from paceline.wire import digest_of
+from paceline.wire.training import RankEvent, TrainJob, TrainResult
+from tasks import artifacts
+from tasks.run import Run, StageResult
+
+METRICS_A_REQUEST = 200  # a request to MLflow costs more than a step
+
+
+@task(name="train", cache_policy=NO_CACHE)
+def train(
+    run: Run,
+    manifest: Manifest,
+    snapshot: dict[str, Any],
+    nodes: list[str],
+    labels: str = "true",
+) -> StageResult:
+    """Fine-tune ``manifest``'s model on ``snapshot`` with the profile's ranks, resuming the newest
+    healthy checkpoint where the same job was interrupted.
+
+    Raises TrainingFailed when the gang used up its restarts.
+    """
+    profile = run.runtime.profile
+    settings = profile.training
+    if settings.ranks > len(nodes):
+        raise TrainingFailed(
+            "not enough nodes for the gang",
+            got=f"{len(nodes)} nodes",
+            wanted=f"{settings.ranks} ranks, one a node",
+            do="Lower training.ranks or raise cluster.nodes in the profile.",
+        )
+    inputs = {
+        "manifest": manifest.digest,
+        "snapshot": snapshot["digest"],
+        "settings": settings.model_dump(mode="json", exclude={"max_restarts"}),
+        "labels": labels,
+    }
+    job = TrainJob(
+        job_id=f"job-{digest_of(inputs)[:12]}",
+        run_id=run.run_id,
+        state_dir=run.state_dir,
+        model_id=manifest.model_id,
+        version=manifest.version,
+        manifest_digest=manifest.digest,
+        snapshot_url=snapshot["url"],
+        snapshot_digest=snapshot["digest"],
+        purpose=profile.data.purpose,
+        checkpoint_url=run.runtime.checkpoints_url,
+        settings=settings,
+        labels="shuffled" if labels == "shuffled" else "true",
+    )
+
+    def work() -> dict[str, Any]:
+        run.registry.log_params(run.mlflow_run, lineage.training_params(job))
+        run.registry.log_dataset(
+            run.mlflow_run,
+            name=profile.data.project,
+            url=snapshot["url"],
+            digest=snapshot["digest"],
+        )
+        page = artifacts.Progress("training", f"{settings.steps} steps on {settings.ranks} ranks")
+        with run.fleet() as fleet:
+            result = run_job(
+                job,
+                nodes[: settings.ranks],
+                fleet.run_gang,
+                on_event=_follow(run, settings.steps, page),
+                store=run.store,
+            )
+        _report(run, result)
+        run.registry.log_metrics(run.mlflow_run, lineage.training_metrics(result))
+        return result.model_dump(mode="json")
+
+    return run.stage(
+        "train",
+        inputs,
+        work,
+        still_true=lambda o: run.store.exists(f"{o['export_url']}/config.json"),
+        describe=lambda o: (
+            f"{o['steps']} steps, loss {o['final_loss'] or float('nan'):.3f}, "
+            f"{o['tokens_per_second']:.0f} tokens/s, {len(o['restarts'])} restarts"
+        ),
+    )
+
+
+def _follow(run: Run, steps: int, page: artifacts.Progress) -> Callable[[RankEvent], None]:
+    waiting: list[MetricPoint] = []
+
+    def on_event(event: RankEvent) -> None:
+        if event.event == "step" and event.rank == 0:
+            fraction = event.step / max(steps, 1)
+            loss = event.data.get("loss")
+            shown = f", loss {loss:.3f}" if isinstance(loss, float) else ""
+            run.tell("train", fraction, f"step {event.step}/{steps}{shown}")
+            page.show(fraction)
+            waiting.extend(
+                MetricPoint(f"train.{key}", float(value), event.step)
+                for key, value in event.data.items()
+                if isinstance(value, int | float) and not isinstance(value, bool)
+            )
+            if len(waiting) >= METRICS_A_REQUEST or event.step >= steps:
+                run.registry.log_metrics(run.mlflow_run, waiting)
+                waiting.clear()
+        elif event.event == "resumed" and event.step > 0 and event.rank == 0:
+            run.note(f"training resumed at step {event.step} (attempt {event.attempt})")
+        elif event.event == "failed":
+            run.note(f"rank {event.rank} failed at step {event.step}: {event.data.get('reason')}")
+
+    return on_event
+
+
+def _report(run: Run, result: TrainResult) -> None:
+    for restart in result.restarts:
+        run.note(
+            f"gang restarted (attempt {restart.attempt}): rank {restart.failed_rank} on "
+            f"{restart.worker_id}: {restart.reason}; resumed at step {restart.resumed_step}, "
+            f"{restart.lost_steps} steps lost, {restart.seconds:.1f} s to the first new step"
+        )
+    artifacts.table(
+        "checkpoints",
+        [each.model_dump(mode="json") for each in result.checkpoints],
+        "Generations kept, newest last",
+    )
