@@ -1,0 +1,178 @@
+"""What MLflow holds about a model's life, and under which names: the one list of them.
+
+Pure functions from Paceline's records to tags, params and metrics; knows no MLflow and no network.
+From the bytes on a worker one walks back: receipt → manifest digest → version (tag) → evidence →
+evaluation, training job, code, data; forward: run id (tag) → run → versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paceline.wire import digest_of
+from paceline.wire.training import (
+    EvaluationReport,
+    Evidence,
+    GateDecision,
+    TrainJob,
+    TrainResult,
+)
+
+CHAMPION, CANDIDATE, PREVIOUS = "champion", "candidate", "previous"
+
+TAG_RUN_ID = "paceline.run_id"  # on runs and versions
+TAG_MANIFEST = "paceline.manifest_digest"
+TAG_WEIGHTS = "paceline.weights_digest"
+TAG_SNAPSHOT = "paceline.snapshot_digest"
+TAG_BASE_VERSION = "paceline.base_version"
+TAG_BASE_MANIFEST = "paceline.base_manifest_digest"
+TAG_JOB = "paceline.job_id"
+TAG_CODE = "paceline.code_version"
+TAG_CONFIG = "paceline.training_config_digest"
+TAG_GATE = "paceline.gate"  # "passed" | "refused"
+TAG_APPROVER = "paceline.approver"
+TAG_EVIDENCE = "paceline.evidence_digest"  # SHA-256 of the artifact evidence/<digest>.json
+TAG_CLAIM = "paceline.claim_digest"  # the evidence without its approver: what makes a version one
+TAG_PROMOTED_OVER = "paceline.promoted_over"  # the champion before; "" for the first one
+TAG_ROLLED_BACK = "paceline.rolled_back"
+
+EVIDENCE_DIRECTORY = "evidence"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredVersion:
+    """One version in the registry: where its bytes are and what it is bound to."""
+
+    model_id: str
+    version: str  # MLflow's number, as text
+    source_url: str  # s3://…, what was published
+    manifest_digest: str
+    evidence_digest: str
+    run_id: str
+    mlflow_run_id: str
+    evidence: Evidence | None = None
+
+    @property
+    def published_version(self) -> str:
+        """Return the name under which the bytes were published, e.g. ``v2``."""
+        return self.source_url.rstrip("/").rsplit("/", 1)[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promotion:
+    """What an alias names now, read back from the registry, and what it named before."""
+
+    model_id: str
+    version: str
+    alias: str
+    previous_version: str | None
+    evidence_digest: str
+
+
+class MetricPoint(NamedTuple):
+    """One value of one metric; ``at_ms`` is filled in by the registry where it is 0."""
+
+    key: str
+    value: float
+    step: int = 0
+    at_ms: int = 0
+
+
+def claim_digest(evidence: Evidence) -> str:
+    """Return the digest of everything in ``evidence`` but the approver, who may sign later."""
+    return digest_of(evidence.model_copy(update={"approver": None}))
+
+
+def evidence_path(digest: str) -> str:
+    """Return the artifact path of the evidence with ``digest`` below its run."""
+    return f"{EVIDENCE_DIRECTORY}/{digest}.json"
+
+
+def version_tags(evidence: Evidence) -> dict[str, str]:
+    """Return the tags that bind a registered version to its evidence."""
+    return {
+        TAG_RUN_ID: evidence.run_id,
+        TAG_MANIFEST: evidence.manifest_digest,
+        TAG_WEIGHTS: evidence.weights_digest,
+        TAG_SNAPSHOT: evidence.snapshot_digest,
+        TAG_BASE_VERSION: evidence.base_version,
+        TAG_BASE_MANIFEST: evidence.base_manifest_digest,
+        TAG_JOB: evidence.job_id,
+        TAG_CODE: evidence.code_version,
+        TAG_CONFIG: evidence.training_config_digest,
+        TAG_GATE: "passed" if evidence.gate.passed else "refused",
+        TAG_APPROVER: evidence.approver or "",
+        TAG_EVIDENCE: digest_of(evidence),
+        TAG_CLAIM: claim_digest(evidence),
+    }
+
+
+def training_params(job: TrainJob) -> dict[str, str]:
+    """Return what is logged as the run's parameters when training starts."""
+    identity = {
+        "job_id": job.job_id,
+        "model_id": job.model_id,
+        "base_version": job.version,
+        "base_manifest_digest": job.manifest_digest,
+        "snapshot_url": job.snapshot_url,
+        "snapshot_digest": job.snapshot_digest,
+        "purpose": job.purpose,
+        "labels": job.labels,
+        "deterministic": job.deterministic,
+    }
+    settings = {f"training.{key}": value for key, value in job.settings.model_dump().items()}
+    return {key: str(value) for key, value in (identity | settings).items()}
+
+
+def training_metrics(result: TrainResult) -> list[MetricPoint]:
+    """Return what is logged when training ends, at its last step."""
+    values: dict[str, float | None] = {
+        "train.first_loss": result.first_loss,
+        "train.final_loss": result.final_loss,
+        "train.tokens_per_second": result.tokens_per_second,
+        "train.data_wait_share": result.data_wait_share,
+        "train.checkpoint_stall_share": result.checkpoint_stall_share,
+        "train.restarts": len(result.restarts),
+        "train.lost_steps": sum(each.lost_steps for each in result.restarts),
+        "train.seconds": result.seconds,
+    }
+    return _points(values, step=result.steps)
+
+
+def evaluation_metrics(report: EvaluationReport) -> list[MetricPoint]:
+    """Return each model's figures, with the ends of their intervals."""
+    values: dict[str, float | None] = {
+        "eval.documents": report.documents,
+        "eval.bytes": report.bytes,
+        "eval.seconds": report.seconds,
+    }
+    for score in report.scores:
+        prefix = f"eval.{score.name}"
+        values[f"{prefix}.bits_per_byte"] = score.bits_per_byte.value
+        values[f"{prefix}.bits_per_byte.low"] = score.bits_per_byte.low
+        values[f"{prefix}.bits_per_byte.high"] = score.bits_per_byte.high
+        values[f"{prefix}.latency_ms"] = score.latency_ms
+        values[f"{prefix}.model_bytes"] = score.model_bytes
+        for other, gain in score.gain_over.items():
+            values[f"{prefix}.gain_over.{other}"] = gain.value
+    return _points(values, step=0)
+
+
+def gate_metrics(decision: GateDecision) -> list[MetricPoint]:
+    """Return the gate's outcome: 1 passed, 0 refused, and the number of failed checks."""
+    failed = sum(1 for check in decision.checks if not check.passed)
+    return _points({"gate.passed": float(decision.passed), "gate.failed_checks": failed}, step=0)
+
+
+def run_tags(run_id: str, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the tags of an MLflow run that belongs to Paceline's ``run_id``."""
+    return {**(extra or {}), TAG_RUN_ID: run_id}
+
+
+def _points(values: Mapping[str, float | None], *, step: int) -> list[MetricPoint]:
+    present: Iterable[tuple[str, float]] = (
+        (key, float(value)) for key, value in values.items() if value is not None
+    )
+    return [MetricPoint(key, value, step) for key, value in present]

@@ -1,0 +1,125 @@
+"""The run log: one MLflow run for each of Paceline's runs, its params, metrics, data and artifacts.
+
+Every method takes the MLflow run's id explicitly (no active run, so threads and processes may share
+one) and may be called twice. Knows no versions, aliases or gates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from paceline.errors import Conflict
+from paceline.registry.adapter import Adapter
+from paceline.registry.lineage import TAG_RUN_ID, MetricPoint, run_tags
+
+RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
+
+_PARAMS_PER_CALL = 100  # MLflow's own limits
+_METRICS_PER_CALL = 1000
+_DATASET_DIGEST_CHARACTERS = 36
+
+
+class RunLog(Adapter):
+    """Writes one installation's runs into MLflow."""
+
+    def ensure_run(
+        self,
+        run_id: str,
+        *,
+        experiment: str,
+        name: str | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> str:
+        """Return the MLflow run id that belongs to Paceline's ``run_id``, created if need be.
+
+        Where a retried request made two, everybody settles on the older one.
+        """
+        experiment_id = self._ensure_experiment(experiment)
+        found = self._find_run(run_id, experiment_id)
+        if found is None:
+            created = self.call(
+                "create_run", experiment_id, tags=run_tags(run_id, tags), run_name=name or run_id
+            )
+            found = self._find_run(run_id, experiment_id) or str(created.info.run_id)
+        return found
+
+    def log_params(self, mlflow_run_id: str, params: Mapping[str, object]) -> None:
+        """Log ``params``; the same value twice is fine, another value is refused by MLflow."""
+        from mlflow.entities import Param
+
+        for group in _groups(params.items(), _PARAMS_PER_CALL):
+            batch = [Param(key, str(value)) for key, value in group]
+            self.call("log_batch", mlflow_run_id, params=batch)
+
+    def log_metrics(self, mlflow_run_id: str, points: Iterable[MetricPoint]) -> None:
+        """Log ``points`` in as few requests as MLflow allows."""
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        for group in _groups(points, _METRICS_PER_CALL):
+            batch = [
+                Metric(point.key, float(point.value), point.at_ms or now_ms, point.step)
+                for point in group
+            ]
+            self.call("log_batch", mlflow_run_id, metrics=batch)
+
+    def log_artifact_text(self, mlflow_run_id: str, text: str, path: str) -> None:
+        """Store ``text`` as the run's artifact ``path``; a later text replaces an earlier one."""
+        self.call("log_text", mlflow_run_id, text, path)
+
+    def log_artifact_file(self, mlflow_run_id: str, file: Path, directory: str = "") -> None:
+        """Store a small local file (a plot, a report) in the run's artifact ``directory``."""
+        self.call("log_artifact", mlflow_run_id, str(file), directory or None)
+
+    def log_dataset(
+        self, mlflow_run_id: str, *, name: str, url: str, digest: str, context: str = "training"
+    ) -> None:
+        """Record the data snapshot that the run read; its full digest goes into a tag."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        dataset = Dataset(
+            name=name, digest=digest[:_DATASET_DIGEST_CHARACTERS], source_type="s3", source=url
+        )
+        tags = [InputTag("mlflow.data.context", context), InputTag("paceline.digest", digest)]
+        self.call("log_inputs", mlflow_run_id, [DatasetInput(dataset, tags)])
+
+    def finish_run(self, mlflow_run_id: str, status: RunStatus = "FINISHED") -> None:
+        """Mark the run as ended with ``status``."""
+        self.call("set_terminated", mlflow_run_id, status=status)
+
+    def run_url(self, mlflow_run_id: str) -> str:
+        """Return where a browser shows the run."""
+        experiment_id = self.call("get_run", mlflow_run_id).info.experiment_id
+        return f"{self.tracking_uri}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"
+
+    def _ensure_experiment(self, name: str) -> str:
+        experiment = self.call("get_experiment_by_name", name)
+        if experiment is None:
+            try:
+                return str(self.call("create_experiment", name))
+            except Conflict:  # another process was faster
+                experiment = self.call("get_experiment_by_name", name)
+        return str(experiment.experiment_id)
+
+    def _find_run(self, run_id: str, experiment_id: str) -> str | None:
+        found = self.call(
+            "search_runs",
+            [experiment_id],
+            filter_string=f"tags.`{TAG_RUN_ID}` = '{run_id}'",
+            order_by=["attributes.start_time ASC", "attributes.run_id ASC"],
+            max_results=1,
+        )
+        return str(found[0].info.run_id) if found else None
+
+
+_T = TypeVar("_T")
+
+
+def _groups(items: Iterable[_T], size: int) -> Iterable[list[_T]]:
+    remaining = iter(items)
+    while group := list(islice(remaining, size)):
+        yield group

@@ -1,0 +1,295 @@
+"""Aliases name only what passed its gate, and a kill at any step can be completed or undone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline.errors import Cancelled, Conflict, GateRefused, InvalidInput, NotFound
+from paceline.registry import Registry
+from paceline.registry.lineage import TAG_MANIFEST, evidence_path
+from paceline.wire import digest_of
+from paceline.wire.training import Evidence, GateDecision
+from tests.registry.bundles import digest, make_evidence
+
+_names = itertools.count(1)
+
+
+class Crash(BaseException):
+    """What a kill looks like from inside: nothing may catch it."""
+
+
+class CrashingClient:
+    """Passes calls on to ``inner`` and dies before or after the ``at``-th one."""
+
+    def __init__(self, inner: Any, at: int, *, after: bool) -> None:
+        self.inner, self.at, self.after, self.calls = inner, at, after, 0
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls == self.at and not self.after:
+                raise Crash
+            answer = getattr(self.inner, method)(*args, **kwargs)
+            if self.calls == self.at:
+                raise Crash
+            return answer
+
+        return call
+
+
+class Story:
+    """A model of its own in the registry, with ``count`` registered candidates."""
+
+    def __init__(self, registry: Registry, count: int) -> None:
+        self.registry = registry
+        self.model_id = f"bytelm-{next(_names)}"
+        self.evidence: dict[str, Evidence] = {}
+        run = registry.ensure_run(f"run of {self.model_id}", experiment="promotion tests")
+        for number in range(1, count + 1):
+            evidence = make_evidence(self.model_id, str(number))
+            url = f"s3://paceline/models/{self.model_id}/v{number}"
+            version = registry.register_candidate(self.model_id, url, evidence, run)
+            self.evidence[version] = evidence
+
+    def promote(self, version: str, registry: Registry | None = None) -> Any:
+        return (registry or self.registry).promote(self.model_id, version, self.evidence[version])
+
+    def aliases(self) -> tuple[str | None, str | None]:
+        found = self.registry.call("get_registered_model", self.model_id).aliases
+        return found.get("champion"), found.get("previous")
+
+
+def test_promotion_moves_the_champion_and_remembers_the_one_before(registry: Registry) -> None:
+    story = Story(registry, 2)
+    assert registry.champion(story.model_id) is None
+    first, second = story.promote("1"), story.promote("2")
+    assert (first.version, first.previous_version) == ("1", None)
+    assert (second.version, second.previous_version) == ("2", "1")
+    champion = registry.champion(story.model_id)
+    assert champion is not None
+    assert champion.evidence == story.evidence["2"]
+    assert champion.published_version == "v2"
+    assert second.evidence_digest == digest_of(story.evidence["2"])
+
+
+def test_promoting_twice_changes_nothing(registry: Registry) -> None:
+    story = Story(registry, 2)
+    story.promote("1")
+    assert story.promote("2") == story.promote("2")
+    assert story.aliases() == ("2", "1")
+
+
+def test_rollback_restores_the_previous_champion_once(registry: Registry) -> None:
+    story = Story(registry, 3)
+    for version in ("1", "2", "3"):
+        story.promote(version)
+    back = registry.rollback(story.model_id, from_version="3")
+    assert (back.version, back.previous_version) == ("2", "1")
+    assert registry.rollback(story.model_id, from_version="3") == back
+    assert registry.rollback(story.model_id).version == "1"
+    with pytest.raises(NotFound, match="no previous champion"):
+        registry.rollback(story.model_id)
+    again = story.promote("3")
+    assert (again.version, again.previous_version) == ("3", "1")
+
+
+def test_retracting_the_first_champion_leaves_none(registry: Registry) -> None:
+    story = Story(registry, 1)
+    story.promote("1")
+    registry.retract(story.model_id, "1")
+    assert story.aliases() == (None, None)
+    registry.retract(story.model_id, "1")
+    with pytest.raises(NotFound, match="no champion"):
+        registry.rollback(story.model_id)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_killed_promotion_is_completed_or_undone(registry: Registry, after: bool) -> None:
+    """Fault 24: at every call to the registry, then both ways out."""
+    for step in itertools.count(1):
+        story = Story(registry, 3)
+        story.promote("1")
+        story.promote("2")
+        client = CrashingClient(registry._client, step, after=after)
+        dying = Registry(registry.tracking_uri, client=client)
+        try:
+            story.promote("3", dying)
+        except Crash:
+            pass
+        else:
+            assert step > 8, "the crash was never injected"
+            break
+        champion = registry.champion(story.model_id)
+        assert champion is not None
+        assert champion.version in ("2", "3"), f"step {step}"
+        if step % 2:
+            registry.retract(story.model_id, "3")
+            assert story.aliases() == ("2", "1"), f"undone at step {step}"
+        elif champion.version == "2":
+            assert registry.rollback(story.model_id, from_version="3").version == "2"
+            assert story.aliases() == ("2", "1"), f"rolled back at step {step}"
+        done = story.promote("3")
+        assert (done.version, done.previous_version) == ("3", "2"), f"completed at step {step}"
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_killed_rollback_is_completed_by_the_next(registry: Registry, after: bool) -> None:
+    for step in itertools.count(1):
+        story = Story(registry, 3)
+        for version in ("1", "2", "3"):
+            story.promote(version)
+        client = CrashingClient(registry._client, step, after=after)
+        dying = Registry(registry.tracking_uri, client=client)
+        try:
+            dying.rollback(story.model_id, from_version="3")
+        except Crash:
+            pass
+        else:
+            assert step > 8, "the crash was never injected"
+            break
+        back = registry.rollback(story.model_id, from_version="3")
+        assert (back.version, back.previous_version) == ("2", "1"), f"step {step}"
+
+
+def test_a_refused_candidate_gets_no_alias_and_no_promotion(registry: Registry) -> None:
+    story = Story(registry, 0)
+    evidence = make_evidence(story.model_id, "bad", passed=False)
+    run = registry.ensure_run("run of refused", experiment="promotion tests")
+    version = registry.register_candidate(
+        story.model_id, "s3://paceline/models/x/v9", evidence, run
+    )
+    assert registry.call("get_registered_model", story.model_id).aliases == {}
+    with pytest.raises(GateRefused, match="better than base"):
+        registry.promote(story.model_id, version, evidence)
+    assert story.aliases() == (None, None)
+
+
+def test_only_the_bound_evidence_promotes(registry: Registry) -> None:
+    story = Story(registry, 2)
+    ours = story.evidence["1"]
+    nothing_checked = ours.model_copy(update={"gate": GateDecision(passed=True, checks=())})
+    for forged, told in (
+        (ours.model_copy(update={"manifest_digest": digest("other bytes")}), "manifest digest"),
+        (ours.model_copy(update={"job_id": "another-job"}), "another evidence"),
+        (ours.model_copy(update={"model_id": "another"}), "another model"),
+        (story.evidence["2"], "another manifest digest"),
+        (nothing_checked, "did not pass"),
+    ):
+        with pytest.raises(GateRefused, match=told):
+            registry.promote(story.model_id, "1", forged)
+    assert story.aliases() == (None, None)
+
+
+def test_a_rebound_manifest_is_refused(registry: Registry) -> None:
+    story = Story(registry, 1)
+    registry.call("set_model_version_tag", story.model_id, "1", TAG_MANIFEST, digest("swapped"))
+    with pytest.raises(GateRefused, match="another manifest digest"):
+        story.promote("1")
+
+
+def test_tampered_evidence_is_refused_and_a_champion_of_it_is_not_trusted(
+    registry: Registry,
+) -> None:
+    story = Story(registry, 2)
+    story.promote("2")
+    for version in ("1", "2"):
+        found = registry.version(story.model_id, version)
+        forged = story.evidence[version].model_copy(update={"approver": "nobody"})
+        registry.log_artifact_text(
+            found.mlflow_run_id, forged.model_dump_json(), evidence_path(found.evidence_digest)
+        )
+    with pytest.raises(GateRefused, match=r"cannot be trusted.*changed after it was bound"):
+        story.promote("1")
+    with pytest.raises(GateRefused, match="changed after it was bound"):
+        registry.champion(story.model_id)
+
+
+def test_an_alias_set_by_hand_makes_no_champion(registry: Registry) -> None:
+    story = Story(registry, 0)
+    registry._ensure_model(story.model_id)
+    registry.call("create_model_version", story.model_id, "s3://paceline/x", await_creation_for=0)
+    registry.call("set_registered_model_alias", story.model_id, "champion", "1")
+    with pytest.raises(GateRefused, match="no evidence"):
+        registry.champion(story.model_id)
+
+
+def test_an_approver_may_sign_later_but_not_be_replaced(registry: Registry) -> None:
+    story = Story(registry, 1)
+    signed = story.evidence["1"].model_copy(update={"approver": "ada"})
+    promotion = registry.promote(story.model_id, "1", signed)
+    assert promotion.evidence_digest == digest_of(signed)
+    assert registry.evidence(story.model_id, "1").approver == "ada"
+    for approver in ("eve", None):
+        other = signed.model_copy(update={"approver": approver})
+        with pytest.raises(GateRefused, match="somebody else approved"):
+            registry.promote(story.model_id, "1", other)
+    run = registry.version(story.model_id, "1").mlflow_run_id
+    url = f"s3://paceline/models/{story.model_id}/v1"
+    assert registry.register_candidate(story.model_id, url, story.evidence["1"], run) == "1"
+
+
+def test_a_cancelled_run_promotes_nothing(registry: Registry) -> None:
+    story = Story(registry, 2)
+    story.promote("1")
+
+    def cancelled() -> None:
+        raise Cancelled("the run was cancelled")
+
+    with pytest.raises(Cancelled):
+        registry.promote(story.model_id, "2", story.evidence["2"], guard=cancelled)
+    assert story.aliases()[0] == "1"
+    registry.retract(story.model_id, "2")
+    assert story.aliases() == ("1", None)
+
+
+def test_two_promoters_at_once_are_told(registry: Registry) -> None:
+    story = Story(registry, 3)
+    story.promote("1")
+
+    def meanwhile() -> None:
+        registry.call("set_registered_model_alias", story.model_id, "previous", "3")
+
+    with pytest.raises(Conflict, match="somebody else moved"):
+        registry.promote(story.model_id, "2", story.evidence["2"], guard=meanwhile)
+
+
+def test_registering_again_finds_the_same_version(registry: Registry) -> None:
+    story = Story(registry, 1)
+    run = registry.version(story.model_id, "1").mlflow_run_id
+    url = f"s3://paceline/models/{story.model_id}/v1"
+    assert registry.register_candidate(story.model_id, url, story.evidence["1"], run) == "1"
+    with pytest.raises(Conflict, match="other bytes"):
+        registry.register_candidate(story.model_id, url + "0", story.evidence["1"], run)
+    with pytest.raises(InvalidInput, match="another model"):
+        registry.register_candidate("elsewhere", url, story.evidence["1"], run)
+
+
+def test_addresses_resolve_to_published_bytes(registry: Registry) -> None:
+    story = Story(registry, 1)
+    story.promote("1")
+    url, wanted = f"s3://paceline/models/{story.model_id}/v1", story.evidence["1"].manifest_digest
+    for selector in ("@champion", "@candidate", "/1"):
+        assert registry.resolve(f"models:/{story.model_id}{selector}") == (url, wanted)
+    found = registry.by_manifest(story.model_id, wanted)
+    assert found is not None
+    assert found.version == "1"
+    assert registry.by_manifest(story.model_id, digest("nothing")) is None
+    for missing in (
+        f"models:/{story.model_id}@nobody",
+        f"models:/{story.model_id}/99",
+        "models:/no-such@champion",
+    ):
+        with pytest.raises(NotFound):
+            registry.resolve(missing)
+    for malformed in (
+        story.model_id,
+        f"models:/{story.model_id}",
+        "runs:/abc@x",
+        "models:/@champion",
+    ):
+        with pytest.raises((InvalidInput, NotFound)):
+            registry.resolve(malformed)

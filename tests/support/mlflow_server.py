@@ -1,0 +1,84 @@
+"""A real MLflow server for tests: one process group on a free loopback port, SQLite, a directory.
+
+Use it as ``from tests.support.mlflow_server import mlflow_url  # noqa: F401`` in a conftest; take
+``running_mlflow(directory)`` where a test needs a server of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+READY_S = 60.0
+_SWITCHES = {
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # else 10 processes and 2 GB
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+}
+
+
+@contextlib.contextmanager
+def running_mlflow(directory: Path) -> Iterator[str]:
+    """Yield the URL of a fresh server that keeps everything below ``directory``."""
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    log = directory / "mlflow.log"
+    argv = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--backend-store-uri", f"sqlite:///{directory / 'mlflow.db'}", "--workers", "1"]
+    argv += ["--artifacts-destination", str(directory / "artifacts")]
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            argv,
+            env={**os.environ, **_SWITCHES, "PYTHONWARNINGS": "ignore"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # the server and its worker go together
+        )
+    try:
+        _wait(url, server, log)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait(10)
+
+
+@pytest.fixture(scope="session")
+def mlflow_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Yield the URL of this session's MLflow server."""
+    with running_mlflow(tmp_path_factory.mktemp("mlflow")) as url:
+        yield url
+
+
+def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise RuntimeError(f"MLflow did not start: {log.read_text(errors='replace')[-2000:]}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
