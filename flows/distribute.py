@@ -7,6 +7,7 @@ from typing import Any
 from prefect import flow
 
 from tasks import distribute as stages
+from tasks.lineage import recorded
 from tasks.prepare import published_url
 from tasks.run import Run
 
@@ -25,34 +26,35 @@ def distribute_model(
     """Fetch the manifest, plan, relay to ``target_workers`` (default: every node), verify on every
     node, and activate. Run twice, it moves nothing twice."""
     run = Run.open(state_dir, run_id)
-    url = source_url or published_url(run, model_id, version)
-    manifest = stages.fetch_model_manifest(run, url)
-    targets = target_workers or stages.start_agents(run)
-    plan = stages.plan_relay(run, manifest, url, targets)
-    relayed = stages.relay(run, manifest, url, targets, stage=f"{stage_prefix}relay")
-    verified = stages.verify_on_nodes(run, manifest, targets, stage=f"{stage_prefix}verify")
-    activated = (
-        stages.activate(
-            run,
-            relayed.output["deployment_id"],
-            manifest,
-            targets,
-            stage=f"{stage_prefix}activate",
+    with recorded(run, "distribute-model"):
+        url = source_url or published_url(run, model_id, version)
+        manifest = stages.fetch_model_manifest(run, url)
+        targets = target_workers or stages.start_agents(run)
+        plan = stages.plan_relay(run, manifest, url, targets)
+        relayed = stages.relay(run, manifest, url, targets, stage=f"{stage_prefix}relay")
+        verified = stages.verify_on_nodes(run, manifest, targets, stage=f"{stage_prefix}verify")
+        activated = (
+            stages.activate(
+                run,
+                relayed.output["deployment_id"],
+                manifest,
+                targets,
+                stage=f"{stage_prefix}activate",
+            )
+            if activate
+            else None
         )
-        if activate
-        else None
-    )
-    return {
-        "model_id": model_id,
-        "version": version,
-        "manifest_digest": manifest.digest,
-        "url": url,
-        "targets": targets,
-        "plan": plan,
-        "relay": relayed.output | {"reused_result": relayed.reused},
-        "verify": verified,
-        "activate": activated,
-    }
+        return {
+            "model_id": model_id,
+            "version": version,
+            "manifest_digest": manifest.digest,
+            "url": url,
+            "targets": targets,
+            "plan": plan,
+            "relay": relayed.output | {"reused_result": relayed.reused},
+            "verify": verified,
+            "activate": activated,
+        }
 
 
 @flow(name="verify-model")
@@ -64,5 +66,6 @@ def verify_model(
 ) -> dict[str, Any]:
     """Have every node read its copy again and check every byte against the published manifest."""
     run = Run.open(state_dir, run_id)
-    manifest = stages.fetch_model_manifest(run, published_url(run, model_id, version))
-    return stages.verify_on_nodes(run, manifest, stages.start_agents(run))
+    with recorded(run, "verify-model"):
+        manifest = stages.fetch_model_manifest(run, published_url(run, model_id, version))
+        return stages.verify_on_nodes(run, manifest, stages.start_agents(run))

@@ -8,6 +8,7 @@ from prefect import flow
 
 from tasks import distribute
 from tasks.evaluate import evaluate
+from tasks.lineage import recorded
 from tasks.prepare import published_url, snapshot_reference
 from tasks.promote import champion_reference, node_copy
 from tasks.run import Run
@@ -25,10 +26,11 @@ def evaluate_model(
 ) -> dict[str, Any]:
     """Score the candidate's weights at ``candidate_url`` on the snapshot's held-out split."""
     run = Run.open(state_dir, run_id)
-    base = distribute.fetch_model_manifest(run, published_url(run, model_id, base_version))
-    node = distribute.start_agents(run)[-1]
-    models = {
-        "candidate": {"url": candidate_url, "digest": candidate_digest},
-        "base": node_copy(run, node, base),
-    } | champion_reference(run, base)
-    return evaluate(run, models, snapshot_reference(run, snapshot_url), node).output
+    with recorded(run, "evaluate-model"):
+        base = distribute.fetch_model_manifest(run, published_url(run, model_id, base_version))
+        node = distribute.start_agents(run)[-1]
+        models = {
+            "candidate": {"url": candidate_url, "digest": candidate_digest},
+            "base": node_copy(run, node, base),
+        } | champion_reference(run, base)
+        return evaluate(run, models, snapshot_reference(run, snapshot_url), node).output

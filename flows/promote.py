@@ -8,6 +8,7 @@ from prefect import flow
 
 from paceline.wire.training import EvaluationReport, TrainResult
 from tasks import distribute, promote
+from tasks.lineage import recorded
 from tasks.prepare import published_url, snapshot_reference
 from tasks.run import Run
 
@@ -26,14 +27,22 @@ def promote_model(
     """Decide from ``report``; on a pass register the candidate with its evidence, make it champion
     and publish it. Raises GateRefused, and changes nothing, where the evidence is not enough."""
     run = Run.open(state_dir, run_id)
-    result, scores = TrainResult.model_validate(trained), EvaluationReport.model_validate(report)
-    base = distribute.fetch_model_manifest(run, published_url(run, model_id, base_version))
-    snapshot = snapshot_reference(run, snapshot_url)
-    packaged = promote.package_candidate(run, base, result).output
-    lineage = promote.lineage_of(run, base, result, snapshot, packaged["manifest_digest"])
-    decision = promote.gate(run, scores, lineage)
-    evidence = promote.bundle(run, base, result, scores, decision, lineage, approver)
-    published_to = published_url(run, model_id, packaged["version"])
-    promoted = promote.promote(run, evidence, published_to).output
-    published = promote.publish_candidate(run, base, result, packaged).output
-    return {"gate": decision.model_dump(mode="json"), "registry": promoted, "published": published}
+    with recorded(run, "promote-model"):
+        result, scores = (
+            TrainResult.model_validate(trained),
+            EvaluationReport.model_validate(report),
+        )
+        base = distribute.fetch_model_manifest(run, published_url(run, model_id, base_version))
+        snapshot = snapshot_reference(run, snapshot_url)
+        packaged = promote.package_candidate(run, base, result).output
+        lineage = promote.lineage_of(run, base, result, snapshot, packaged["manifest_digest"])
+        decision = promote.gate(run, scores, lineage)
+        evidence = promote.bundle(run, base, result, scores, decision, lineage, approver)
+        published_to = published_url(run, model_id, packaged["version"])
+        promoted = promote.promote(run, evidence, published_to).output
+        published = promote.publish_candidate(run, base, result, packaged).output
+        return {
+            "gate": decision.model_dump(mode="json"),
+            "registry": promoted,
+            "published": published,
+        }

@@ -6,6 +6,7 @@ from typing import Any
 
 from prefect import flow
 
+from tasks.lineage import recorded
 from tasks.prepare import build_data_snapshot, publish_base_model, publish_directory
 from tasks.run import Run
 
@@ -20,7 +21,8 @@ def publish_model(
 ) -> dict[str, Any]:
     """Digest ``directory`` and upload it with its manifest as ``version`` of ``model_id``."""
     run = Run.open(state_dir, run_id)
-    return publish_directory(run, directory, model_id, version).output
+    with recorded(run, "publish-model"):
+        return publish_directory(run, directory, model_id, version).output
 
 
 @flow(name="prepare-inputs")
@@ -29,6 +31,7 @@ def prepare_inputs(
 ) -> dict[str, Any]:
     """Build the data snapshot from ``data`` and publish a base model trained on it."""
     run = Run.open(state_dir, run_id)
-    snapshot = build_data_snapshot(run, data).output
-    base = publish_base_model(run, snapshot).output
-    return {"snapshot": snapshot, "base": base}
+    with recorded(run, "prepare-inputs"):
+        snapshot = build_data_snapshot(run, data).output
+        base = publish_base_model(run, snapshot).output
+        return {"snapshot": snapshot, "base": base}

@@ -7,6 +7,7 @@ from typing import Any
 from prefect import flow
 
 from flows.distribute import distribute_model
+from tasks.lineage import recorded
 from tasks.promote import restore_previous
 from tasks.run import Run
 
@@ -20,13 +21,14 @@ def rollback_model(
     The nodes still hold it, so nothing travels; a node that lost it fetches it again.
     """
     run = Run.open(state_dir, run_id)
-    restored = restore_previous(run, model_id)
-    active = distribute_model(
-        model_id,
-        restored["version"],
-        source_url=restored["url"],
-        stage_prefix="rollback-",
-        state_dir=run.state_dir,
-        run_id=run.run_id,
-    )
-    return {"registry": restored, "distribution": active}
+    with recorded(run, "rollback-model"):
+        restored = restore_previous(run, model_id)
+        active = distribute_model(
+            model_id,
+            restored["version"],
+            source_url=restored["url"],
+            stage_prefix="rollback-",
+            state_dir=run.state_dir,
+            run_id=run.run_id,
+        )
+        return {"registry": restored, "distribution": active}

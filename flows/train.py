@@ -7,6 +7,7 @@ from typing import Any, Literal
 from prefect import flow
 
 from tasks import distribute, validate
+from tasks.lineage import recorded
 from tasks.prepare import published_url, snapshot_reference
 from tasks.run import Run
 from tasks.train import train
@@ -27,8 +28,9 @@ def train_model(
     on its own node's disk.
     """
     run = Run.open(state_dir, run_id)
-    manifest = distribute.fetch_model_manifest(run, published_url(run, model_id, version))
-    snapshot = snapshot_reference(run, snapshot_url)
-    validate.validate_data(run, snapshot)
-    nodes = distribute.start_agents(run)
-    return train(run, manifest, snapshot, nodes, labels=labels).output
+    with recorded(run, "train-model"):
+        manifest = distribute.fetch_model_manifest(run, published_url(run, model_id, version))
+        snapshot = snapshot_reference(run, snapshot_url)
+        validate.validate_data(run, snapshot)
+        nodes = distribute.start_agents(run)
+        return train(run, manifest, snapshot, nodes, labels=labels).output

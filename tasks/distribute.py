@@ -31,6 +31,7 @@ from paceline.wire.events import Event, EventName
 from paceline.wire.plan import Topology
 from paceline.wire.records import DeploymentStatus, WorkerProgress
 from tasks import artifacts
+from tasks.lineage import log_relay
 from tasks.run import Run, StageResult
 
 POLL_S = 0.2
@@ -51,10 +52,7 @@ def fetch_model_manifest(run: Run, url: str) -> Manifest:
     manifest = fetch_manifest(url, run.store)
     artifacts.table(
         f"manifest {manifest.model_id}",
-        [
-            {"file": each.path, "bytes": each.size, "sha256": each.sha256}
-            for each in manifest.files
-        ],
+        [{"file": each.path, "bytes": each.size, "sha256": each.sha256} for each in manifest.files],
         f"{manifest.model_id} v{manifest.version}: {manifest.total_size} bytes in "
         f"{len(manifest.chunks)} chunks, {manifest.piece_count} pieces; {manifest.digest}",
     )
@@ -85,6 +83,7 @@ def start_agents(run: Run, deadline_s: float = 60.0) -> list[str]:
 @task(name="plan", cache_policy=NO_CACHE)
 def plan_relay(run: Run, manifest: Manifest, url: str, targets: list[str]) -> dict[str, Any]:
     """Say before a byte moves who would feed whom, how long it takes, and what the bound is."""
+    began = time.monotonic()
     profile = run.runtime.profile
     workers = [each for each in run.coordinator.workers() if each.worker_id in targets]
     plan = make_plan(
@@ -116,7 +115,7 @@ def plan_relay(run: Run, manifest: Manifest, url: str, targets: list[str]) -> di
         f"{plan.topology} {line}: predicted {plan.predicted_seconds:.2f} s, "
         f"bound {plan.bound_seconds:.2f} s"
     )
-    run.tell("plan", 1.0, message, done=True)
+    run.did("plan", began, message)
     return {
         "topology": str(plan.topology),
         "line": [each.worker_id for each in plan.workers],
@@ -140,7 +139,9 @@ def relay(
     profile = run.runtime.profile
 
     def work() -> dict[str, Any]:
-        page = artifacts.Progress(f"{stage} {manifest.model_id}", f"{stage} to {len(targets)} nodes")
+        page = artifacts.Progress(
+            f"{stage} {manifest.model_id}", f"{stage} to {len(targets)} nodes"
+        )
         seen = _last_event(run)
         created = run.coordinator.create(
             CreateDeployment(
@@ -155,7 +156,9 @@ def relay(
             idempotency_key=f"{run.run_id}-{stage}-{manifest.digest[:16]}",
         )
         view = _watch(run, created.deployment_id, stage, page, seen)
-        return _relay_report(run, view)
+        report = _relay_report(run, view)
+        log_relay(run, stage, report)
+        return report
 
     return run.stage(
         stage,
@@ -200,9 +203,8 @@ def verify_on_nodes(
             where=node,
             do=f"Run `paceline distribute {manifest.model_id} {manifest.version}` to repair it.",
         )
-    seconds = time.monotonic() - began
     message = f"{len(targets)} nodes verified {manifest.total_size} bytes each"
-    run.tell(stage, 1.0, message, done=True, seconds=seconds)
+    seconds = run.did(stage, began, message)
     return {"verified": len(targets), "seconds": seconds, "manifest_digest": manifest.digest}
 
 
@@ -237,9 +239,7 @@ def activate(
                     do="Run the same command again: activation is safe to repeat.",
                 )
             time.sleep(POLL_S)
-    seconds = time.monotonic() - began
-    message = f"v{manifest.version} is active on {len(targets)} nodes"
-    run.tell(stage, 1.0, message, done=True, seconds=seconds)
+    seconds = run.did(stage, began, f"v{manifest.version} is active on {len(targets)} nodes")
     return {"activated": targets, "seconds": seconds, "deployment_id": deployment_id}
 
 

@@ -19,7 +19,9 @@ DEADLINE_S = 900.0
 
 
 @task(name="evaluate", cache_policy=NO_CACHE)
-def evaluate(run: Run, models: dict[str, dict[str, str]], snapshot: dict[str, Any], node: str) -> StageResult:
+def evaluate(
+    run: Run, models: dict[str, dict[str, str]], snapshot: dict[str, Any], node: str
+) -> StageResult:
     """Score every one of ``models`` (name → {url, digest}), an n-gram model and compressors.
 
     Raises WorkerLost when the evaluating process dies; the same call is safe to repeat.
@@ -85,6 +87,7 @@ def evaluate(run: Run, models: dict[str, dict[str, str]], snapshot: dict[str, An
 
 def _one_line(output: dict[str, Any]) -> str:
     report = EvaluationReport.model_validate(output)
-    return ", ".join(
-        f"{each.name} {each.bits_per_byte.value:.3f}" for each in report.scores
-    ) + " bits/byte"
+    return (
+        ", ".join(f"{each.name} {each.bits_per_byte.value:.3f}" for each in report.scores)
+        + " bits/byte"
+    )

@@ -52,7 +52,11 @@ def log_relay(run: Run, stage: str, output: dict[str, Any]) -> None:
 def stages_frame(run: Run) -> pd.DataFrame:
     """Return one row a stage: its name, seconds, and whether the ledger already had it."""
     rows = [
-        {"stage": each.stage, "seconds": round(each.seconds, 3), "already_done": each.reused}
+        {
+            "stage": each.stage,
+            "seconds": round(each.seconds, 3),
+            "already_done": bool(each.reused),
+        }
         for each in run.summary.stages
     ]
     return pd.DataFrame(rows, columns=["stage", "seconds", "already_done"])

@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paceline.training.base import train_base
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from paceline.data import build_snapshot, fingerprint_source, load_snapshot
 from paceline.manifest import fetch_manifest, publish_model
 from paceline.profile import DataSettings
-from paceline.training.base import train_base
 from paceline.wire import digest_of
 from tasks.run import Run, StageResult
 
@@ -134,9 +134,8 @@ def publish_directory(run: Run, directory: str, model_id: str, version: str) -> 
         "chunks": len(manifest.chunks),
         "pieces": manifest.piece_count,
     }
-    seconds = time.monotonic() - began
-    run.tell("publish", 1.0, url, done=True, seconds=seconds)
-    return StageResult(stage="publish", output=output, seconds=seconds, reused=False)
+    seconds = run.did("publish", began, url)
+    return StageResult(stage="publish", output=output, seconds=seconds, reused=None)
 
 
 def published_url(run: Run, model_id: str, version: str) -> str:

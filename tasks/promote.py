@@ -7,6 +7,7 @@ only on that evidence, and the bytes published afterwards must have the same dig
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,11 @@ def package_candidate(run: Run, base: Manifest, trained: TrainResult) -> StageRe
             piece_bytes=run.runtime.profile.relay.piece_bytes,
             chunk_bytes=run.runtime.profile.relay.chunk_bytes,
         )
-        return {"version": version, "manifest_digest": manifest.digest, "bytes": manifest.total_size}
+        return {
+            "version": version,
+            "manifest_digest": manifest.digest,
+            "bytes": manifest.total_size,
+        }
 
     return run.stage(
         "package",
@@ -52,6 +57,7 @@ def package_candidate(run: Run, base: Manifest, trained: TrainResult) -> StageRe
 @task(name="gate", cache_policy=NO_CACHE)
 def gate(run: Run, report: EvaluationReport, lineage: dict[str, str | None]) -> GateDecision:
     """Decide from the evidence alone whether the candidate may become champion."""
+    began = time.monotonic()
     champion = "champion" if report.score("champion") else None
     decision = decide(report, run.runtime.profile.gate, champion=champion, lineage=lineage)
     artifacts.table(
@@ -59,7 +65,7 @@ def gate(run: Run, report: EvaluationReport, lineage: dict[str, str | None]) -> 
     )
     run.registry.log_metrics(run.mlflow_run, gate_metrics(decision))
     message = "passed" if decision.passed else "refused: " + "; ".join(decision.reasons)
-    run.tell("gate", 1.0, message, done=True)
+    run.did("gate", began, message)
     return decision
 
 
@@ -188,11 +194,12 @@ def node_copy(run: Run, node: str, manifest: Manifest) -> dict[str, str]:
 @task(name="restore-previous-champion", cache_policy=NO_CACHE)
 def restore_previous(run: Run, model_id: str) -> dict[str, Any]:
     """Swap ``champion`` and ``previous`` in the registry and say which published version that is."""
+    began = time.monotonic()
     promotion = run.registry.rollback(model_id)
     champion = run.registry.champion(model_id)
     assert champion is not None  # rollback has read the alias back
     version = champion.published_version
-    run.tell("rollback", 1.0, f"{model_id} v{version} is champion again", done=True)
+    run.did("rollback", began, f"{model_id} v{version} is champion again")
     return {
         "model_id": model_id,
         "version": version,

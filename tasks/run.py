@@ -59,7 +59,7 @@ class StageResult:
     stage: str
     output: dict[str, Any]
     seconds: float
-    reused: bool
+    reused: bool | None  # None: a stage that the ledger does not keep, done anew every time
 
 
 @dataclass(kw_only=True)
@@ -143,8 +143,17 @@ class Run:
         update = StageUpdate(
             stage=stage, fraction=min(max(fraction, 0.0), 1.0), message=message, **more
         )
-        for listener in list(_listeners):
+        for listener in _listeners:
             listener(update)
+
+    def did(self, stage: str, began: float, message: str) -> float:
+        """Close a stage that is done anew in every run; return its seconds since ``began``."""
+        seconds = time.monotonic() - began
+        done = StageResult(stage=stage, output={}, seconds=seconds, reused=None)
+        with self._lock:
+            self.summary.stages.append(done)
+        self.tell(stage, 1.0, message, done=True, seconds=seconds)
+        return seconds
 
     def note(self, line: str) -> None:
         """Keep ``line`` (a lost worker, a restart) for the summary, and log it."""

@@ -27,7 +27,7 @@ def summarise(
     summary = {
         "status": "complete",
         "run_id": run.run_id,
-        "already_done": all(each.reused for each in run.summary.stages),
+        "already_done": all(each.reused is not False for each in run.summary.stages),
         "stages": stages_frame(run).to_dict(orient="records"),
         "model": {
             "model_id": inputs["base"]["model_id"],

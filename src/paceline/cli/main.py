@@ -25,7 +25,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "status": ("installation", "status", "Show what runs, and where its pages are."),
     "lifecycle": ("flows", "lifecycle", "Run the lifecycle flow on a running installation."),
     "publish": ("flows", "publish", "Upload a model directory with its manifest."),
-    "distribute": ("flows", "distribute", "Relay a published model to every node; verify, activate."),
+    "distribute": (
+        "flows",
+        "distribute",
+        "Relay a published model to every node; verify, activate.",
+    ),
     "verify": ("flows", "verify", "Have every node check every byte of its copy."),
     "train": ("flows", "train", "Fine-tune a distributed model on a data snapshot."),
     "evaluate": ("flows", "evaluate", "Judge a training job's candidate on held-out files."),
