@@ -1,0 +1,235 @@
+"""``ObjectStore``: what Paceline needs of S3, with Paceline's errors.
+
+Safe for many threads at once; one boto3 client a store. Deliberately no caching, no digests (the
+manifest's business) and no knowledge of what is stored.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import CorruptData, InvalidInput, SourceMissing
+from paceline.objects.client import make_client
+from paceline.objects.ranges import PinnedObject, read_range
+from paceline.objects.translate import from_client_error, translated
+from paceline.objects.url import ObjectInfo, parse_url
+from paceline.profile import Runtime
+
+MIB = 1024 * 1024
+PART_BYTES = 16 * MIB
+PARALLEL = 4  # parts of one transfer at once
+
+
+class ObjectStore:
+    """One S3 endpoint with one pair of credentials."""
+
+    def __init__(
+        self, *, endpoint_url: str, access_key: str, secret_key: str, region: str = "us-east-1"
+    ) -> None:
+        if not endpoint_url.startswith(("http://", "https://")):
+            raise InvalidInput(
+                "bad S3 endpoint",
+                got=repr(endpoint_url),
+                wanted="http://host:port or https://host:port",
+                do="Start the installation, or set the endpoint in its profile.",
+            )
+        self.endpoint_url = endpoint_url
+        self._credentials = (access_key, secret_key, region)
+        self._lock = threading.Lock()
+        self._made: Any = None
+
+    @classmethod
+    def from_runtime(cls, runtime: Runtime) -> ObjectStore:
+        """Return the store of a running installation."""
+        return cls(
+            endpoint_url=runtime.endpoints.s3_url,
+            access_key=runtime.secrets.s3_access_key,
+            secret_key=runtime.secrets.s3_secret_key,
+        )
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.endpoint_url!r})"
+
+    @property
+    def _client(self) -> Any:
+        with self._lock:
+            if self._made is None:
+                self._made = make_client(self.endpoint_url, *self._credentials)
+            return self._made
+
+    def ensure_bucket(self, bucket: str) -> None:
+        """Make ``bucket`` unless it exists."""
+        from botocore.exceptions import ClientError
+
+        url = f"s3://{bucket}/"
+        parse_url(url)
+        with translated(self.endpoint_url, url):
+            try:
+                self._client.create_bucket(Bucket=bucket)
+            except ClientError as error:
+                if error.response.get("Error", {}).get("Code") not in (
+                    "BucketAlreadyOwnedByYou",
+                    "BucketAlreadyExists",
+                ):
+                    raise from_client_error(error.response, self.endpoint_url, url) from error
+
+    def head(self, url: str) -> ObjectInfo:
+        """Return size and ETag of the object; raises SourceMissing where there is none."""
+        bucket, key = _object(url)
+        with translated(self.endpoint_url, url):
+            return _info(url, self._client.head_object(Bucket=bucket, Key=key), "ContentLength")
+
+    def exists(self, url: str) -> bool:
+        """Return whether the object exists."""
+        try:
+            self.head(url)
+        except SourceMissing:
+            return False
+        return True
+
+    def get_bytes(self, url: str, max_bytes: int = 64 * MIB) -> bytes:
+        """Return the whole object; raises InvalidInput where it is larger than ``max_bytes``."""
+        info = self.head(url)
+        if info.size > max_bytes:
+            raise InvalidInput(
+                "object is too large to read at once",
+                got=f"{info.size} bytes",
+                wanted=f"at most {max_bytes} bytes",
+                where=url,
+            )
+        data = bytearray(info.size)
+        self.read_range_into(url, 0, memoryview(data), etag=info.etag, size=info.size)
+        return bytes(data)
+
+    def put_bytes(self, url: str, data: bytes) -> ObjectInfo:
+        """Write ``data`` as one object and return what is there now."""
+        bucket, key = _object(url)
+        with translated(self.endpoint_url, url):
+            self._client.put_object(Bucket=bucket, Key=key, Body=data)
+        return self._written(url, len(data))
+
+    def read_range_into(
+        self, url: str, offset: int, view: memoryview, *, etag: str, size: int | None = None
+    ) -> None:
+        """Fill ``view`` with the object's bytes from ``offset`` on, pinned to ``etag``.
+
+        Raises SourceChanged where the object has another ETag (or total size) by now.
+        """
+        _object(url)
+        pinned = PinnedObject(url, etag, size)
+        read_range(self._client, self.endpoint_url, pinned, offset, view)
+
+    def upload_file(self, path: Path | str, url: str) -> ObjectInfo:
+        """Write the file as one object, in parallel parts where it is large."""
+        from boto3.s3.transfer import TransferConfig
+
+        bucket, key = _object(url)
+        source = _regular(Path(path))
+        size = source.stat().st_size
+        config = TransferConfig(
+            multipart_threshold=2 * PART_BYTES,
+            multipart_chunksize=max(PART_BYTES, -(-size // 9_000)),  # S3 allows 10,000 parts
+            max_concurrency=PARALLEL,
+        )
+        with translated(self.endpoint_url, url):
+            self._client.upload_file(str(source), bucket, key, Config=config)
+        return self._written(url, size)
+
+    def download_file(self, url: str, path: Path | str) -> ObjectInfo:
+        """Write the object to ``path`` (replaced at once, when complete) by parallel ranges."""
+        target = Path(path)
+        info = self.head(url)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.part")
+        try:
+            with temporary.open("wb") as file:
+                file.truncate(info.size)
+                self._fetch(info, file.fileno())
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return info
+
+    def list(self, prefix_url: str) -> list[ObjectInfo]:
+        """Return the objects below ``prefix_url`` by key; a prefix is a directory, so that
+        ``…/v1`` never matches ``…/v10/…``. Nothing there is an empty list.
+        """
+        bucket, prefix = parse_url(prefix_url)
+        prefix = f"{prefix.rstrip('/')}/" if prefix else ""
+        found: list[ObjectInfo] = []
+        with translated(self.endpoint_url, prefix_url):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=bucket, Prefix=prefix
+            )
+            for page in pages:
+                found += [
+                    _info(f"s3://{bucket}/{each['Key']}", each, "Size")
+                    for each in page.get("Contents", ())
+                ]
+        return sorted(found, key=lambda info: info.url)
+
+    def delete(self, url: str) -> None:
+        """Delete the object; one that does not exist is no error."""
+        bucket, key = _object(url)
+        try:
+            with translated(self.endpoint_url, url):
+                self._client.delete_object(Bucket=bucket, Key=key)
+        except SourceMissing:
+            return
+
+    def delete_prefix(self, url: str) -> int:
+        """Delete every object below ``url`` (as ``list`` sees it) and return how many."""
+        _object(url)  # a whole bucket is never a prefix
+        found = self.list(url)
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            list(pool.map(self.delete, [info.url for info in found]))
+        return len(found)
+
+    def _written(self, url: str, size: int) -> ObjectInfo:
+        info = self.head(url)
+        if info.size != size:
+            raise CorruptData(
+                "S3 holds another size than was written",
+                got=f"{info.size} bytes",
+                wanted=f"{size} bytes",
+                where=f"{url} on {self.endpoint_url}",
+                do="Write it again; somebody else may write to the same key.",
+            )
+        return info
+
+    def _fetch(self, info: ObjectInfo, descriptor: int) -> None:
+        def part(offset: int) -> None:
+            data = memoryview(bytearray(min(PART_BYTES, info.size - offset)))
+            self.read_range_into(info.url, offset, data, etag=info.etag, size=info.size)
+            while data:
+                written = os.pwrite(descriptor, data, offset)
+                data, offset = data[written:], offset + written
+
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            list(pool.map(part, range(0, info.size, PART_BYTES)))
+
+
+def _object(url: str) -> tuple[str, str]:
+    bucket, key = parse_url(url)
+    if not key:
+        raise InvalidInput("URL names no object", got=url, wanted="s3://bucket/key")
+    return bucket, key
+
+
+def _regular(path: Path) -> Path:
+    if not path.is_file():
+        raise SourceMissing("file to upload does not exist", got=path, wanted="a regular file")
+    return path
+
+
+def _info(url: str, answer: dict[str, Any], size_field: str) -> ObjectInfo:
+    return ObjectInfo(
+        url=url,
+        size=int(answer[size_field]),
+        etag=str(answer.get("ETag", "")).strip('"'),
+        version_id=answer.get("VersionId"),
+    )

@@ -1,0 +1,50 @@
+"""How objects are named: ``s3://bucket/key``. Knows no server and does no I/O."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from paceline.errors import InvalidInput
+
+SCHEME = "s3://"
+MAX_URL = 2048
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What the store says about one object; ``etag`` pins its content, unquoted."""
+
+    url: str
+    size: int
+    etag: str
+    version_id: str | None = None
+
+
+def parse_url(url: str) -> tuple[str, str]:
+    """Return the bucket and key of ``s3://bucket/key``; the key may be empty.
+
+    Raises InvalidInput for another scheme, a bad bucket name, or a key that hides a path trick.
+    """
+
+    def bad(what: str, got: object) -> InvalidInput:
+        return InvalidInput(what, got=got, wanted="s3://bucket/key", where=url[:200])
+
+    if not url.startswith(SCHEME):
+        raise bad("not an object's URL", repr(url[:200]))
+    if len(url) > MAX_URL:
+        raise bad("URL is too long", f"{len(url)} characters")
+    bucket, _, key = url.removeprefix(SCHEME).partition("/")
+    if not _BUCKET.fullmatch(bucket):
+        raise bad("bad bucket name", repr(bucket))
+    if any(part in (".", "..") for part in key.split("/")):
+        raise bad("key has a relative component", repr(key))
+    if any(ord(letter) < 0x20 or letter == "\x7f" for letter in key):
+        raise bad("key has a control character", repr(key))
+    return bucket, key
+
+
+def join_url(prefix_url: str, *parts: str) -> str:
+    """Return ``prefix_url`` and ``parts`` joined by single slashes."""
+    return "/".join([prefix_url.rstrip("/"), *(part.strip("/") for part in parts)])
