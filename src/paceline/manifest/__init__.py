@@ -1,0 +1,36 @@
+"""A model as files, chunks, pieces and digests: build, parse, publish, fetch, verify.
+
+It knows directories and object URLs. It does not know workers, topologies or sockets.
+"""
+
+from paceline.manifest.build import build_manifest
+from paceline.manifest.model import (
+    MANIFEST_FILE,
+    Chunk,
+    FileEntry,
+    Manifest,
+    Piece,
+)
+from paceline.manifest.parse import MAX_MANIFEST_BYTES, parse_manifest
+from paceline.manifest.publish import fetch_manifest, publish_model, write_manifest
+from paceline.manifest.sizes import Sizes, choose_sizes
+from paceline.manifest.verify import verify_directory
+from paceline.manifest.version import version_key
+
+__all__ = [
+    "MANIFEST_FILE",
+    "MAX_MANIFEST_BYTES",
+    "Chunk",
+    "FileEntry",
+    "Manifest",
+    "Piece",
+    "Sizes",
+    "build_manifest",
+    "choose_sizes",
+    "fetch_manifest",
+    "parse_manifest",
+    "publish_model",
+    "verify_directory",
+    "version_key",
+    "write_manifest",
+]

@@ -1,0 +1,240 @@
+"""From a directory to its manifest: one parallel read gives the digests of pieces, chunks, files.
+
+hashlib releases the GIL, so every byte is read once and hashed three times on as many cores as
+there are: strands of files side by side, and within a strand the three digests side by side. It
+writes nothing and does not know where the model will be published.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import InvalidManifest, SourceChanged, SourceMissing
+from paceline.manifest.layout import Strand, lay_out
+from paceline.manifest.model import MANIFEST_FILE, Chunk, FileEntry, Manifest
+from paceline.manifest.paths import check_paths
+from paceline.manifest.sizes import MIB, Sizes, choose_sizes
+from paceline.wire.base import NAME
+
+MAX_FILES = 100_000
+BLOCK = 4 * MIB  # read and hashed at once, in whole pieces
+ASIDE = 128 * 1024  # blocks below this are not worth another thread's wake-up
+MAX_STRANDS = 16  # bounds memory: two blocks each
+
+_NAME = re.compile(NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file of the model as the scan saw it; a later change of these is ``SourceChanged``."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+
+def build_manifest(
+    directory: Path | str,
+    *,
+    model_id: str,
+    version: str,
+    link_mbit: float,
+    piece_bytes: int = 0,
+    chunk_bytes: int = 0,
+) -> Manifest:
+    """Return the manifest of the model in ``directory``; sizes of 0 follow from size and link.
+
+    Raises InvalidManifest (a symlink, a special file, colliding names, nothing there), InvalidInput
+    (sizes out of range), SourceMissing, and SourceChanged where a file changes meanwhile.
+    """
+    check_name("model_id", model_id)
+    check_name("version", version)
+    root = Path(directory)
+    found = scan(root)
+    total = sum(file.size for file in found)
+    sizes = choose_sizes(total, link_mbit, piece_bytes=piece_bytes, chunk_bytes=chunk_bytes)
+    return digest(root, found, sizes, model_id=model_id, version=version)
+
+
+def check_name(what: str, value: object) -> str:
+    """Return ``value`` where it may name a model or a version, else raise InvalidManifest."""
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise InvalidManifest(f"bad {what}", got=repr(value)[:200], wanted=NAME, where=what)
+    return value
+
+
+def scan(root: Path) -> list[Found]:
+    """Return the model's files in stream order (by path); follows no symlink."""
+    try:
+        found = sorted(_walk(root, ""), key=lambda file: file.path)
+    except FileNotFoundError as error:
+        raise SourceMissing("model directory does not exist", got=root) from error
+    except NotADirectoryError as error:
+        raise InvalidManifest("model is not a directory", got=root) from error
+    check_paths(file.path for file in found)
+    if not any(file.size for file in found):
+        got = f"{len(found)} empty files" if found else "no files"
+        raise InvalidManifest("model has no bytes", got=got, where=root)
+    if len(found) > MAX_FILES:
+        raise InvalidManifest("too many files", got=len(found), wanted=f"<= {MAX_FILES}")
+    return found
+
+
+def digest(
+    root: Path, found: list[Found], sizes: Sizes, *, model_id: str, version: str
+) -> Manifest:
+    """Read every file once and return the manifest."""
+    strands = lay_out([file.size for file in found], *sizes)
+    cores = os.cpu_count() or 1
+    with (
+        ThreadPoolExecutor(cores, thread_name_prefix="hash") as aside,
+        ThreadPoolExecutor(min(cores, MAX_STRANDS), thread_name_prefix="read") as readers,
+    ):
+        running = [
+            readers.submit(_digest_strand, root, found, strand, sizes.piece_bytes, aside)
+            for strand in strands
+        ]
+        try:
+            done = [each.result() for each in running]
+        except BaseException:
+            readers.shutdown(wait=True, cancel_futures=True)
+            raise
+    files = tuple(file for entries, _ in done for file in entries)
+    chunks: list[Chunk] = []
+    offset = 0
+    for _, digests in done:
+        for size, checksum in digests:
+            chunks.append(Chunk(len(chunks), offset, size, checksum))
+            offset += size
+    return Manifest.of(
+        model_id=model_id,
+        version=version,
+        piece_bytes=sizes.piece_bytes,
+        chunk_bytes=sizes.chunk_bytes,
+        files=files,
+        chunks=tuple(chunks),
+    )
+
+
+def _walk(root: Path, prefix: str) -> Iterator[Found]:
+    with os.scandir(root / prefix) as entries:
+        for entry in entries:
+            path = f"{prefix}{entry.name}"
+            status = entry.stat(follow_symlinks=False)
+            if path == MANIFEST_FILE and stat.S_ISREG(status.st_mode):
+                continue
+            if stat.S_ISDIR(status.st_mode):
+                yield from _walk(root, f"{path}/")
+            elif stat.S_ISREG(status.st_mode):
+                yield Found(path, status.st_size, status.st_mtime_ns)
+            else:
+                kind = "a symlink" if stat.S_ISLNK(status.st_mode) else "a special file"
+                raise InvalidManifest(
+                    f"model contains {kind}",
+                    got=repr(path),
+                    wanted="regular files only",
+                    where=root,
+                    do="Replace it by the file it stands for, or remove it.",
+                )
+
+
+def _digest_strand(
+    root: Path, found: list[Found], strand: Strand, piece_bytes: int, aside: ThreadPoolExecutor
+) -> tuple[list[FileEntry], list[tuple[int, str]]]:
+    """Return the files and the (size, checksum) of the chunks of one strand."""
+    files: list[FileEntry] = []
+    chunks: list[tuple[int, str]] = []
+    open_chunks = iter(strand.chunk_sizes)
+    chunk_size, room, chunk_hash = 0, 0, hashlib.sha256()
+    for file in found[strand.first_file : strand.last_file]:
+        file_hash = hashlib.sha256()
+        pieces: list[str] = []
+        left = file.size
+        with _Reader(root, file, piece_bytes) as reader:
+            while left:
+                if room == 0:
+                    chunk_size = room = next(open_chunks)
+                    chunk_hash = hashlib.sha256()
+                block = reader.read(min(left, room, reader.block))
+                if len(block) >= ASIDE:
+                    others: list[Future[None]] = [
+                        aside.submit(chunk_hash.update, block),
+                        aside.submit(_hash_pieces, block, piece_bytes, pieces),
+                    ]
+                    file_hash.update(block)
+                    for other in others:
+                        other.result()
+                else:
+                    file_hash.update(block)
+                    chunk_hash.update(block)
+                    _hash_pieces(block, piece_bytes, pieces)
+                left -= len(block)
+                room -= len(block)
+                if room == 0:
+                    chunks.append((chunk_size, chunk_hash.hexdigest()))
+        files.append(FileEntry(file.path, file.size, file_hash.hexdigest(), tuple(pieces)))
+    return files, chunks
+
+
+def _hash_pieces(block: memoryview, piece_bytes: int, into: list[str]) -> None:
+    into.extend(
+        hashlib.sha256(block[start : start + piece_bytes]).hexdigest()
+        for start in range(0, len(block), piece_bytes)
+    )
+
+
+class _Reader:
+    """Reads one file front to back into one reused buffer and notices when the file changes."""
+
+    def __init__(self, root: Path, file: Found, piece_bytes: int) -> None:
+        self._where = root / file.path
+        self._file = file
+        self.block = max(piece_bytes, BLOCK // piece_bytes * piece_bytes)
+        self._buffer = memoryview(bytearray(min(self.block, file.size)))
+
+    def __enter__(self) -> _Reader:
+        try:
+            self._descriptor = os.open(self._where, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._changed(error) from error
+        self._check()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._check()
+        finally:
+            os.close(self._descriptor)
+
+    def read(self, length: int) -> memoryview:
+        """Return the next ``length`` bytes; the view is good until the next call."""
+        done = 0
+        while done < length:
+            got = os.readv(self._descriptor, [self._buffer[done:length]])
+            if not got:
+                raise self._changed("it became shorter")
+            done += got
+        return self._buffer[:length]
+
+    def _check(self) -> None:
+        status = os.fstat(self._descriptor)
+        now = Found(self._file.path, status.st_size, status.st_mtime_ns)
+        if now != self._file:
+            raise self._changed(f"{now.size} bytes, mtime {now.mtime_ns}")
+
+    def _changed(self, got: object) -> SourceChanged:
+        return SourceChanged(
+            "file changed while its digests were computed",
+            got=got,
+            wanted=f"{self._file.size} bytes, mtime {self._file.mtime_ns}",
+            where=self._where,
+            do="Publish when nothing writes to the directory.",
+        )

@@ -1,0 +1,225 @@
+"""The manifest itself: one model version as a byte stream of files, pieces and chunks.
+
+Files are concatenated in the order of ``files``. Each is cut into pieces of ``piece_bytes`` (the
+last one shorter), so that a piece never crosses a file's edge; pieces are numbered through the
+whole stream. A chunk is a run of whole pieces; chunks tile ``[0, total_size)``.
+
+**Canonical form.** The document is the JSON object ::
+
+    {"format": "paceline-manifest/1", "model_id", "version", "total_size",
+     "chunk_size", "piece_size",
+     "files":  [{"path", "size", "sha256", "pieces": [SHA-256 of each piece]}],
+     "chunks": [{"chunk_id", "offset", "size", "checksum": SHA-256 of the chunk's bytes}],
+     "global_checksum"}
+
+written by ``wire.canonical_json``: keys sorted by code point, no spaces, UTF-8 without escapes
+beyond JSON's own, integers in plain decimal. ``global_checksum`` is the SHA-256 of that same form
+of the document *without* the key ``global_checksum``; it covers every digest, name and size, and is
+what everybody calls the manifest's digest.
+
+Nothing here reads or writes files, and nothing checks what it is given: ``parse`` and ``build`` do.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from paceline.wire import canonical_json, digest_of
+
+FORMAT = "paceline-manifest/1"
+MANIFEST_FILE = "manifest.json"  # beside the model's files, never one of them
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of the model; ``path`` is relative, with ``/`` between its components."""
+
+    path: str
+    size: int
+    sha256: str
+    pieces: tuple[str, ...]  # SHA-256 of each piece, in order
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of whole pieces; ``checksum`` is the SHA-256 of its bytes."""
+
+    chunk_id: int
+    offset: int
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The unit that is verified and forwarded, and where it lies."""
+
+    index: int
+    file_index: int
+    file_offset: int
+    length: int
+    sha256: str
+    stream_offset: int
+    chunk_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One version of one model. Make it with ``of``, ``build_manifest`` or ``parse_manifest``."""
+
+    model_id: str
+    version: str
+    total_size: int
+    piece_bytes: int
+    chunk_bytes: int
+    files: tuple[FileEntry, ...]
+    chunks: tuple[Chunk, ...]
+    global_checksum: str
+    # Where each file and chunk begins, counted in pieces and bytes; one more than there are.
+    _file_pieces: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _file_offsets: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _chunk_pieces: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "_file_pieces", tuple(accumulate((len(f.pieces) for f in self.files), initial=0)))
+        put(self, "_file_offsets", tuple(accumulate((f.size for f in self.files), initial=0)))
+        edges = [self.piece_at(chunk.offset) for chunk in self.chunks]
+        put(self, "_chunk_pieces", (*edges, self.piece_count))
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        model_id: str,
+        version: str,
+        piece_bytes: int,
+        chunk_bytes: int,
+        files: tuple[FileEntry, ...],
+        chunks: tuple[Chunk, ...],
+    ) -> Manifest:
+        """Return the manifest of these parts, with its checksum computed."""
+        total_size = sum(file.size for file in files)
+        body = _body(
+            model_id=model_id,
+            version=version,
+            total_size=total_size,
+            piece_bytes=piece_bytes,
+            chunk_bytes=chunk_bytes,
+            files=files,
+            chunks=chunks,
+        )
+        return cls(
+            model_id=model_id,
+            version=version,
+            total_size=total_size,
+            piece_bytes=piece_bytes,
+            chunk_bytes=chunk_bytes,
+            files=files,
+            chunks=chunks,
+            global_checksum=digest_of(body),
+        )
+
+    @property
+    def digest(self) -> str:
+        """Return the global checksum: the one name of exactly this content."""
+        return self.global_checksum
+
+    @property
+    def chunk_size(self) -> int:
+        """Return ``chunk_bytes`` by the name that the document gives it."""
+        return self.chunk_bytes
+
+    @property
+    def piece_count(self) -> int:
+        """Return how many pieces the model has."""
+        return self._file_pieces[-1]
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """Yield every piece in stream order."""
+        return (self.piece_of(index) for index in range(self.piece_count))
+
+    def piece_of(self, index: int) -> Piece:
+        """Return piece ``index``; raises IndexError beyond ``piece_count``."""
+        if not 0 <= index < self.piece_count:
+            raise IndexError(f"piece {index} of {self.piece_count}")
+        file_index = bisect_right(self._file_pieces, index) - 1
+        file = self.files[file_index]
+        within = index - self._file_pieces[file_index]
+        file_offset = within * self.piece_bytes
+        return Piece(
+            index=index,
+            file_index=file_index,
+            file_offset=file_offset,
+            length=min(self.piece_bytes, file.size - file_offset),
+            sha256=file.pieces[within],
+            stream_offset=self._file_offsets[file_index] + file_offset,
+            chunk_id=bisect_right(self._chunk_pieces, index) - 1,
+        )
+
+    def piece_at(self, stream_offset: int) -> int:
+        """Return the index of the piece that holds byte ``stream_offset`` of the stream."""
+        file_index = bisect_right(self._file_offsets, stream_offset) - 1
+        if not 0 <= file_index < len(self.files):
+            return self.piece_count
+        within = (stream_offset - self._file_offsets[file_index]) // self.piece_bytes
+        return self._file_pieces[file_index] + within
+
+    def file_pieces(self, file_index: int) -> range:
+        """Return the indices of the pieces of file ``file_index``; an empty file has none."""
+        return range(self._file_pieces[file_index], self._file_pieces[file_index + 1])
+
+    def chunk_pieces(self, chunk_id: int) -> range:
+        """Return the indices of the pieces of chunk ``chunk_id``."""
+        return self.pieces_of_chunks(chunk_id, chunk_id)
+
+    def pieces_of_chunks(self, first: int, last: int) -> range:
+        """Return the indices of the pieces of chunks ``first`` to ``last``, both inclusive."""
+        if not 0 <= first <= last < len(self.chunks):
+            raise IndexError(f"chunks {first} to {last} of {len(self.chunks)}")
+        return range(self._chunk_pieces[first], self._chunk_pieces[last + 1])
+
+    def to_bytes(self) -> bytes:
+        """Return the canonical document; ``parse_manifest`` gives back an equal manifest."""
+        body = _body(
+            model_id=self.model_id,
+            version=self.version,
+            total_size=self.total_size,
+            piece_bytes=self.piece_bytes,
+            chunk_bytes=self.chunk_bytes,
+            files=self.files,
+            chunks=self.chunks,
+        )
+        return canonical_json({**body, "global_checksum": self.global_checksum})
+
+
+def _body(
+    *,
+    model_id: str,
+    version: str,
+    total_size: int,
+    piece_bytes: int,
+    chunk_bytes: int,
+    files: tuple[FileEntry, ...],
+    chunks: tuple[Chunk, ...],
+) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "model_id": model_id,
+        "version": version,
+        "total_size": total_size,
+        "chunk_size": chunk_bytes,
+        "piece_size": piece_bytes,
+        "files": [
+            {"path": f.path, "size": f.size, "sha256": f.sha256, "pieces": f.pieces} for f in files
+        ],
+        "chunks": [
+            {"chunk_id": c.chunk_id, "offset": c.offset, "size": c.size, "checksum": c.checksum}
+            for c in chunks
+        ],
+    }

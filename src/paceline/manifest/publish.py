@@ -1,0 +1,170 @@
+"""A model to object storage and its manifest back: files first, ``manifest.json`` last.
+
+A version whose manifest is there is whole; one without is not there yet. Publishing twice does
+nothing twice, and a version never changes its content.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from paceline.errors import Conflict, InvalidInput, InvalidManifest, SourceChanged, SourceMissing
+from paceline.manifest.build import Found, check_name, digest, scan
+from paceline.manifest.model import MANIFEST_FILE, Manifest
+from paceline.manifest.parse import MAX_MANIFEST_BYTES, parse_manifest
+from paceline.manifest.sizes import Sizes, choose_sizes
+from paceline.objects import ObjectStore, join_url
+
+FILES_AT_ONCE = 4
+
+log = logging.getLogger(__name__)
+
+
+def publish_model(
+    directory: Path | str,
+    url: str,
+    *,
+    model_id: str,
+    version: str,
+    store: ObjectStore,
+    link_mbit: float,
+    piece_bytes: int = 0,
+    chunk_bytes: int = 0,
+) -> Manifest:
+    """Upload the model in ``directory`` below ``url`` and return its manifest.
+
+    The same content already there uploads nothing (a lost file is restored); other content at that
+    place raises Conflict and changes nothing. Sizes of 0 follow from model and link, or from what
+    is published there, so that a faster link does not turn the same bytes into another manifest.
+    """
+    check_name("model_id", model_id)
+    check_name("version", version)
+    root = Path(directory)
+    found = scan(root)
+    published = _published(url, store)
+    sizes = _sizes(found, published, link_mbit, piece_bytes, chunk_bytes)
+    manifest = digest(root, found, sizes, model_id=model_id, version=version)
+    if published and published.digest != manifest.digest:
+        raise _conflict(url, published, manifest)
+    uploaded = _upload(root, found, url, store)
+    if not published:
+        store.put_bytes(join_url(url, MANIFEST_FILE), manifest.to_bytes())
+        now = fetch_manifest(url, store)  # two publishers at once: the last one's manifest stands
+        if now.digest != manifest.digest:
+            raise _conflict(url, now, manifest)
+    log.info("published %s/%s digest=%s files=%d", model_id, version, manifest.digest, uploaded)
+    return manifest
+
+
+def fetch_manifest(url: str, store: ObjectStore | None) -> Manifest:
+    """Return the manifest of the version below ``url``: ``s3://bucket/prefix`` or a directory.
+
+    Raises SourceMissing where nothing (whole) is published there, InvalidManifest, and the store's
+    errors.
+    """
+    if url.startswith("s3://"):
+        if store is None:
+            raise InvalidInput("no object store for this URL", got=url, wanted="a store")
+        raw = store.get_bytes(join_url(url, MANIFEST_FILE), MAX_MANIFEST_BYTES)
+    else:
+        raw = _read_local(Path(url))
+    try:
+        return parse_manifest(raw)
+    except InvalidManifest as error:
+        where = f"{error.where} in {url}" if error.where else url
+        raise InvalidManifest(
+            error.what, got=error.got, wanted=error.wanted, where=where, do=error.do
+        ) from error
+
+
+def write_manifest(directory: Path | str, manifest: Manifest) -> Path:
+    """Write ``manifest.json`` into ``directory`` at once and durably, and return its path."""
+    path = Path(directory) / MANIFEST_FILE
+    temporary = path.with_name(f".{MANIFEST_FILE}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(manifest.to_bytes())
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return path
+
+
+def _published(url: str, store: ObjectStore) -> Manifest | None:
+    try:
+        return fetch_manifest(url, store)
+    except SourceMissing:
+        return None
+
+
+def _sizes(
+    found: list[Found],
+    published: Manifest | None,
+    link_mbit: float,
+    piece_bytes: int,
+    chunk_bytes: int,
+) -> Sizes:
+    if published and not piece_bytes and not chunk_bytes:
+        return Sizes(published.piece_bytes, published.chunk_bytes)
+    total = sum(file.size for file in found)
+    return choose_sizes(total, link_mbit, piece_bytes=piece_bytes, chunk_bytes=chunk_bytes)
+
+
+def _upload(root: Path, found: list[Found], url: str, store: ObjectStore) -> int:
+    """Upload what is not there in its size, largest first, and return how many files that was.
+
+    Size alone decides only for a version whose manifest was compared just now.
+    """
+    there = {info.url: info.size for info in store.list(url)}
+    whole = join_url(url, MANIFEST_FILE) in there
+    missing = [
+        file
+        for file in sorted(found, key=lambda file: -file.size)
+        if not (whole and there.get(join_url(url, file.path)) == file.size)
+    ]
+
+    def upload(file: Found) -> None:
+        path = root / file.path
+        info = store.upload_file(path, join_url(url, file.path))
+        status = path.stat()
+        if (info.size, status.st_size, status.st_mtime_ns) != (file.size, file.size, file.mtime_ns):
+            raise SourceChanged(
+                "file changed while it was published",
+                got=f"{status.st_size} bytes, mtime {status.st_mtime_ns}",
+                wanted=f"{file.size} bytes, mtime {file.mtime_ns}",
+                where=path,
+                do="Publish when nothing writes to the directory.",
+            )
+
+    with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="publish") as pool:
+        running = [pool.submit(upload, file) for file in missing]
+        try:
+            for each in running:
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return len(missing)
+
+
+def _read_local(directory: Path) -> bytes:
+    path = directory / MANIFEST_FILE
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_MANIFEST_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise SourceMissing(
+            "no manifest there", got=path, do="Publish the version there first."
+        ) from error
+
+
+def _conflict(url: str, published: Manifest, manifest: Manifest) -> Conflict:
+    return Conflict(
+        "another model is published at this version",
+        got=f"{manifest.model_id}/{manifest.version} {manifest.digest}",
+        wanted=f"{published.model_id}/{published.version} {published.digest}",
+        where=url,
+        do="Publish under a new version; a published version never changes.",
+    )

@@ -1,0 +1,69 @@
+"""How large pieces and chunks are: from the model's size and the link's speed. Pure arithmetic."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from paceline.errors import InvalidInput
+
+KIB = 1024
+MIB = 1024 * KIB
+
+MIN_PIECE = 64 * KIB  # what is chosen; a caller may ask for less, down to LEAST_PIECE
+MAX_PIECE = 16 * MIB
+LEAST_PIECE = 1 * KIB
+MIN_CHUNK = 64 * KIB
+LEAST_CHUNKS = 16  # enough for progress to mean something in a small model
+CHUNK_SECONDS = 0.8  # 1 GB at 10 Gbps
+# A line of 32 workers adds 32 x piece / link to size / link; 0.5 % of it makes piece = size / 6400.
+PIECES_FOR_HALF_A_PERCENT = 32 * 200
+MAX_PIECES = 1 << 20  # a manifest's digests stay below 100 MB
+
+
+class Sizes(NamedTuple):
+    """The two sizes a manifest is cut by."""
+
+    piece_bytes: int
+    chunk_bytes: int
+
+
+def choose_sizes(
+    total_size: int, link_mbit: float, *, piece_bytes: int = 0, chunk_bytes: int = 0
+) -> Sizes:
+    """Return sizes for a model of ``total_size`` bytes; a size that is given is kept.
+
+    Raises InvalidInput where a given size is out of range or the two do not fit together.
+    """
+    if link_mbit <= 0:
+        raise InvalidInput("bad link speed", got=link_mbit, wanted="more than 0 Mbit/s")
+    if piece_bytes and not LEAST_PIECE <= piece_bytes <= MAX_PIECE:
+        raise InvalidInput(
+            "bad piece size", got=piece_bytes, wanted=f"{LEAST_PIECE} to {MAX_PIECE} bytes, or 0"
+        )
+    if chunk_bytes and chunk_bytes < (piece_bytes or LEAST_PIECE):
+        raise InvalidInput(
+            "bad chunk size", got=chunk_bytes, wanted=f"at least {piece_bytes or LEAST_PIECE} bytes"
+        )
+    piece = piece_bytes or _piece(total_size, chunk_bytes)
+    if -(-total_size // piece) > MAX_PIECES:
+        raise InvalidInput(
+            "too many pieces", got=f"pieces of {piece} bytes", wanted=f"at most {MAX_PIECES} pieces"
+        )
+    return Sizes(piece, chunk_bytes or _chunk(total_size, link_mbit, piece))
+
+
+def _piece(total_size: int, chunk_bytes: int) -> int:
+    wanted = max(1, total_size // PIECES_FOR_HALF_A_PERCENT)
+    if chunk_bytes:
+        wanted = min(wanted, chunk_bytes)
+    power = 1 << (wanted.bit_length() - 1)
+    least = MIN_PIECE
+    if chunk_bytes and chunk_bytes < MIN_PIECE:
+        least = 1 << (chunk_bytes.bit_length() - 1)
+    return min(max(power, least), MAX_PIECE)
+
+
+def _chunk(total_size: int, link_mbit: float, piece: int) -> int:
+    by_link = link_mbit * 1e6 / 8 * CHUNK_SECONDS
+    wanted = max(min(by_link, total_size / LEAST_CHUNKS), MIN_CHUNK, piece)
+    return max(1, round(wanted / piece)) * piece  # whole pieces, so that only edges are ragged
