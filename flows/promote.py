@@ -28,10 +28,8 @@ def promote_model(
     and publish it. Raises GateRefused, and changes nothing, where the evidence is not enough."""
     run = Run.open(state_dir, run_id)
     with recorded(run, "promote-model"):
-        result, scores = (
-            TrainResult.model_validate(trained),
-            EvaluationReport.model_validate(report),
-        )
+        result = TrainResult.model_validate(trained)
+        scores = EvaluationReport.model_validate(report)
         base = distribute.fetch_model_manifest(run, published_url(run, model_id, base_version))
         snapshot = snapshot_reference(run, snapshot_url)
         packaged = promote.package_candidate(run, base, result).output

@@ -61,7 +61,7 @@ def fetch_model_manifest(run: Run, url: str) -> Manifest:
 
 @task(name="start-agents", cache_policy=NO_CACHE)
 def start_agents(run: Run, deadline_s: float = 60.0) -> list[str]:
-    """Return the ids of the nodes whose agents run and have registered, starting what is missing."""
+    """Return the nodes whose agents run and have registered; start what is missing."""
     with run.fleet() as fleet:
         wanted = set(fleet.ensure_agents())
     deadline = time.monotonic() + deadline_s

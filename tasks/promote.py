@@ -193,7 +193,7 @@ def node_copy(run: Run, node: str, manifest: Manifest) -> dict[str, str]:
 
 @task(name="restore-previous-champion", cache_policy=NO_CACHE)
 def restore_previous(run: Run, model_id: str) -> dict[str, Any]:
-    """Swap ``champion`` and ``previous`` in the registry and say which published version that is."""
+    """Swap ``champion`` and ``previous`` in the registry; say which version is champion now."""
     began = time.monotonic()
     promotion = run.registry.rollback(model_id)
     champion = run.registry.champion(model_id)

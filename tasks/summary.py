@@ -81,7 +81,8 @@ def summarise(
 def as_markdown(summary: dict[str, Any]) -> str:
     """Return the summary as a page."""
     stages = "\n".join(
-        f"| {each['stage']} | {each['seconds']:.1f} | {'already done' if each['already_done'] else 'done'} |"
+        f"| {each['stage']} | {each['seconds']:.1f} | "
+        f"{'already done' if each['already_done'] else 'done'} |"
         for each in summary["stages"]
     )
     bits = "\n".join(
@@ -99,11 +100,12 @@ def as_markdown(summary: dict[str, Any]) -> str:
 
 def _movement(result: dict[str, Any]) -> dict[str, Any]:
     relay = result["relay"]
-    return {
-        key: relay[key]
-        for key in (
-            "deployment_id", "topology", "workers", "seconds", "predicted_seconds", "bound_seconds",
-            "total_bytes", "origin_bytes", "received_bytes", "refetched_bytes", "pieces_reused",
-            "bytes_reused", "cross_rack_bytes", "epoch",
-        )
-    } | {"already_done": relay["reused_result"], "verified": result["verify"]["verified"]}  # fmt: skip
+    names = (
+        "deployment_id", "topology", "workers", "seconds", "predicted_seconds", "bound_seconds",
+        "total_bytes", "origin_bytes", "received_bytes", "refetched_bytes", "pieces_reused",
+        "bytes_reused", "cross_rack_bytes", "epoch",
+    )  # fmt: skip
+    return {name: relay[name] for name in names} | {
+        "already_done": relay["reused_result"],
+        "verified": result["verify"]["verified"],
+    }

@@ -1,0 +1,153 @@
+"""`paceline demo`: start everything, run the lifecycle, show one screen, stop everything.
+
+The supervisor holds the other end of a pipe of this process: when the demo dies, however it dies,
+the servers stop, and the state stays. The next `paceline demo` goes on from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.cli.options import (
+    json_option,
+    point_prefect_at,
+    profile_options,
+    read_profile,
+    state_directory,
+    state_option,
+)
+from paceline.errors import InvalidInput
+from paceline.profile import Runtime
+from paceline.wire import new_run_id
+
+MARKER = "demo.json"
+
+
+@click.command()
+@state_option
+@profile_options
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Directory of your own text files (default: Python's standard library).",
+)
+@click.option("--keep", is_flag=True, help="Leave the pages open until Ctrl-C.")
+@json_option
+def demo(
+    state: Path | None,
+    profile: str,
+    overrides: tuple[str, ...],
+    data: Path | None,
+    keep: bool,
+    as_json: bool,
+) -> int:
+    """Run the whole lifecycle on this machine, from a bucket to a promoted model on every node."""
+    settings = read_profile(profile, overrides)
+    if data is not None and not data.is_dir():
+        raise InvalidInput("no such data", got=data, wanted="a directory of text files")
+    directory = state_directory(state)
+    began = time.monotonic()
+
+    from paceline.cli.extras import extra_services
+    from paceline.cli.progress import StageBars
+    from paceline.fleet import supervisor
+
+    with StageBars() as bars, _liveness() as liveness_fd:
+        bars.say(f"starting the installation in {directory} …")
+        runtime = supervisor.start(
+            settings,
+            directory,
+            detach=False,
+            liveness_fd=liveness_fd,
+            extra_services=extra_services(directory),
+        )
+        try:
+            ready_s = time.monotonic() - began
+            bars.say(f"ready in {ready_s:.1f} s: {runtime.endpoints.prefect_ui_url}")
+            summary = _run(runtime, data, bars)
+            summary["ready_seconds"] = round(ready_s, 3)
+            summary["total_seconds"] = round(time.monotonic() - began, 3)
+            _report(runtime, summary, as_json, keep)
+            if keep:
+                _wait_for_interrupt()
+        finally:
+            supervisor.stop(directory)
+    return 0
+
+
+def _run(runtime: Runtime, data: Path | None, listener: Any) -> dict[str, Any]:
+    point_prefect_at(runtime)
+    from flows.lifecycle import run_lifecycle
+    from tasks.run import listen
+
+    source = None if data is None else str(data.absolute())
+    run_id = _unfinished(runtime.state_dir, source) or new_run_id()
+    _mark(runtime.state_dir, run_id=run_id, data=source, finished=False)
+    end = listen(listener)
+    try:
+        summary = run_lifecycle(data=source, state_dir=str(runtime.state_dir), run_id=run_id)
+    finally:
+        end()
+    _mark(runtime.state_dir, run_id=run_id, data=source, finished=True)
+    assert isinstance(summary, dict)
+    return summary
+
+
+def _unfinished(state_dir: Path, data: str | None) -> str | None:
+    """Return the id of the run that an earlier demo of the same data did not finish."""
+    try:
+        marker = json.loads((state_dir / MARKER).read_bytes())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    same = marker.get("data") == data and not marker.get("finished")
+    return str(marker["run_id"]) if same else None
+
+
+def _mark(state_dir: Path, **fields: Any) -> None:
+    temporary = state_dir / f"{MARKER}.tmp"
+    temporary.write_text(json.dumps(fields))
+    temporary.replace(state_dir / MARKER)
+
+
+@contextlib.contextmanager
+def _liveness() -> Iterator[int]:
+    """Yield the read end of a pipe whose write end only this process holds: it closes with us."""
+    read_fd, write_fd = os.pipe()
+    os.set_inheritable(read_fd, True)
+    try:
+        yield read_fd
+    finally:
+        os.close(read_fd)
+        os.close(write_fd)
+
+
+def _wait_for_interrupt() -> None:
+    stopped = threading.Event()
+    before = {
+        each: signal.signal(each, lambda *_: stopped.set())
+        for each in (signal.SIGINT, signal.SIGTERM)
+    }
+    click.echo("Ctrl-C stops everything.", err=True)
+    stopped.wait()
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+def _report(runtime: Runtime, summary: dict[str, Any], as_json: bool, keep: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(summary))
+        return
+    from paceline.cli.summary import show_summary
+
+    show_summary(runtime, summary, pages_open=keep)

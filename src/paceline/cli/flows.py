@@ -1,0 +1,275 @@
+"""One command a flow: each runs it here, against the installation that is up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.cli.options import json_option, point_prefect_at, state_directory, state_option
+from paceline.errors import InvalidInput
+from paceline.profile import load_runtime
+from paceline.wire import new_run_id
+
+
+def _start(state: Path | None, run_id: str | None) -> dict[str, Any]:
+    """Point Prefect at the installation and return what every flow is told."""
+    runtime = load_runtime(state_directory(state))
+    point_prefect_at(runtime)
+    return {"state_dir": str(runtime.state_dir), "run_id": run_id or new_run_id()}
+
+
+def _run(flow: Any, as_json: bool, **parameters: Any) -> int:
+    from paceline.cli.progress import StageBars
+    from tasks.run import listen
+
+    with StageBars() as bars:
+        end = listen(bars)
+        try:
+            result = flow(**parameters)
+        finally:
+            end()
+    if as_json:
+        click.echo(json.dumps({"status": "complete", "run_id": parameters["run_id"]} | result))
+    else:
+        click.echo(f"done: run {parameters['run_id']}")
+    return 0
+
+
+run_id_option = click.option("--run-id", default=None, help="Go on with this run (default: new).")
+model_argument = click.argument("model_id")
+version_argument = click.argument("version")
+
+
+@click.command()
+@click.option("--data", type=click.Path(path_type=Path), default=None, help="Your own text files.")
+@click.option("--approver", default=None, help="Who stands for the promotion; kept as evidence.")
+@run_id_option
+@state_option
+@json_option
+def lifecycle(
+    data: Path | None, approver: str | None, run_id: str | None, state: Path | None, as_json: bool
+) -> int:
+    """Run the whole lifecycle on the installation that is up."""
+    here = _start(state, run_id)
+    from flows.lifecycle import run_lifecycle
+
+    source = None if data is None else str(data.absolute())
+    return _run(run_lifecycle, as_json, data=source, approver=approver, **here)
+
+
+@click.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--model", "model_id", required=True, help="Name of the model.")
+@click.option("--version", required=True, help="Version to publish it as.")
+@run_id_option
+@state_option
+@json_option
+def publish(
+    directory: Path,
+    model_id: str,
+    version: str,
+    run_id: str | None,
+    state: Path | None,
+    as_json: bool,
+) -> int:
+    """Digest DIRECTORY and upload it with its manifest."""
+    here = _start(state, run_id)
+    from flows.publish import publish_model
+
+    return _run(
+        publish_model,
+        as_json,
+        directory=str(directory.absolute()),
+        model_id=model_id,
+        version=version,
+        **here,
+    )
+
+
+@click.command()
+@model_argument
+@version_argument
+@click.option("--to", "targets", multiple=True, help="Node to bring it to (default: every node).")
+@click.option("--stage-only", is_flag=True, help="Do not activate it.")
+@run_id_option
+@state_option
+@json_option
+def distribute(
+    model_id: str,
+    version: str,
+    targets: tuple[str, ...],
+    stage_only: bool,
+    run_id: str | None,
+    state: Path | None,
+    as_json: bool,
+) -> int:
+    """Relay VERSION of MODEL_ID to the nodes, verify it there, and switch to it."""
+    here = _start(state, run_id)
+    from flows.distribute import distribute_model
+
+    return _run(
+        distribute_model,
+        as_json,
+        model_id=model_id,
+        version=version,
+        target_workers=list(targets) or None,
+        activate=not stage_only,
+        **here,
+    )
+
+
+@click.command()
+@model_argument
+@version_argument
+@run_id_option
+@state_option
+@json_option
+def verify(
+    model_id: str, version: str, run_id: str | None, state: Path | None, as_json: bool
+) -> int:
+    """Have every node read its copy again and check every byte."""
+    here = _start(state, run_id)
+    from flows.distribute import verify_model
+
+    return _run(verify_model, as_json, model_id=model_id, version=version, **here)
+
+
+@click.command()
+@model_argument
+@version_argument
+@click.option("--snapshot", required=True, help="URL of the data snapshot.")
+@run_id_option
+@state_option
+@json_option
+def train(
+    model_id: str,
+    version: str,
+    snapshot: str,
+    run_id: str | None,
+    state: Path | None,
+    as_json: bool,
+) -> int:
+    """Fine-tune VERSION of MODEL_ID, as the nodes hold it, on a snapshot."""
+    here = _start(state, run_id)
+    from flows.train import train_model
+
+    return _run(
+        train_model, as_json, model_id=model_id, version=version, snapshot_url=snapshot, **here
+    )
+
+
+@click.command()
+@model_argument
+@click.option("--base", "base_version", required=True, help="Version the candidate started from.")
+@click.option(
+    "--trained", type=click.File(), required=True, help="JSON of `paceline train --json`."
+)
+@click.option("--snapshot", required=True, help="URL of the data snapshot.")
+@run_id_option
+@state_option
+@json_option
+def evaluate(
+    model_id: str,
+    base_version: str,
+    trained: Any,
+    snapshot: str,
+    run_id: str | None,
+    state: Path | None,
+    as_json: bool,
+) -> int:
+    """Judge a training job's candidate on held-out files."""
+    here = _start(state, run_id)
+    from flows.evaluate import evaluate_model
+
+    job = _json_of(trained)
+    return _run(
+        evaluate_model,
+        as_json,
+        model_id=model_id,
+        base_version=base_version,
+        candidate_url=_field(job, "export_url"),
+        candidate_digest=_field(job, "weights_digest"),
+        snapshot_url=snapshot,
+        **here,
+    )
+
+
+@click.command()
+@model_argument
+@click.option("--base", "base_version", required=True, help="Version the candidate started from.")
+@click.option(
+    "--trained", type=click.File(), required=True, help="JSON of `paceline train --json`."
+)
+@click.option(
+    "--report", type=click.File(), required=True, help="JSON of `paceline evaluate --json`."
+)
+@click.option("--snapshot", required=True, help="URL of the data snapshot.")
+@click.option("--approver", default=None, help="Who stands for the promotion; kept as evidence.")
+@run_id_option
+@state_option
+@json_option
+def promote(
+    model_id: str,
+    base_version: str,
+    trained: Any,
+    report: Any,
+    snapshot: str,
+    approver: str | None,
+    run_id: str | None,
+    state: Path | None,
+    as_json: bool,
+) -> int:
+    """Gate a judged candidate; on a pass make it champion and publish it."""
+    here = _start(state, run_id)
+    from flows.promote import promote_model
+
+    extra = {"status", "run_id"}
+    return _run(
+        promote_model,
+        as_json,
+        model_id=model_id,
+        base_version=base_version,
+        trained={key: value for key, value in _json_of(trained).items() if key not in extra},
+        report={key: value for key, value in _json_of(report).items() if key not in extra},
+        snapshot_url=snapshot,
+        approver=approver,
+        **here,
+    )
+
+
+@click.command()
+@model_argument
+@run_id_option
+@state_option
+@json_option
+def rollback(model_id: str, run_id: str | None, state: Path | None, as_json: bool) -> int:
+    """Put MODEL_ID's previous champion back, in the registry and on every node."""
+    here = _start(state, run_id)
+    from flows.rollback import rollback_model
+
+    return _run(rollback_model, as_json, model_id=model_id, **here)
+
+
+def _json_of(file: Any) -> dict[str, Any]:
+    try:
+        value = json.load(file)
+    except json.JSONDecodeError as error:
+        raise InvalidInput(
+            "not JSON", got=error, wanted="a JSON object", where=file.name
+        ) from error
+    if not isinstance(value, dict):
+        raise InvalidInput(
+            "not a JSON object", got=type(value).__name__, wanted="an object", where=file.name
+        )
+    return value
+
+
+def _field(value: dict[str, Any], name: str) -> str:
+    if not isinstance(value.get(name), str):
+        raise InvalidInput(
+            "a field is missing", got=", ".join(sorted(value)) or "an empty object", wanted=name
+        )
+    return str(value[name])

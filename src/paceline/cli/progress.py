@@ -1,0 +1,84 @@
+"""Stages as they happen: bars on a terminal, lines elsewhere. Writes to standard error only."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from tasks.run import StageUpdate
+
+LINE_EVERY_S = 5.0
+
+
+class StageBars:
+    """Shows StageUpdates; call it as a listener inside a ``with``."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._live = self._console.is_terminal
+        self._progress = Progress(
+            TextColumn("[bold]{task.fields[mark]} {task.description:<16}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[message]}"),
+            console=self._console,
+            disable=not self._live,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._line_at: dict[str, float] = {}
+
+    def __enter__(self) -> StageBars:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def __call__(self, update: StageUpdate) -> None:
+        """Show ``update``."""
+        if self._live:
+            self._bar(update)
+        else:
+            self._line(update)
+
+    def say(self, line: str) -> None:
+        """Show one line above the bars."""
+        if self._live:
+            self._progress.console.print(line, highlight=False)
+        else:
+            sys.stderr.write(f"{line}\n")
+
+    def _bar(self, update: StageUpdate) -> None:
+        if update.stage not in self._tasks:
+            self._tasks[update.stage] = self._progress.add_task(
+                update.stage, total=1.0, mark=" ", message=""
+            )
+        mark = ("=" if update.reused else "✓") if update.done else "…"
+        message = f"{update.message} (already done)" if update.reused else update.message
+        task_id = self._tasks[update.stage]
+        self._progress.update(task_id, completed=update.fraction, mark=mark, message=message)
+        if update.done:
+            self._progress.stop_task(task_id)
+
+    def _line(self, update: StageUpdate) -> None:
+        now = time.monotonic()
+        if not update.done and now - self._line_at.get(update.stage, -1e9) < LINE_EVERY_S:
+            return
+        self._line_at[update.stage] = now
+        state = "already done" if update.reused else "done" if update.done else "…"
+        if not update.done:
+            state = f"{update.fraction:4.0%}"
+        sys.stderr.write(f"{update.stage:<16} {state:>12}  {update.message}\n")
+        sys.stderr.flush()
