@@ -1,0 +1,19 @@
+"""Who feeds whom: pure functions from workers and a manifest to lanes, and what they would take.
+
+It knows topologies, racks and rates. No sockets, no clock, no randomness beyond the plan's seed:
+the same inputs give the same plan on a standby, in a test and in the simulator.
+"""
+
+from paceline.plan.cost import Prediction, origin_cap_bytes, predict
+from paceline.plan.make import make_plan
+from paceline.plan.worker import PlanWorker, cross_rack_bytes, rack_of
+
+__all__ = [
+    "PlanWorker",
+    "Prediction",
+    "cross_rack_bytes",
+    "make_plan",
+    "origin_cap_bytes",
+    "predict",
+    "rack_of",
+]

@@ -1,0 +1,44 @@
+"""A worker as a planner sees it, and what its plan costs between racks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.wire.plan import Labels, Plan, Source
+
+
+@dataclass(frozen=True, slots=True)
+class PlanWorker:
+    """One living worker: where it stands, how fast it is, what it holds already."""
+
+    worker_id: str
+    labels: Labels
+    address: str  # "host:port" of its peer port
+    link_mbit: float
+    complete: bool = False  # holds and shows the whole version
+    held_pieces: int = 0
+
+    @property
+    def source(self) -> Source:
+        """Return this worker as a source of pieces."""
+        return Source(kind="worker", worker_id=self.worker_id, address=self.address)
+
+
+def rack_of(worker: PlanWorker) -> tuple[str, str]:
+    """Return what names the worker's rack: racks of two zones are two, whatever they are called."""
+    return (worker.labels.zone, worker.labels.rack)
+
+
+def cross_rack_bytes(plan: Plan, workers: Iterable[PlanWorker], total_bytes: int) -> int:
+    """Return how many bytes ``plan`` moves between racks when nobody holds anything yet.
+
+    Bytes from the origin come through the external link and cross no rack here.
+    """
+    racks = {worker.worker_id: rack_of(worker) for worker in workers}
+    return sum(
+        total_bytes
+        for each in plan.workers
+        for lane in each.lanes[:1]
+        if lane.source.worker_id and racks[lane.source.worker_id] != racks[each.worker_id]
+    )
