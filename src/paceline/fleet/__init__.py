@@ -1,0 +1,31 @@
+"""Running processes on nodes, and the embedded installation's supervisor.
+
+``start``, ``stop`` and ``status`` run the servers of one state directory; ``Fleet`` starts agents,
+processes and gangs of ranks on nodes. The one package that imports dask, and only when a Fleet
+connects. It knows no training, no relay and no flow: what it runs is an argv.
+"""
+
+from paceline.fleet.installation import start, status, stop
+from paceline.fleet.nodes import AgentInfo, Node, labels_of, node_names
+from paceline.fleet.spec import (
+    InstallationStatus,
+    Ready,
+    ServiceSpec,
+    ServiceStatus,
+    StopReport,
+)
+
+__all__ = [
+    "AgentInfo",
+    "InstallationStatus",
+    "Node",
+    "Ready",
+    "ServiceSpec",
+    "ServiceStatus",
+    "StopReport",
+    "labels_of",
+    "node_names",
+    "start",
+    "status",
+    "stop",
+]

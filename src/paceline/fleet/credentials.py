@@ -1,0 +1,99 @@
+"""The secrets of one installation: generated once, kept in its state directory, readable by its
+owner.
+
+Knows nothing of the servers that use them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import secrets
+from pathlib import Path
+
+from paceline.profile import Secrets
+
+SECRETS_FILE = "secrets.json"
+_VALIDITY = datetime.timedelta(days=3650)
+
+
+def ensure_secrets(state_dir: Path) -> Secrets:
+    """Return the installation's secrets, made at the first call and the same ever after."""
+    path = state_dir / SECRETS_FILE
+    if path.is_file():
+        return Secrets.model_validate_json(path.read_bytes())
+    directory = state_dir / "tls"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    made = Secrets(
+        s3_access_key="paceline" + secrets.token_hex(6),
+        s3_secret_key=secrets.token_urlsafe(30),
+        coordinator_token=secrets.token_urlsafe(32),
+        prefect_auth=f"paceline:{secrets.token_urlsafe(24)}",
+        mlflow_auth=f"paceline:{secrets.token_urlsafe(24)}",
+        tls_ca=str(directory / "ca.pem"),
+        tls_cert=str(directory / "node.pem"),
+        tls_key=str(directory / "node-key.pem"),
+    )
+    _write_certificates(Path(made.tls_ca), Path(made.tls_cert), Path(made.tls_key))
+    write_private(path, made.model_dump_json(indent=2).encode())  # last: it vouches for the rest
+    return made
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write ``content`` so that only the owner can read it, whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _write_certificates(ca_path: Path, cert_path: Path, key_path: Path) -> None:
+    # One certificate for scheduler, workers and clients: Dask asks each to present one of this CA.
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+    )
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    now = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
+
+    def builder(name: str, issuer: str, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+        return (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+            .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now)
+            .not_valid_after(now + _VALIDITY)
+        )
+
+    ca_key = ec.generate_private_key(ec.SECP256R1())
+    node_key = ec.generate_private_key(ec.SECP256R1())
+    ca = (
+        builder("paceline installation", "paceline installation", ca_key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(ca_key, hashes.SHA256())
+    )
+    names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    usage = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    node = (
+        builder("paceline node", "paceline installation", node_key.public_key())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
+        .sign(ca_key, hashes.SHA256())
+    )
+    write_private(ca_path, ca.public_bytes(Encoding.PEM))  # the CA's key is not kept
+    write_private(cert_path, node.public_bytes(Encoding.PEM))
+    write_private(
+        key_path, node_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )

@@ -1,0 +1,220 @@
+"""The servers of the embedded installation, as argv: S3, Prefect, MLflow, Dask, the coordinator.
+
+Imports none of them, and knows no flow: what registers deployments comes from the caller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+from paceline.errors import InvalidInput, MissingTool
+from paceline.fleet.credentials import write_private
+from paceline.fleet.spec import Ready, ServiceSpec
+from paceline.profile import Runtime
+
+WORK_POOL = "paceline"
+CLUSTER_FILE = "cluster.json"  # below <state>/dask; written once every node has joined
+
+
+def embedded_services(runtime: Runtime) -> tuple[ServiceSpec, ...]:
+    """Return the services of ``runtime``, whose endpoints are already decided."""
+    return (
+        _s3(runtime),
+        _prefect_server(runtime),
+        _mlflow(runtime),
+        _dask(runtime),
+        _coordinator(runtime),
+        _prefect_worker(runtime),
+    )
+
+
+def port_of(url: str) -> int:
+    """Return the port that ``url`` names."""
+    return int(url.split("://", 1)[1].split("/", 1)[0].rsplit(":", 1)[1])
+
+
+def _s3(runtime: Runtime) -> ServiceSpec:
+    root = _directory(runtime, "s3")
+    _directory(runtime, f"s3/{runtime.profile.storage.bucket}")
+    port = port_of(runtime.endpoints.s3_url)
+    secrets = runtime.secrets
+    return ServiceSpec(
+        name="s3",
+        argv=(
+            _program("rclone"), "serve", "s3",
+            "--config", "/dev/null",
+            "--addr", f"{runtime.profile.services.host}:{port}",
+            "--vfs-cache-mode", "off",
+            "--dir-cache-time", "0s",
+            "--etag-hash", "MD5",
+            "--log-level", "NOTICE",
+            str(root),
+        ),
+        # Not on the command line, where every user of the machine could read it; rclone reads a
+        # list as CSV, hence the quotes around one pair.
+        env={"RCLONE_AUTH_KEY": f'"{secrets.s3_access_key},{secrets.s3_secret_key}"'},
+        ready=Ready(kind="port", port=port),
+        stop_phase=2,
+    )  # fmt: skip
+
+
+def _prefect_server(runtime: Runtime) -> ServiceSpec:
+    home = _directory(runtime, "prefect")
+    host = runtime.profile.services.host
+    url = runtime.endpoints.prefect_api_url
+    port = port_of(url)
+    return ServiceSpec(
+        name="prefect",
+        argv=(_program("prefect"), "server", "start", "--host", host, "--port", str(port)),
+        cwd=str(home),
+        env={
+            "PREFECT_HOME": str(home),
+            "PREFECT_SERVER_API_AUTH_STRING": runtime.secrets.prefect_auth,
+            "PREFECT_API_AUTH_STRING": runtime.secrets.prefect_auth,
+            "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home}/prefect.db",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_API_HOST": host,
+            "PREFECT_SERVER_API_PORT": str(port),
+            "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": f"http://{host}:{port}",
+            "PREFECT_API_URL": url,
+            "PREFECT_UI_API_URL": url,
+            "PREFECT_LOGGING_LEVEL": "WARNING",
+            "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+        },
+        ready=Ready(kind="http", url=f"{url}/health", port=port),
+        stop_phase=2,
+        stop_grace_s=8,
+    )
+
+
+def _prefect_worker(runtime: Runtime) -> ServiceSpec:
+    home = _directory(runtime, "prefect-worker")
+    return ServiceSpec(
+        name="prefect-worker",
+        argv=(
+            _program("prefect"), "worker", "start",
+            "--pool", WORK_POOL, "--type", "process", "--name", "embedded",
+            "--install-policy", "never",
+        ),
+        cwd=str(home),
+        env={
+            **runtime.prefect_environment(),
+            "PREFECT_HOME": str(home),
+            "PREFECT_LOGGING_LEVEL": "INFO",
+            "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+            "PACELINE_STATE": str(runtime.state_dir),
+        },
+        after=("prefect",),
+        blocking=False,  # nothing that the demo runs goes through it
+        stop_grace_s=6,
+    )  # fmt: skip
+
+
+def _mlflow(runtime: Runtime) -> ServiceSpec:
+    home = _directory(runtime, "mlflow")
+    host = runtime.profile.services.host
+    port = port_of(runtime.endpoints.mlflow_url)
+    argv = [
+        _program("mlflow"), "server",
+        "--host", host, "--port", str(port), "--workers", "1",
+        "--backend-store-uri", f"sqlite:///{home}/mlflow.db",
+        "--artifacts-destination", str(home / "artifacts"),
+        "--allowed-hosts", f"{host}:{port},localhost:{port}",
+        "--cors-allowed-origins", f"http://{host}:{port}",
+    ]  # fmt: skip
+    env = {
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # 8 processes and 1.5 GB less
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "PACELINE_STATE": str(runtime.state_dir),
+    }
+    if runtime.secrets.mlflow_auth:
+        user, password = runtime.secrets.mlflow_auth.split(":", 1)
+        settings = home / "auth.ini"
+        write_private(
+            settings,
+            "[mlflow]\n"
+            "default_permission = NO_PERMISSIONS\n"
+            f"database_uri = sqlite:///{home}/auth.db\n"
+            f"admin_username = {user}\n"
+            f"admin_password = {password}\n"
+            "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n"
+            # hashing the password costs each request tens of milliseconds otherwise
+            "auth_cache_ttl_seconds = 300\n".encode(),
+        )
+        argv += ["--app-name", "basic-auth"]
+        env["MLFLOW_AUTH_CONFIG_PATH"] = str(settings)
+        env["MLFLOW_FLASK_SERVER_SECRET_KEY"] = hashlib.sha256(
+            b"mlflow-flask:" + runtime.secrets.coordinator_token.encode()
+        ).hexdigest()
+    return ServiceSpec(
+        name="mlflow",
+        argv=tuple(argv),
+        cwd=str(home),
+        env=env,
+        ready=Ready(kind="http", url=f"{runtime.endpoints.mlflow_url}/health", port=port),
+        stop_phase=1,
+    )
+
+
+def _dask(runtime: Runtime) -> ServiceSpec:
+    home = _directory(runtime, "dask")
+    return ServiceSpec(
+        name="dask",
+        argv=(sys.executable, "-m", "paceline.fleet.cluster", "--state", str(runtime.state_dir)),
+        cwd=str(home),
+        env={"PACELINE_STATE": str(runtime.state_dir)},
+        ready=Ready(
+            kind="file",
+            path=str(home / CLUSTER_FILE),
+            port=port_of(runtime.endpoints.scheduler_address),
+        ),
+        stop_phase=1,
+        stop_grace_s=8,
+    )
+
+
+def _coordinator(runtime: Runtime) -> ServiceSpec:
+    port = port_of(runtime.endpoints.coordinator_url)
+    return ServiceSpec(
+        name="coordinator",
+        argv=(
+            sys.executable, "-m", "paceline.cli.main", "coordinator",
+            "--state", str(runtime.state_dir), "--port", str(port),
+        ),
+        cwd=str(_directory(runtime, "coordinator")),
+        env={"PACELINE_STATE": str(runtime.state_dir)},
+        ready=Ready(kind="http", url=f"{runtime.endpoints.coordinator_url}/healthz", port=port),
+        stop_phase=1,
+    )  # fmt: skip
+
+
+def _directory(runtime: Runtime, name: str) -> Path:
+    path = runtime.state_dir / name
+    if any(character in str(path) for character in "?#%\n"):
+        raise InvalidInput(
+            "state directory cannot be used in a database URL",
+            got=str(path),
+            wanted="a path without ?, # or %",
+            do="Name another one with --state.",
+        )
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def _program(name: str) -> str:
+    """Return where this Python's environment, or else PATH, has the program ``name``."""
+    beside = Path(sysconfig.get_path("scripts")) / name
+    if beside.is_file():
+        return str(beside)
+    if found := shutil.which(name):
+        return found
+    raise MissingTool(
+        "program not found",
+        wanted=name,
+        where=beside.parent,
+        do="Install paceline with its dependencies into this environment.",
+    )

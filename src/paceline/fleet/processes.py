@@ -1,0 +1,155 @@
+"""Start a process that cannot outlive this one, with everything it starts in turn.
+
+What the supervisor uses for services and a Dask worker for ranks. Knows nothing of either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.errors import MissingTool
+
+GUARD = str(Path(__file__).with_name("guard.py"))
+_FOREIGN_SETTINGS = ("PREFECT_", "MLFLOW_", "DASK_", "RCLONE_", "_MLFLOW")
+
+
+class Guarded:
+    """A running process under its guard."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], life: socket.socket, pid: int) -> None:
+        self._popen = popen
+        self._life = life
+        self.pid = pid  # of the process itself
+        self.guard_pid = popen.pid  # its session, too
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """Return the reading end of the process's standard output, where it was piped."""
+        return self._popen.stdout
+
+    @property
+    def stderr(self) -> IO[bytes] | None:
+        """Return the reading end of the process's standard error, where it was piped."""
+        return self._popen.stderr
+
+    def exit_code(self) -> int | None:
+        """Return how the process ended (negative: by that signal), or None while it runs."""
+        code = self._popen.poll()
+        if code is not None:
+            self._life.close()
+        return code
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Return the exit code once everything is gone, or None after ``timeout_s``."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout_s)
+        return self.exit_code()
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM now; the guard kills the tree after the grace it was started with."""
+        self._signal(signal.SIGTERM)
+
+    def abort(self) -> None:
+        """SIGABRT to the process group: Python ranks write their stacks to stderr and end."""
+        self._signal(signal.SIGUSR2)
+
+    def kill(self) -> None:
+        """SIGKILL the process, its group and everything below, at once."""
+        self._signal(signal.SIGUSR1)
+
+    def kill_guard(self) -> None:
+        """SIGKILL the guard itself, when it does not answer; the kernel then kills its child."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self._popen.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._popen.send_signal(number)
+
+
+def start_guarded(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    grace_s: float,
+    cwd: Path | str | None = None,
+    stdin: int | IO[Any] = subprocess.DEVNULL,
+    stdout: int | IO[Any] = subprocess.DEVNULL,
+    stderr: int | IO[Any] = subprocess.DEVNULL,
+    keep_fds: Sequence[int] = (),
+) -> Guarded:
+    """Start ``argv`` in a new session under a guard; it dies with this process.
+
+    ``keep_fds`` stay open in the guard alone, until the last of its processes is gone: a lock held
+    so tells others when that is. Raises MissingTool when the program cannot be found.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            popen = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    GUARD,
+                    "run",
+                    str(theirs.fileno()),
+                    str(grace_s),
+                    "--",
+                    *argv,
+                ],
+                env=dict(env),
+                cwd=cwd,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=(theirs.fileno(), *keep_fds),
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            raise MissingTool(
+                "process cannot be started", got=error, wanted=argv[0], where=cwd
+            ) from error
+    ours.settimeout(30)
+    try:
+        pid = int(ours.recv(32) or 0)
+    except (OSError, ValueError):
+        pid = 0
+    if not pid:
+        popen.kill()
+        popen.wait()
+        ours.close()
+        raise MissingTool("guard did not start", got=popen.returncode, where=argv[0])
+    ours.settimeout(None)
+    return Guarded(popen, ours, pid)
+
+
+def dying_with_us(argv: Sequence[str]) -> list[str]:
+    """Return ``argv`` so wrapped that it gets SIGKILL when the thread that starts it ends.
+
+    No process is added: the wrapper becomes ``argv``.
+    """
+    return [sys.executable, "-I", "-S", GUARD, "exec", str(os.getpid()), "--", *argv]
+
+
+def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return this process's variables without those that would redirect or slow a child.
+
+    Prefect, MLflow, Dask and rclone read settings from variables: a developer's own must not lead
+    an installation's servers elsewhere. Without bytecode every import takes two to three times as
+    long.
+    """
+    env = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN_SETTINGS)}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    env["NO_PROXY"] = env["no_proxy"] = "127.0.0.1,localhost"
+    env["DO_NOT_TRACK"] = "1"
+    return env | dict(extra or {})

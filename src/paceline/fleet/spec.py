@@ -1,0 +1,88 @@
+"""What a service is, as data: how to start it, how to tell that it is ready, how to stop it.
+
+Flows, deployments and servers reach the supervisor only in this form; it imports none of them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.wire.base import Name, Record
+
+
+class Ready(Record):
+    """How to tell that a service is ready.
+
+    ``http``: a GET of ``url`` answers 2xx. ``port``: it listens on ``port``. ``file``: ``path``
+    exists. ``exit``: it ended with 0 (a one-shot). ``alive``: it runs. Where ``port`` is known, the
+    listener must also be the service's own process.
+    """
+
+    kind: Literal["http", "port", "file", "exit", "alive"] = "alive"
+    url: str = ""
+    port: int = 0
+    path: str = ""
+
+
+class ServiceSpec(Record):
+    """One process of an installation."""
+
+    name: Name
+    argv: tuple[str, ...] = Field(min_length=1)
+    env: dict[str, str] = Field(default_factory=dict)
+    cwd: str | None = None
+    ready: Ready = Ready()
+    after: tuple[Name, ...] = ()  # start only once these are ready
+    blocking: bool = True  # `start` waits for it, and fails when it does not get ready
+    stop_phase: int = 0  # lower stops earlier
+    stop_grace_s: float = Field(default=5.0, ge=0)
+    max_restarts: int = Field(default=5, ge=0)  # within RESTART_WINDOW_S; then it is given up
+
+
+class Launch(Record):
+    """What `start` hands to the supervisor process on its standard input."""
+
+    profile: dict[str, object]
+    services: tuple[ServiceSpec, ...] | None = None  # None: the embedded installation's
+    extra_services: tuple[ServiceSpec, ...] = ()
+
+
+class ServiceStatus(Record):
+    """How one service does."""
+
+    name: str
+    state: Literal["waiting", "starting", "ready", "done", "restarting", "failed", "stopped"]
+    pid: int = 0  # of the service's process
+    session: int = 0  # of its guard, which leads the session
+    restarts: int = 0
+    ready_s: float | None = None  # from its own start
+    rss_bytes: int = 0
+    processes: int = 0
+    log: str = ""
+    problem: str = ""
+
+
+class InstallationStatus(Record):
+    """How a state directory's installation does."""
+
+    running: bool
+    ready: bool = False
+    pid: int = 0  # of the supervisor
+    started_at: float = 0.0  # seconds since the Unix epoch
+    ready_s: float | None = (
+        None  # from the start of the supervisor until all blocking services were ready
+    )
+    services: tuple[ServiceStatus, ...] = ()
+    rss_bytes: int = 0
+    problem: str = ""
+
+
+class StopReport(Record):
+    """What `stop` found and did."""
+
+    was_running: bool
+    pid: int = 0
+    seconds: float = 0.0
+    forced: bool = False  # the supervisor did not end by itself in time
