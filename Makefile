@@ -11,7 +11,7 @@ TORCH_INDEX := $(if $(PACELINE_TORCH_INDEX),--extra-index-url $(PACELINE_TORCH_I
 # Imports without bytecode are two to three times slower; some environments switch it off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-services demo test check format bench chaos lock clean distclean
+.PHONY: help setup setup-services demo test check format bench chaos schemas lock clean distclean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -54,6 +54,9 @@ bench: setup ## every benchmark, results in benchmarks/results/
 
 chaos: setup ## the long fault runs
 	$(BIN)/python -m pytest -m chaos $(ARGS)
+
+schemas: setup ## write docs/schemas anew from the records
+	$(BIN)/python -m paceline.wire.schemas docs/schemas
 
 lock: ## write requirements.lock anew from what is installed
 	$(BIN)/python -m pip freeze --exclude-editable --exclude pip | sed -E 's/ @ file:.*//; s/^(torch==[0-9.]+)\+.*/\1/' > requirements.lock

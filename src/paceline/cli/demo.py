@@ -6,13 +6,10 @@ the servers stop, and the state stays. The next `paceline demo` goes on from the
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +56,14 @@ def demo(
     directory = state_directory(state)
     began = time.monotonic()
 
+    from paceline import fleet
     from paceline.cli.extras import extra_services
     from paceline.cli.progress import StageBars
-    from paceline.fleet import supervisor
 
-    with StageBars() as bars, _liveness() as liveness_fd:
+    with StageBars() as bars:
         bars.say(f"starting the installation in {directory} …")
-        runtime = supervisor.start(
-            settings,
-            directory,
-            detach=False,
-            liveness_fd=liveness_fd,
-            extra_services=extra_services(directory),
+        runtime = fleet.start(
+            settings, directory, detach=False, extra_services=extra_services(directory)
         )
         try:
             ready_s = time.monotonic() - began
@@ -82,7 +75,7 @@ def demo(
             if keep:
                 _wait_for_interrupt()
         finally:
-            supervisor.stop(directory)
+            fleet.stop(directory)
     return 0
 
 
@@ -118,18 +111,6 @@ def _mark(state_dir: Path, **fields: Any) -> None:
     temporary = state_dir / f"{MARKER}.tmp"
     temporary.write_text(json.dumps(fields))
     temporary.replace(state_dir / MARKER)
-
-
-@contextlib.contextmanager
-def _liveness() -> Iterator[int]:
-    """Yield the read end of a pipe whose write end only this process holds: it closes with us."""
-    read_fd, write_fd = os.pipe()
-    os.set_inheritable(read_fd, True)
-    try:
-        yield read_fd
-    finally:
-        os.close(read_fd)
-        os.close(write_fd)
 
 
 def _wait_for_interrupt() -> None:

@@ -1,6 +1,6 @@
-"""What the embedded installation runs besides its servers: Prefect's worker and our deployments.
+"""What the embedded installation runs besides its servers: the registration of our deployments.
 
-The supervisor knows no flows; this is where they are handed to it as command lines.
+The supervisor knows no flows; they are handed to it as a command line.
 """
 
 from __future__ import annotations
@@ -8,19 +8,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from paceline.fleet.services import ServiceSpec
-
-POOL = "paceline"
+from paceline.fleet import Ready, ServiceSpec
 
 
 def extra_services(state_dir: Path) -> list[ServiceSpec]:
-    """Return a process worker on the pool "paceline" that first registers the deployments of
-    prefect.yaml; the installation is ready without waiting for it."""
+    """Return the one-shot that registers prefect.yaml; the installation is ready without it."""
     return [
         ServiceSpec(
-            name="prefect-worker",
-            argv=[sys.executable, "-m", "flows.serve", "--state", str(state_dir), "--pool", POOL],
-            needs=("prefect",),
+            name="prefect-deployments",
+            argv=(sys.executable, "-m", "flows.register", "--state", str(state_dir)),
+            ready=Ready(kind="exit"),
+            after=("prefect",),
             blocking=False,
         )
     ]

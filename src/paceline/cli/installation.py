@@ -24,12 +24,12 @@ from paceline.profile import Runtime, load_runtime
 @json_option
 def up(state: Path | None, profile: str, overrides: tuple[str, ...], as_json: bool) -> int:
     """Start Prefect, S3, MLflow, Dask and the coordinator, and leave them running."""
+    from paceline import fleet
     from paceline.cli.extras import extra_services
-    from paceline.fleet import supervisor
 
     settings = read_profile(profile, overrides)
     directory = state_directory(state)
-    runtime = supervisor.start(
+    runtime = fleet.start(
         settings, directory, detach=True, extra_services=extra_services(directory)
     )
     _show(runtime, as_json, "running")
@@ -41,10 +41,10 @@ def up(state: Path | None, profile: str, overrides: tuple[str, ...], as_json: bo
 @json_option
 def down(state: Path | None, as_json: bool) -> int:
     """Stop every process that `up` started; the state stays on disk."""
-    from paceline.fleet import supervisor
+    from paceline import fleet
 
     directory = state_directory(state)
-    stopped = supervisor.stop(directory)
+    stopped = fleet.stop(directory).was_running
     if as_json:
         click.echo(
             json.dumps({"status": "stopped", "was_running": stopped, "state": str(directory)})
@@ -60,34 +60,19 @@ def down(state: Path | None, as_json: bool) -> int:
 @json_option
 def status(state: Path | None, as_json: bool) -> int:
     """Say what runs here and where its pages are; exit code 75 if nothing does."""
-    from paceline.fleet import supervisor
+    from paceline import fleet
 
     directory = state_directory(state)
-    services = supervisor.status(directory)
-    running = bool(services) and all(each.running for each in services)
+    found = fleet.status(directory)
     if as_json:
-        click.echo(
-            json.dumps(
-                {
-                    "status": "running" if running else "stopped",
-                    "services": [
-                        {
-                            "name": each.name,
-                            "pid": each.pid,
-                            "running": each.running,
-                            "url": each.url,
-                        }
-                        for each in services
-                    ],
-                }
-            )
-        )
+        click.echo(found.model_dump_json())
     else:
-        for each in services:
-            click.echo(f"{each.name:<14} {'running' if each.running else 'stopped':<8} {each.url}")
-        if not services:
+        for each in found.services:
+            memory = f"{each.rss_bytes / 1e6:.0f} MB" if each.rss_bytes else ""
+            click.echo(f"{each.name:<20} {each.state:<11} {memory:>8}  {each.problem}")
+        if not found.running:
             click.echo(f"nothing runs in {directory}; start it with `paceline up`")
-    return 0 if running else 75
+    return 0 if found.running else 75
 
 
 @click.command()

@@ -1,0 +1,43 @@
+"""JSON schemas of what programs read: ``python -m paceline.wire.schemas docs/schemas`` writes them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from paceline.wire.base import Record
+from paceline.wire.plan import Plan
+from paceline.wire.records import Deployment, Receipt
+from paceline.wire.summary import Failed, RunSummary
+from paceline.wire.training import EvaluationReport, Evidence, TrainResult
+
+SCHEMAS: dict[str, type[Record]] = {
+    "demo": RunSummary,
+    "error": Failed,
+    "plan": Plan,
+    "deployment": Deployment,
+    "receipt": Receipt,
+    "train": TrainResult,
+    "evaluate": EvaluationReport,
+    "evidence": Evidence,
+}
+
+
+def schema_text(name: str) -> str:
+    """Return the JSON schema of ``name`` as docs/schemas keeps it."""
+    schema = SCHEMAS[name].model_json_schema(mode="serialization")
+    return json.dumps(schema, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def main() -> int:
+    """Write every schema into the directory named on the command line."""
+    directory = Path(sys.argv[1])
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in SCHEMAS:
+        (directory / f"{name}.json").write_text(schema_text(name), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

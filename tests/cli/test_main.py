@@ -1,0 +1,81 @@
+"""The command line: fast help, one line an error, honest exit codes, JSON where asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACELINE = [sys.executable, "-m", "paceline.cli.main"]
+
+
+def paceline(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Return what `paceline WORDS` printed and how it ended."""
+    return subprocess.run(
+        [*PACELINE, *words], capture_output=True, text=True, cwd=cwd, timeout=60, check=False
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from paceline.cli.main import cli\n"
+        "cli.main(['--help'], standalone_mode=False)\n"
+        "heavy = {'prefect', 'dask', 'distributed', 'torch', 'mlflow', 'boto3', 'pandas',"
+        " 'fastapi', 'pydantic', 'rich', 'numpy'}\n"
+        "sys.exit(','.join(sorted(heavy & set(sys.modules))) or 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "lifecycle" in done.stdout
+
+
+def test_a_mistyped_command_names_the_right_one() -> None:
+    done = paceline("dmeo")
+    assert done.returncode == 2
+    assert "Did you mean 'demo'?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "needles"),
+    [
+        (("demo", "--set", "cluster.link_mbits=6"), 2, ("cluster.link_mbits", "'link_mbit'")),
+        (("demo", "--set", "nonsense"), 2, ("KEY=VALUE",)),
+        (("demo", "--profile", "embeded"), 2, ("embedded",)),
+        (("demo", "--data", "/does/not/exist"), 2, ("/does/not/exist", "directory")),
+        (("lifecycle",), 75, ("nothing runs here", "paceline up")),
+        (("distribute", "m", "1"), 75, ("paceline up",)),
+        (("status",), 75, ()),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, tuple) else None,
+)
+def test_bad_input_is_one_line_and_an_exit_code(
+    tmp_path: Path, words: tuple[str, ...], code: int, needles: tuple[str, ...]
+) -> None:
+    done = paceline(*words, "--state", str(tmp_path / "state"))
+    assert done.returncode == code, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("paceline: ")]
+    assert len(lines) == (1 if needles else 0)
+    for needle in needles:
+        assert needle in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_json_carries_the_error_too(tmp_path: Path) -> None:
+    done = paceline("lifecycle", "--json", "--state", str(tmp_path))
+    answer = json.loads(done.stdout)
+    assert answer["status"] == "failed"
+    assert answer["error"]["code"] == "NotReady"
+    assert answer["error"]["do"]
+    assert done.returncode == 75
+
+
+def test_down_where_nothing_runs_says_so(tmp_path: Path) -> None:
+    done = paceline("down", "--json", "--state", str(tmp_path))
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["was_running"] is False

@@ -1,0 +1,42 @@
+"""prefect.yaml: every entrypoint loads, and its defaults let a person press Run."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prefect import Flow
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_text())[
+    "deployments"
+]
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda each: each["name"])
+def test_every_entrypoint_in_prefect_yaml_is_a_flow_of_that_name(
+    deployment: dict[str, Any],
+) -> None:
+    module, _, name = deployment["entrypoint"].rpartition(".")
+    flow = getattr(importlib.import_module(module), name)
+    assert isinstance(flow, Flow)
+    assert flow.name == deployment["name"]
+    assert set(deployment.get("parameters", {})) <= set(flow.parameters.properties)
+
+
+def test_every_flow_has_its_deployment() -> None:
+    known = {each["entrypoint"] for each in DEPLOYMENTS}
+    for path in (ROOT / "flows").glob("*.py"):
+        module = importlib.import_module(f"flows.{path.stem}") if path.stem != "__init__" else None
+        for name, value in vars(module).items() if module else ():
+            if isinstance(value, Flow) and value.fn.__module__ == f"flows.{path.stem}":
+                assert f"flows.{path.stem}.{name}" in known
+
+
+def test_the_lifecycle_needs_no_parameter() -> None:
+    from flows.lifecycle import run_lifecycle
+
+    assert not run_lifecycle.parameters.required
