@@ -97,7 +97,7 @@ class TrainingSettings(_Settings):
 
     ranks: int = Field(default=2, ge=1)
     steps: int = Field(default=120, ge=0)
-    batch_sequences: int = Field(default=16, ge=1)  # global batch, in sequences of ``context`` bytes
+    batch_sequences: int = Field(default=16, ge=1)  # of the whole gang
     learning_rate: float = Field(default=1e-3, gt=0)
     warmup_steps: int = Field(default=10, ge=0)
     weight_decay: float = Field(default=0.1, ge=0)
@@ -238,7 +238,11 @@ def load_profile(name_or_path: str, overrides: Mapping[str, str] | None = None) 
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidProfile(
-            "profile cannot be read", got=error, wanted="a TOML file", where=path, do="Fix the file."
+            "profile cannot be read",
+            got=error,
+            wanted="a TOML file",
+            where=path,
+            do="Fix the file.",
         ) from error
     for key, value in (overrides or {}).items():
         _set(raw, key, value)
@@ -254,7 +258,7 @@ def default_state_dir() -> Path:
 
 
 def save_runtime(runtime: Runtime) -> Path:
-    """Write ``runtime`` into its state directory, readable by its owner only, and return the path."""
+    """Write ``runtime`` into its state directory (mode 0600) and return the path."""
     path = runtime.state_dir / RUNTIME_FILE
     temporary = path.with_suffix(".tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -336,7 +340,10 @@ def _explain(error: ValidationError, path: Path) -> InvalidProfile:
             do=_nearest(location[-1], valid),
         )
     return InvalidProfile(
-        "bad value in profile", got=f"{dotted} = {first['input']!r}", wanted=first["msg"], where=path
+        "bad value in profile",
+        got=f"{dotted} = {first['input']!r}",
+        wanted=first["msg"],
+        where=path,
     )
 
 

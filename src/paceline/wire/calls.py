@@ -8,7 +8,7 @@ GET    /deployments/{id}/workers                             → WorkerProgressL
 GET    /deployments/{id}/manifest                            → the manifest's bytes
 GET    /deployments/{id}/lanes?worker_id=W                   → WorkerLanes
 GET    /deployments/{id}/plan                                → Plan
-POST   /deployments/{id}/activate                            → Success (agents switch at their next beat)
+POST   /deployments/{id}/activate                            → Success (at the next beat)
 POST   /workers/register                 RegisterWorker     → Registered
 POST   /workers/heartbeat                Heartbeat          → HeartbeatAnswer
 GET    /workers                                              → WorkerList
@@ -139,7 +139,7 @@ class Command(Record):
 
 
 class HeartbeatAnswer(Record):
-    """``continue`` (a keyword in Python, hence the alias) is false when the agent must re-register."""
+    """``continue`` (a keyword, hence the alias) is false when the agent must re-register."""
 
     model_config = Record.model_config | {"populate_by_name": True}
 

@@ -126,7 +126,7 @@ class Worker(Record):
 
 
 class StageRecord(Record):
-    """The ledger's line: this stage, given these inputs, gave this output; nobody need run it again."""
+    """The ledger's line: this stage, given these inputs, gave this output."""
 
     stage: Name
     input_digest: Sha256

@@ -1,4 +1,4 @@
-"""JSON schemas of what programs read: ``python -m paceline.wire.schemas docs/schemas`` writes them."""
+"""JSON schemas of what programs read; ``python -m paceline.wire.schemas DIR`` writes them."""
 
 from __future__ import annotations
 

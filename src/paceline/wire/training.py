@@ -105,6 +105,7 @@ class ModelScore(Record):
     latency_ms: float | None = None
     weights_digest: str | None = None
     dtype: str | None = None
+    format: str | None = None  # of the weights that were loaded: "safetensors"
     model_bytes: int | None = None
 
 
@@ -116,6 +117,7 @@ class EvaluationReport(Record):
     bytes: int
     scores: tuple[ModelScore, ...]
     slices: tuple[dict[str, object], ...] = ()
+    failures: dict[str, str] = {}  # name of a model without a score → why it has none
     seconds: float
 
     def score(self, name: str) -> ModelScore | None:
