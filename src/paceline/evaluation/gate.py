@@ -1,0 +1,148 @@
+"""Whether a candidate earned promotion: a pure decision from the evidence alone.
+
+What is missing counts against the candidate and is named. The rules:
+
+- *better than X* (each name in ``must_beat``): the whole paired interval of candidate − X lies
+  below zero. Equal weights, or an interval that touches zero, is not better: a run of zero steps fails.
+- *no regression against the champion*: non-inferiority. The upper end of the paired interval is at
+  most 1 % of the champion's bits per byte; "not significantly worse" alone would let anything pass
+  on few documents.
+- At least 5 documents: with fewer, all of them agreeing happens by chance more than once in 20.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from paceline.profile import GateSettings
+from paceline.wire.training import (
+    EvaluationReport,
+    GateCheck,
+    GateDecision,
+    Interval,
+    ModelScore,
+)
+
+CANDIDATE = "candidate"
+MISSING = "missing"
+MIN_DOCUMENTS = 5  # 2**-5 = 3.1 % < 5 %
+REGRESSION_MARGIN = 0.01
+FORMATS = ("safetensors",)
+LINEAGE = ("manifest_digest", "snapshot_digest", "config_digest", "code_version", "job_id")
+
+
+# Stands in for a candidate that was not evaluated: everything about it is missing.
+_NOTHING = ModelScore(
+    name=CANDIDATE, kind="transformer", bits_per_byte=Interval(value=0, low=0, high=0)
+)
+
+
+def decide(
+    report: EvaluationReport,
+    settings: GateSettings,
+    *,
+    champion: str | None,
+    lineage: Mapping[str, str | None],
+) -> GateDecision:
+    """Return the decision on ``report``'s "candidate" with one line for every check.
+
+    ``champion`` is the name under which the champion was evaluated, None where there is none yet;
+    ``lineage`` must have every key of ``LINEAGE``.
+    """
+    candidate = report.score(CANDIDATE)
+    facts = candidate or _NOTHING
+    checks = [
+        _evaluated(report, candidate),
+        _at_least("held-out documents", report.documents, MIN_DOCUMENTS),
+        *(_better_than(name, report, candidate) for name in settings.must_beat),
+    ]
+    if champion is not None:
+        checks.append(_no_regression(champion, report, candidate))
+    bits = candidate.bits_per_byte.high if candidate and _sound(candidate.bits_per_byte) else None
+    checks += [
+        _at_most("bits per byte, upper end", bits, settings.max_bits_per_byte),
+        _one_of("weights format", facts.format, FORMATS),
+        _one_of("weights dtype", facts.dtype, settings.dtypes),
+        _at_most("model bytes", facts.model_bytes, settings.max_model_bytes),
+        _at_most("latency in ms", facts.latency_ms, settings.max_latency_ms),
+        _check(
+            "weights digest", bool(facts.weights_digest),
+            facts.weights_digest or MISSING, "the digest of what was evaluated",
+        ),
+        *(_traceable(key, lineage.get(key)) for key in LINEAGE),
+        _check(
+            "judged on the snapshot it names",
+            lineage.get("snapshot_digest") == report.snapshot_digest,
+            lineage.get("snapshot_digest") or MISSING,
+            report.snapshot_digest,
+        ),
+    ]  # fmt: skip
+    return GateDecision(passed=all(each.passed for each in checks), checks=tuple(checks))
+
+
+def _evaluated(report: EvaluationReport, candidate: ModelScore | None) -> GateCheck:
+    wanted = "a transformer with a score"
+    if candidate is None:
+        return _check("candidate evaluated", False, report.failures.get(CANDIDATE, MISSING), wanted)
+    return _check("candidate evaluated", candidate.kind == "transformer", candidate.kind, wanted)
+
+
+def _better_than(name: str, report: EvaluationReport, candidate: ModelScore | None) -> GateCheck:
+    title, wanted = f"better than {name}", "the whole interval below 0"
+    gain = candidate.gain_over.get(name) if candidate else None
+    other = report.score(name)
+    if candidate is None or gain is None or other is None:
+        return _check(title, False, report.failures.get(name, MISSING), wanted)
+    if candidate.weights_digest is not None and candidate.weights_digest == other.weights_digest:
+        return _check(title, False, "the same weights", wanted)
+    return _check(title, _sound(gain) and gain.high < 0, _show(gain), wanted)
+
+
+def _no_regression(name: str, report: EvaluationReport, candidate: ModelScore | None) -> GateCheck:
+    title = f"no regression against {name}"
+    gain = candidate.gain_over.get(name) if candidate else None
+    other = report.score(name)
+    if gain is None or other is None or not _sound(other.bits_per_byte):
+        got = report.failures.get(name, MISSING)
+        return _check(title, False, got, f"an upper end within {REGRESSION_MARGIN:.0%}")
+    margin = REGRESSION_MARGIN * other.bits_per_byte.value
+    return _check(
+        title, _sound(gain) and gain.high <= margin, _show(gain), f"an upper end ≤ {margin:.4f}"
+    )
+
+
+def _traceable(key: str, value: str | None) -> GateCheck:
+    name = f"lineage: {key.replace('_', ' ')}"
+    return _check(name, bool(value and value.strip()), value or MISSING, "a value")
+
+
+def _at_least(name: str, value: float | None, least: float) -> GateCheck:
+    good = value is not None and math.isfinite(value) and value >= least
+    return _check(name, good, _number(value), f"≥ {_number(least)}")
+
+
+def _at_most(name: str, value: float | None, most: float) -> GateCheck:
+    good = value is not None and math.isfinite(value) and 0 <= value <= most
+    return _check(name, good, _number(value), f"≤ {_number(most)}")
+
+
+def _one_of(name: str, value: str | None, allowed: tuple[str, ...]) -> GateCheck:
+    return _check(name, value in allowed, value or MISSING, " or ".join(allowed) or "nothing")
+
+
+def _check(name: str, passed: bool, got: str, wanted: str) -> GateCheck:
+    return GateCheck(name=name, passed=passed, got=got, wanted=wanted)
+
+
+def _sound(interval: Interval) -> bool:
+    ends = (interval.low, interval.value, interval.high)
+    return all(math.isfinite(each) for each in ends) and ends == tuple(sorted(ends))
+
+
+def _show(interval: Interval) -> str:
+    return f"{interval.value:+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
+
+
+def _number(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.10g}"

@@ -1,0 +1,146 @@
+"""A report as people read it: a table, a page of markdown, a picture. Computes no figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.wire.training import EvaluationReport, Interval
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_COLOURS = {"transformer": "#2f6fb2", "ngram": "#b07d2b", "compressor": "#8a8f98"}
+
+
+def as_frame(report: EvaluationReport) -> pd.DataFrame:
+    """Return one row a model, best first, with intervals and gains in columns of their own."""
+    import pandas as pd
+
+    rows = []
+    for score in sorted(report.scores, key=lambda each: each.bits_per_byte.value):
+        row: dict[str, Any] = {
+            "model": score.name,
+            "kind": score.kind,
+            "bits_per_byte": score.bits_per_byte.value,
+            "low": score.bits_per_byte.low,
+            "high": score.bits_per_byte.high,
+            "latency_ms": score.latency_ms,
+            "dtype": score.dtype,
+            "model_bytes": score.model_bytes,
+        }
+        for other, gain in score.gain_over.items():
+            row[f"gain_over_{other}"] = gain.value
+            row[f"gain_over_{other}_low"] = gain.low
+            row[f"gain_over_{other}_high"] = gain.high
+        rows.append(row)
+    return pd.DataFrame(rows).set_index("model") if rows else pd.DataFrame()
+
+
+def as_markdown(report: EvaluationReport) -> str:
+    """Return the report as one page of markdown."""
+    lines = [
+        f"Held out: {report.documents} documents, {report.bytes} bytes of snapshot "
+        f"`{report.snapshot_digest[:12]}`. Lower is better; intervals are bootstrapped over "
+        "documents, differences are paired.",
+        "",
+        "| model | bits per byte | interval | latency | dtype | size |",
+        "|---|---:|---:|---:|---|---:|",
+    ]
+    for score in sorted(report.scores, key=lambda each: each.bits_per_byte.value):
+        bits = score.bits_per_byte
+        lines.append(
+            f"| {_cell(score.name)} | {bits.value:.3f} | {bits.low:.3f} to {bits.high:.3f} | "
+            f"{'–' if score.latency_ms is None else f'{score.latency_ms:.1f} ms'} | "
+            f"{score.dtype or '–'} | "
+            f"{'–' if score.model_bytes is None else f'{score.model_bytes / 1e6:.1f} MB'} |"
+        )
+    lines += [
+        f"| {_cell(name)} | – | {_cell(why)} | | | |" for name, why in report.failures.items()
+    ]
+    lines += _gains(report)
+    lines += _slices(report)
+    return "\n".join(lines) + "\n"
+
+
+def plot_report(report: EvaluationReport, path: Path) -> Path:
+    """Draw bits per byte with intervals, and by document size, into ``path`` (PNG); return it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ranked = sorted(report.scores, key=lambda each: -each.bits_per_byte.value)
+    by_size = [row for row in report.slices if row["slice"] == "size"]
+    figure = Figure(figsize=(11, 1.6 + 0.45 * max(len(ranked), 5)), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    for place, score in enumerate(ranked):
+        bits, colour = score.bits_per_byte, _COLOURS[score.kind]
+        left.plot([bits.low, bits.high], [place, place], color=colour, linewidth=2.5)
+        left.plot([bits.value], [place], "o", color=colour)
+        left.annotate(
+            f"{bits.value:.3f}", (bits.value, place), xytext=(0, 6), textcoords="offset points",
+            ha="center", fontsize=8,
+        )  # fmt: skip
+    left.set_yticks(range(len(ranked)), [each.name for each in ranked])
+    left.set_ylim(-0.5, len(ranked) - 0.2)
+    left.set_xlabel("bits per byte (lower is better)")
+    left.set_title(f"{report.documents} held-out documents, {report.bytes:,} bytes", fontsize=10)
+    left.grid(axis="x", alpha=0.3)
+    for score in (each for each in report.scores if by_size):
+        figures = [_figure(row, score.name) for row in by_size]
+        style = "-o" if score.kind == "transformer" else "--"
+        right.plot(range(len(figures)), figures, style, label=score.name, markersize=4)
+    right.set_xticks(range(len(by_size)), [_short(str(row["name"])) for row in by_size], fontsize=8)
+    right.set_xlabel("document size in bytes, quartiles")
+    right.set_ylabel("bits per byte")
+    right.grid(alpha=0.3)
+    if by_size:
+        right.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _gains(report: EvaluationReport) -> list[str]:
+    rows = [
+        f"| {_cell(score.name)} − {_cell(other)} | {gain.value:+.4f} | "
+        f"{gain.low:+.4f} to {gain.high:+.4f} | {_verdict(gain)} |"
+        for score in report.scores
+        for other, gain in score.gain_over.items()
+        if score.name == "candidate"
+    ]
+    head = ["", "| difference in bits per byte | value | interval | |", "|---|---:|---:|---|"]
+    return head + rows if rows else []
+
+
+def _slices(report: EvaluationReport) -> list[str]:
+    if not report.slices:
+        return []
+    names = [each.name for each in report.scores]
+    lines = ["", f"| slice | documents | {' | '.join(map(_cell, names))} |"]
+    lines.append("|---|---:|" + "---:|" * len(names))
+    for row in report.slices:
+        figures = " | ".join(f"{_figure(row, name):.3f}" for name in names)
+        lines.append(
+            f"| {_cell(str(row['slice']))}: {_cell(str(row['name']))} | {row['documents']} | "
+            f"{figures} |"
+        )
+    return lines
+
+
+def _figure(row: dict[str, object], name: str) -> float:
+    figures = row["bits_per_byte"]
+    return float(figures.get(name, float("nan"))) if isinstance(figures, dict) else float("nan")
+
+
+def _verdict(gain: Interval) -> str:
+    if gain.high < 0:
+        return "better"
+    return "worse" if gain.low > 0 else "no difference shown"
+
+
+def _short(name: str) -> str:
+    return name.removesuffix(" bytes").replace(" to ", "\nto ")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,129 @@
+"""The evaluation process: ``python -m paceline.evaluation.run`` on a node, killable by its caller.
+
+Reads an EvaluationSpec (JSON) from standard input. Writes JSON lines to standard output:
+``{"event": "progress", "data": {"fraction", "message"}}`` and at the end one
+``{"event": "result", "data": EvaluationReport}``, or ``{"event": "failed", "data": {"code",
+"message"}}`` and a nonzero exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from paceline.data import documents, load_snapshot
+from paceline.errors import CorruptData, InvalidInput, PacelineError, SourceMissing
+from paceline.evaluation.heldout import choose
+from paceline.evaluation.scoring import judge
+from paceline.objects import ObjectStore
+from paceline.profile import load_runtime
+from paceline.wire.training import EvaluationReport, EvaluationSpec
+
+TRAIN_BYTES = 16 * 1024 * 1024  # what the n-gram model counts: about 4 s on one core
+HELD_OUT_READ_FACTOR = 64  # of the budget: how much text is looked at to cut prefixes from
+
+
+def evaluate(spec: EvaluationSpec) -> EvaluationReport:
+    """Return the report on ``spec``'s models; progress goes to standard output."""
+    runtime = load_runtime(spec.state_dir)
+    store = ObjectStore.from_runtime(runtime)
+    cache_dir = runtime.state_dir / "cache"
+    scratch_dir = runtime.state_dir / "work"
+    scratch_dir.mkdir(parents=True, exist_ok=True)
+    snapshot = load_snapshot(spec.snapshot_url, store)
+    if snapshot.digest != spec.snapshot_digest:
+        raise CorruptData(
+            "this is not the snapshot that was asked for",
+            got=snapshot.digest,
+            wanted=spec.snapshot_digest,
+            where=spec.snapshot_url,
+        )
+    budget = spec.settings.held_out_bytes
+    held_out = choose(
+        (
+            (each.path, each.text)
+            for each in documents(
+                snapshot, "held-out", store, cache_dir, HELD_OUT_READ_FACTOR * budget
+            )
+        ),
+        budget,
+    )
+    train = [each.text for each in documents(snapshot, "train", store, cache_dir, TRAIN_BYTES)]
+    with ExitStack() as stack:
+        scratch = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="evaluation-", dir=scratch_dir))
+        )
+        directories = {
+            name: _local(name, where, store, scratch) for name, where in spec.models.items()
+        }
+        return judge(
+            directories,
+            held_out,
+            train,
+            spec.settings,
+            snapshot_digest=snapshot.digest,
+            on_progress=lambda fraction, message: _say(
+                "progress", {"fraction": round(fraction, 4), "message": message}
+            ),
+        )
+
+
+def main() -> int:
+    """Return the process's exit code."""
+    try:
+        spec = EvaluationSpec.model_validate_json(sys.stdin.buffer.read())
+    except ValidationError as error:
+        return _fail(InvalidInput("not an evaluation spec", got=str(error).splitlines()[0:3]))
+    _use_all_cores()
+    try:
+        report = evaluate(spec)
+    except PacelineError as error:
+        return _fail(error)
+    _say("result", report.model_dump(mode="json"))
+    return 0
+
+
+def _local(name: str, where: str, store: ObjectStore, scratch: Path) -> Path:
+    """Return a directory with the model; what lies in object storage is fetched first."""
+    if not where.startswith("s3://"):
+        return Path(where)
+    directory = scratch / name
+    directory.mkdir()
+    prefix = where.rstrip("/") + "/"
+    found = store.list(prefix)
+    if not found:
+        raise SourceMissing("no model here", got="no objects", where=where)
+    for item in found:
+        relative = item.url.removeprefix(prefix)
+        if "/" in relative:
+            continue  # a model is flat; checkpoints and the like below it are none of ours
+        store.download_file(item.url, directory / relative)
+    return directory
+
+
+def _use_all_cores() -> None:
+    import torch
+
+    # Dask's nanny starts us with OMP_NUM_THREADS=1; nothing else computes on this node meanwhile.
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+
+
+def _fail(error: PacelineError) -> int:
+    _say("failed", {"code": error.code, "message": error.one_line()})
+    sys.stderr.write(error.one_line() + "\n")
+    return error.exit_code
+
+
+def _say(event: str, data: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps({"event": event, "data": data}, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
