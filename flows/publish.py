@@ -25,6 +25,16 @@ def publish_model(
         return publish_directory(run, directory, model_id, version).output
 
 
+@flow(name="build-snapshot")
+def build_snapshot(
+    data: str | None = None, state_dir: str | None = None, run_id: str | None = None
+) -> dict[str, Any]:
+    """Shard and digest the text files under ``data`` into an immutable snapshot."""
+    run = Run.open(state_dir, run_id)
+    with recorded(run, "build-snapshot"):
+        return build_data_snapshot(run, data).output
+
+
 @flow(name="prepare-inputs")
 def prepare_inputs(
     data: str | None = None, state_dir: str | None = None, run_id: str | None = None

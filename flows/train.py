@@ -19,6 +19,7 @@ def train_model(
     version: str,
     snapshot_url: str,
     labels: Literal["true", "shuffled"] = "true",
+    steps: int | None = None,
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> dict[str, Any]:
@@ -33,4 +34,4 @@ def train_model(
         snapshot = snapshot_reference(run, snapshot_url)
         validate.validate_data(run, snapshot)
         nodes = distribute.start_agents(run)
-        return train(run, manifest, snapshot, nodes, labels=labels).output
+        return train(run, manifest, snapshot, nodes, labels=labels, steps=steps).output

@@ -15,7 +15,7 @@ from paceline.training.base import train_base
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from paceline.data import build_snapshot, fingerprint_source, load_snapshot
+from paceline.data import Snapshot, build_snapshot, load_snapshot
 from paceline.manifest import fetch_manifest, publish_model
 from paceline.profile import DataSettings
 from paceline.wire import digest_of
@@ -30,21 +30,16 @@ def build_data_snapshot(run: Run, source: str | None = None) -> StageResult:
 
     def work() -> dict[str, Any]:
         snapshot = build_snapshot(
-            source, f"{run.runtime.data_url}/snapshots", settings, run.store, work_dir=run.work_dir
+            source, run.runtime.data_url, settings, run.store, work_dir=run.work_dir
         )
-        return {
-            "url": snapshot.url,
-            "digest": snapshot.digest,
-            "documents": snapshot.documents,
-            "bytes": snapshot.total_bytes,
-        }
+        return _reference(snapshot)
 
     return run.stage(
         "snapshot",
         {
             "source": source,
             "settings": settings.model_dump(mode="json"),
-            "fingerprint": fingerprint_source(source),
+            "fingerprint": fingerprint(source),
         },
         work,
         still_true=lambda output: run.store.exists(f"{output['url']}/snapshot.json"),
@@ -145,10 +140,26 @@ def published_url(run: Run, model_id: str, version: str) -> str:
 
 def snapshot_reference(run: Run, url: str) -> dict[str, Any]:
     """Return what stages need to know of the snapshot at ``url``: its url, digest and sizes."""
-    loaded = load_snapshot(url, run.store)
+    return _reference(load_snapshot(url, run.store))
+
+
+def fingerprint(source: str) -> str:
+    """Return what tells cheaply whether ``source`` has changed since: names, sizes and times.
+
+    The snapshot itself is named by its content; this only decides whether to read it all again.
+    """
+    if source == "stdlib":
+        return digest_of([sys.version, sys.prefix])
+    root = Path(source)
+    files = sorted(each for each in root.rglob("*") if each.is_file())
+    stats = [(str(each.relative_to(root)), each.stat()) for each in files]
+    return digest_of([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
+
+
+def _reference(snapshot: Snapshot) -> dict[str, Any]:
     return {
-        "url": loaded.url,
-        "digest": loaded.digest,
-        "documents": loaded.documents,
-        "bytes": loaded.total_bytes,
+        "url": snapshot.url,
+        "digest": snapshot.digest,
+        "documents": snapshot.record.documents,
+        "bytes": snapshot.record.total_bytes,
     }

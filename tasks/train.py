@@ -27,6 +27,7 @@ def train(
     snapshot: dict[str, Any],
     nodes: list[str],
     labels: str = "true",
+    steps: int | None = None,
 ) -> StageResult:
     """Fine-tune ``manifest``'s model on ``snapshot`` with the profile's ranks, resuming the newest
     healthy checkpoint where the same job was interrupted.
@@ -35,6 +36,8 @@ def train(
     """
     profile = run.runtime.profile
     settings = profile.training
+    if steps is not None:
+        settings = settings.model_copy(update={"steps": steps})
     if settings.ranks > len(nodes):
         raise TrainingFailed(
             "not enough nodes for the gang",

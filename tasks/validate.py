@@ -7,8 +7,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from paceline.data import load_snapshot, require_purpose, validate_snapshot
-from paceline.errors import DataRejected
+from paceline.data import load_snapshot, require_valid, validate_snapshot
 from tasks import artifacts
 from tasks.run import Run, StageResult
 
@@ -21,24 +20,22 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> StageResult:
     """
 
     def work() -> dict[str, Any]:
-        loaded = load_snapshot(snapshot["url"], run.store)
-        require_purpose(loaded, run.runtime.profile.data.purpose)
-        report = validate_snapshot(loaded, run.store, run.work_dir / "cache")
+        report = validate_snapshot(
+            load_snapshot(snapshot["url"], run.store),
+            run.store,
+            run.work_dir / "cache",
+            purpose=run.runtime.profile.data.purpose,
+            project=run.runtime.profile.data.project,
+        )
         artifacts.table("data validation", report.checks, "Great Expectations on the snapshot")
-        if not report.passed:
-            failed = [str(each["expectation"]) for each in report.checks if not each["success"]]
-            raise DataRejected(
-                "the data snapshot failed its validation",
-                got=", ".join(failed),
-                wanted="every expectation met",
-                where=snapshot["url"],
-                do="Mend the source files, then build the snapshot again.",
-            )
+        require_valid(report)
+        if report.needs_review:
+            run.note(f"{len(report.quarantined)} data shards are in quarantine: needs review")
         return {
             "documents": report.documents,
             "checks": len(report.checks),
-            "quarantined": list(report.quarantined),
-            "needs_review": bool(report.quarantined),
+            "quarantined": report.quarantined,
+            "needs_review": report.needs_review,
         }
 
     return run.stage(

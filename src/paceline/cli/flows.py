@@ -23,7 +23,7 @@ def _start(state: Path | None, run_id: str | None) -> dict[str, Any]:
 
 def _run(flow: Any, as_json: bool, **parameters: Any) -> int:
     from paceline.cli.progress import StageBars
-    from tasks.run import listen
+    from tasks.run import Run, listen
 
     with StageBars() as bars:
         end = listen(bars)
@@ -31,9 +31,13 @@ def _run(flow: Any, as_json: bool, **parameters: Any) -> int:
             result = flow(**parameters)
         finally:
             end()
+    notes = list(Run.open(parameters["state_dir"], parameters["run_id"]).summary.notes)
+    answer = {"status": "complete", "run_id": parameters["run_id"], "notes": notes} | result
     if as_json:
-        click.echo(json.dumps({"status": "complete", "run_id": parameters["run_id"]} | result))
+        click.echo(json.dumps(answer))
     else:
+        for note in notes:
+            click.echo(f"! {note}")
         click.echo(f"done: run {parameters['run_id']}")
     return 0
 
@@ -138,9 +142,30 @@ def verify(
 
 
 @click.command()
+@click.argument("data", type=click.Path(path_type=Path), required=False)
+@run_id_option
+@state_option
+@json_option
+def snapshot(data: Path | None, run_id: str | None, state: Path | None, as_json: bool) -> int:
+    """Shard and digest the text files under DATA (default: the profile's source)."""
+    here = _start(state, run_id)
+    from flows.publish import build_snapshot
+
+    source = None if data is None else str(data.absolute())
+    return _run(build_snapshot, as_json, data=source, **here)
+
+
+@click.command()
 @model_argument
 @version_argument
 @click.option("--snapshot", required=True, help="URL of the data snapshot.")
+@click.option(
+    "--labels",
+    type=click.Choice(["true", "shuffled"]),
+    default="true",
+    help="'shuffled' is the control that must not pass the gate.",
+)
+@click.option("--steps", type=click.IntRange(min=0), default=None, help="Default: the profile's.")
 @run_id_option
 @state_option
 @json_option
@@ -148,6 +173,8 @@ def train(
     model_id: str,
     version: str,
     snapshot: str,
+    labels: str,
+    steps: int | None,
     run_id: str | None,
     state: Path | None,
     as_json: bool,
@@ -157,7 +184,14 @@ def train(
     from flows.train import train_model
 
     return _run(
-        train_model, as_json, model_id=model_id, version=version, snapshot_url=snapshot, **here
+        train_model,
+        as_json,
+        model_id=model_id,
+        version=version,
+        snapshot_url=snapshot,
+        labels=labels,
+        steps=steps,
+        **here,
     )
 
 
@@ -226,7 +260,7 @@ def promote(
     here = _start(state, run_id)
     from flows.promote import promote_model
 
-    extra = {"status", "run_id"}
+    extra = {"status", "run_id", "notes"}
     return _run(
         promote_model,
         as_json,

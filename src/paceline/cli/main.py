@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "Relay a published model to every node; verify, activate.",
     ),
     "verify": ("flows", "verify", "Have every node check every byte of its copy."),
+    "snapshot": ("flows", "snapshot", "Shard and digest text files into a data snapshot."),
     "train": ("flows", "train", "Fine-tune a distributed model on a data snapshot."),
     "evaluate": ("flows", "evaluate", "Judge a training job's candidate on held-out files."),
     "promote": ("flows", "promote", "Gate a judged candidate; make it champion and publish it."),

@@ -1,0 +1,131 @@
+"""What a person gets wrong, or finds broken: one clear line, an exit code, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from paceline.profile import Runtime, save_runtime
+from tests.support.stack import Ended, paceline, processes_of, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def elsewhere(stack: Runtime, tmp_path: Path, **changes: object) -> Path:
+    """Return a state directory that names the same servers but for ``changes``."""
+    state = tmp_path / "state"
+    state.mkdir()
+    runtime = stack.model_copy(update={"state_dir": state} | changes)
+    save_runtime(runtime)
+    return state
+
+
+def assert_one_line(ended: Ended, code: str, *needles: str) -> None:
+    assert ended.code != 0
+    assert ended.answer["error"]["code"] == code
+    for needle in needles:
+        assert needle in ended.problem
+    assert ended.answer["error"]["do"]
+    assert "Traceback" not in ended.err
+
+
+def test_an_occupied_port_stops_everything_before_it_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = paceline(
+            "up", "--json", "--profile", "ci", "--set", f"services.s3_port={port}",
+            state=tmp_path / "state",
+        )  # fmt: skip
+    assert_one_line(ended, "PortInUse", str(port))
+    assert not processes_of(tmp_path / "state")
+
+
+def test_wrong_credentials_are_named(stack: Runtime, tmp_path: Path) -> None:
+    secrets = stack.secrets.model_copy(update={"s3_secret_key": "wrong"})
+    state = elsewhere(stack, tmp_path, secrets=secrets)
+    ended = paceline("distribute", "any", "1", "--json", state=state)
+    assert_one_line(ended, "AccessDenied", stack.endpoints.s3_url)
+
+
+def test_a_missing_bucket_is_named(stack: Runtime, tmp_path: Path) -> None:
+    storage = stack.profile.storage.model_copy(update={"bucket": "nobody-made-this"})
+    state = elsewhere(
+        stack, tmp_path, profile=stack.profile.model_copy(update={"storage": storage})
+    )
+    ended = paceline("distribute", "any", "1", "--json", state=state)
+    assert_one_line(ended, "SourceMissing", "nobody-made-this")
+
+
+def test_a_model_that_was_never_published_is_named(stack: Runtime) -> None:
+    ended = paceline("distribute", "nobody", "7", "--json", state=stack.state_dir)
+    assert_one_line(ended, "SourceMissing", "nobody/7")
+
+
+def test_s3_that_does_not_answer_is_named(stack: Runtime, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"  # bound, not listening: refused
+        endpoints = stack.endpoints.model_copy(update={"s3_url": url})
+        state = elsewhere(stack, tmp_path, endpoints=endpoints)
+        ended = paceline("distribute", "any", "1", "--json", state=state)
+    assert_one_line(ended, "ServiceUnavailable", url)
+    assert ended.code == 75
+
+
+def test_a_second_installation_in_the_same_directory_is_refused(stack: Runtime) -> None:
+    ended = paceline("up", "--json", "--profile", "ci", state=stack.state_dir)
+    assert_one_line(ended, "StateLocked", str(stack.state_dir))
+
+
+def test_publishing_other_bytes_under_a_taken_version_is_refused(
+    stack: Runtime, tmp_path: Path
+) -> None:
+    for content, code in (("one", 0), ("one", 0), ("two", 1)):
+        directory = tmp_path / "model"
+        directory.mkdir(exist_ok=True)
+        (directory / "weights.bin").write_text(content)
+        ended = paceline(
+            "publish", str(directory), "--model", "taken", "--version", "1", "--json",
+            state=stack.state_dir,
+        )  # fmt: skip
+        assert ended.code == code, ended.err
+    assert_one_line(ended, "Conflict", "taken/1")
+
+
+def test_publishing_an_empty_directory_is_refused(stack: Runtime, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    ended = paceline(
+        "publish", str(tmp_path / "empty"), "--model", "empty", "--version", "1", "--json",
+        state=stack.state_dir,
+    )  # fmt: skip
+    assert ended.code == 2
+    assert str(tmp_path / "empty") in ended.problem
+
+
+def test_an_unknown_target_is_named(stack: Runtime, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "weights.bin").write_text("x")
+    words = ["--model", "lonely", "--version", "1"]
+    assert paceline("publish", str(directory), *words, state=stack.state_dir).code == 0
+    ended = paceline(
+        "distribute", "lonely", "1", "--to", "node-99", "--json", state=stack.state_dir
+    )
+    assert ended.code != 0
+    assert "node-99" in ended.problem
+
+
+def test_a_server_that_dies_is_started_again(stack: Runtime) -> None:
+    def s3() -> dict[str, object]:
+        services = paceline("status", "--json", state=stack.state_dir).answer["services"]
+        return next(each for each in services if each["name"] == "s3")
+
+    before = s3()
+    os.kill(int(str(before["pid"])), signal.SIGKILL)
+    wait_until(lambda: s3()["state"] == "ready" and s3()["pid"] != before["pid"], 30, "S3 is back")

@@ -1,0 +1,106 @@
+"""The embedded installation as a test drives it: through `paceline`, like a person or a CI job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from paceline.profile import Runtime, load_runtime
+
+PACELINE = (sys.executable, "-m", "paceline.cli.main")
+
+
+@dataclass
+class Ended:
+    """How a command ended; ``answer`` is its last line of standard output as JSON."""
+
+    code: int
+    out: str
+    err: str
+    answer: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def problem(self) -> str:
+        """Return the one line that explains a failure."""
+        lines = [each for each in self.err.splitlines() if each.startswith("paceline: ")]
+        assert len(lines) == 1, self.err
+        return lines[0]
+
+
+def environment() -> dict[str, str]:
+    """Return this environment without what a test runner or an outer installation put there."""
+    left_out = ("PREFECT_", "MLFLOW_", "PACELINE_STATE", "PYTEST_", "PYTHONWARNINGS")
+    return {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
+
+
+def start(*words: str, state: Path, **popen: Any) -> subprocess.Popen[str]:
+    """Start `paceline WORDS --state STATE` and return its process."""
+    return subprocess.Popen(
+        [*PACELINE, *words, "--state", str(state)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        **popen,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float) -> Ended:
+    """Wait for a command and return how it ended."""
+    out, err = process.communicate(timeout=timeout_s)
+    lines = [each for each in out.splitlines() if each.startswith("{")]
+    answer = json.loads(lines[-1]) if lines else {}
+    return Ended(code=process.returncode, out=out, err=err, answer=answer)
+
+
+def paceline(*words: str, state: Path, timeout_s: float = 300) -> Ended:
+    """Run `paceline WORDS --state STATE` to its end."""
+    return finish(start(*words, state=state), timeout_s)
+
+
+def processes_of(state: Path) -> list[psutil.Process]:
+    """Return every process whose command line or environment names ``state``."""
+    found = []
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if each.pid == os.getpid() or each.status() == psutil.STATUS_ZOMBIE:
+                continue
+            named = any(str(state) in word for word in each.cmdline())
+            if named or each.environ().get("PACELINE_STATE") == str(state):
+                found.append(each)
+    return found
+
+
+def wait_until(is_true: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """Return the first true answer of ``is_true``; fail naming ``what`` after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        answer = is_true()
+        if answer:
+            return answer
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def installation(state: Path, *overrides: str, profile: str = "ci") -> Iterator[Runtime]:
+    """Yield a running installation in ``state``; at the end nothing of it is left."""
+    words = [word for each in overrides for word in ("--set", each)]
+    ended = paceline("up", "--profile", profile, "--json", *words, state=state)
+    assert ended.code == 0, ended.err
+    try:
+        yield load_runtime(state)
+    finally:
+        stopped = paceline("down", "--json", state=state)
+        assert stopped.code == 0, stopped.err
+        wait_until(lambda: not processes_of(state), 10, "every process gone")
