@@ -1,0 +1,84 @@
+"""The models that are open on this node, by digest: what the server finds and deployments share.
+
+One ``Staging`` a digest, whatever number of deployments and peers use it. Versions published by an
+earlier process are opened when a peer asks for them.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from paceline.errors import PacelineError
+from paceline.manifest import Manifest
+from paceline.relay.staging import Staging
+from paceline.relay.store import Store
+
+
+class Library:
+    """Opens, shares and closes the models of ``store``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._changed = threading.Condition()
+        self._opening = threading.Lock()
+        self._open: dict[str, Staging] = {}
+        self._on_disk = {each.digest: each for each in store.versions()}
+
+    def find(self, digest: str, wait_s: float) -> Staging | None:
+        """Return the open model, waiting up to ``wait_s`` for somebody to open it."""
+        with self._changed:
+            self._changed.wait_for(lambda: digest in self._open or digest in self._on_disk, wait_s)
+            if digest in self._open or digest not in self._on_disk:
+                return self._open.get(digest)
+        try:
+            return self.open(self._store.manifest_of(self._on_disk[digest].path))
+        except PacelineError:
+            self._on_disk.pop(digest, None)  # collected, or no longer what it was
+            return None
+
+    def open(self, manifest: Manifest) -> Staging:
+        """Return the model's files, resumed and filled from older versions where that is possible.
+
+        Raises what ``Store.open`` does.
+        """
+        with self._opening:
+            with self._changed:
+                found = self._open.get(manifest.digest)
+            if found is not None and not found.closed:
+                return found
+            staging = self._store.open(manifest)
+            try:
+                self._store.reuse(staging)
+            except PacelineError:
+                self._store.discard(staging)
+                raise
+            with self._changed:
+                self._open[manifest.digest] = staging
+                self._changed.notify_all()
+            return staging
+
+    def discard(self, staging: Staging) -> None:
+        """Forget a model and drop what is on the disk of it, unless it is published."""
+        self._forget(staging)
+        self._store.discard(staging)
+
+    def release(self, staging: Staging | None) -> None:
+        """Close a model that no deployment uses; peers that still read it finish their piece."""
+        if staging is not None:
+            self._forget(staging)
+            staging.close()
+            if staging.published:
+                for each in self._store.versions(staging.manifest.model_id):
+                    self._on_disk[each.digest] = each
+
+    def close(self) -> None:
+        """Close everything."""
+        with self._changed:
+            for staging in self._open.values():
+                staging.close()
+            self._open.clear()
+
+    def _forget(self, staging: Staging) -> None:
+        with self._changed:
+            if self._open.get(staging.manifest.digest) is staging:
+                del self._open[staging.manifest.digest]

@@ -1,0 +1,56 @@
+"""A node's NIC as a token bucket: one for each direction, shared by all connections of an agent.
+
+Bytes are counted where they pass a socket. The burst is small (20 ms or one block), so that what a
+paced loopback takes is what the planner predicts from the link. It knows no sockets.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+BURST_S = 0.02
+MIN_BLOCK = 16 * 1024
+MAX_BLOCK = 512 * 1024  # larger sub-blocks between recv, hash and write were no faster
+
+
+class Pacer:
+    """Lets through ``link_mbit`` (goodput; None means as fast as possible) and counts bytes."""
+
+    def __init__(self, link_mbit: float | None) -> None:
+        self._rate = link_mbit * 1e6 / 8 if link_mbit else 0.0
+        self.paced = bool(link_mbit)
+        self._lock = threading.Lock()
+        self._free_at = time.monotonic()
+        self.total_bytes = 0
+        by_burst = int(self._rate * BURST_S / 2)
+        self.block_bytes = min(MAX_BLOCK, max(MIN_BLOCK, by_burst)) if self._rate else MAX_BLOCK
+
+    def take(self, count: int) -> None:
+        """Count ``count`` bytes and wait until the link would have carried them."""
+        with self._lock:
+            self.total_bytes += count
+            if not self._rate:
+                return
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now - BURST_S) + count / self._rate
+            wait_s = self._free_at - now
+        if wait_s > 0.0005:
+            time.sleep(wait_s)
+
+
+class RateMeter:
+    """Bytes per second of a growing count, over the time between two looks."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._at = time.monotonic()
+        self._rate = 0.0
+
+    def look(self, total: int) -> float:
+        """Return the rate since the last look that was at least 50 ms ago."""
+        now = time.monotonic()
+        if now - self._at >= 0.05:
+            self._rate = (total - self._seen) / (now - self._at)
+            self._seen, self._at = total, now
+        return self._rate

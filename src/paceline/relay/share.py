@@ -1,0 +1,103 @@
+"""One node's part of one deployment: its session, files, streams, counts, and what it reports.
+
+Owned by the driver's owner thread; other threads only read ``beat``, which is replaced whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.manifest import Manifest
+from paceline.relay.client import PeerStream
+from paceline.relay.committer import Committer
+from paceline.relay.counters import Counters
+from paceline.relay.origin import OriginStream, RangeReader
+from paceline.relay.session import RelaySession
+from paceline.relay.staging import Staging
+from paceline.wire.calls import DeploymentBeat
+from paceline.wire.plan import WorkerLanes
+from paceline.wire.records import Failure, Receipt, WorkerStatus
+
+
+@dataclass(eq=False)
+class Share:
+    """See the module's docstring."""
+
+    lanes: WorkerLanes
+    manifest: Manifest
+    started_s: float
+    sent_before: int  # bytes this node had sent when the deployment began
+    session: RelaySession | None = None
+    staging: Staging | None = None
+    committer: Committer | None = None
+    counters: Counters = field(default_factory=Counters)
+    streams: dict[str, tuple[int, PeerStream | OriginStream]] = field(default_factory=dict)
+    readers: dict[str, RangeReader] = field(default_factory=dict)
+    status: WorkerStatus = WorkerStatus.RECEIVING
+    failure: Failure | None = None
+    receipt: Receipt | None = None
+    activated: bool = False
+    ended_s: float | None = None
+    beat: DeploymentBeat | None = None
+    refreshed_s: float = 0.0
+
+    @property
+    def deployment_id(self) -> str:
+        """Return the deployment this is a part of."""
+        return self.lanes.deployment_id
+
+    def close_streams(self) -> None:
+        """Stop pulling from every source."""
+        for _, stream in self.streams.values():
+            stream.close()
+        self.streams.clear()
+
+    def refresh(self, now_s: float) -> None:
+        """Replace ``beat`` by what is true now."""
+        self.refreshed_s = now_s
+        progress = self.session.progress() if self.session else None
+        failure = self.failure
+        if progress is not None and failure is None and self.status is WorkerStatus.RECEIVING:
+            failure = progress.failure  # stalled: still receiving, and why nothing arrives
+        self.beat = DeploymentBeat(
+            deployment_id=self.deployment_id,
+            epoch=progress.epoch if progress else self.lanes.epoch,
+            status=self.status,
+            pieces_held=progress.pieces_held if progress else 0,
+            bytes_held=progress.bytes_held if progress else 0,
+            chunks_received=progress.chunks_received if progress else (),
+            origin_bytes=self.counters.origin_bytes,
+            lost_sources=progress.lost_sources if progress else (),
+            corrupt_sources=progress.corrupt_sources if progress else (),
+            failure=failure,
+            receipt=self.receipt,
+            activated=self.activated,
+        )
+
+    def completed(
+        self, path: Path, now_s: float, *, worker_id: str, incarnation: int, sent_bytes: int
+    ) -> None:
+        """Take note that the version is visible at ``path``, and write the receipt."""
+        self.ended_s = now_s
+        self.status = WorkerStatus.COMPLETE
+        self.failure = None
+        counters, staging = self.counters, self.staging
+        self.receipt = Receipt(
+            deployment_id=self.deployment_id,
+            worker_id=worker_id,
+            incarnation=incarnation,
+            model_id=self.manifest.model_id,
+            version=self.manifest.version,
+            manifest_digest=self.manifest.digest,
+            path=str(path),
+            total_bytes=self.manifest.total_size,
+            received_bytes=counters.received_bytes,
+            origin_bytes=counters.origin_bytes,
+            reused_bytes=staging.reused_bytes if staging else 0,
+            reused_pieces=staging.reused_pieces if staging else 0,
+            refetched_bytes=counters.refetched_bytes,
+            sent_bytes=sent_bytes - self.sent_before,
+            corrupt_pieces=self.session.progress().corrupt_pieces if self.session else 0,
+            seconds=now_s - self.started_s,
+        )

@@ -1,0 +1,285 @@
+"""One model version on this node's disk while it arrives, and while it is served to others.
+
+Bytes go to preallocated files; a piece is *verified* once its digest matched (it may be forwarded)
+and *durable* once its bytes and then its mark were fsynced (only that is reported as held, I2).
+Marks are a log of checksummed runs, appended by group commit, so that after ``kill -9`` or power
+loss exactly the durable pieces are trusted. Which pieces to fetch from whom is not known here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from paceline.errors import Cancelled, StorageFailed, StorageFull
+from paceline.manifest import Manifest
+from paceline.relay.extents import Extent, Extents
+
+_MARK = struct.Struct(">III")  # first piece, stop, CRC-32 of both
+CLAIM_S = 5.0  # how long a stream waits for another one that writes the same piece
+
+
+@contextmanager
+def disk_errors(where: object) -> Iterator[None]:
+    """Translate what a disk says into StorageFull (no room) or StorageFailed (it refuses)."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull(
+                "the disk is full",
+                got=error.strerror,
+                where=where,
+                do="Free space or collect old versions, then deploy again.",
+            ) from error
+        if error.errno in (errno.EIO, errno.EROFS, errno.EUCLEAN, errno.ENXIO):
+            raise StorageFailed(
+                "the disk refused to keep bytes",
+                got=error.strerror,
+                where=where,
+                do="Check the disk; what was in progress there has been discarded.",
+            ) from error
+        raise
+
+
+class Staging:
+    """The files of one manifest below ``directory``; ``published`` ones are complete already."""
+
+    def __init__(self, manifest: Manifest, directory: Path, *, published: bool = False) -> None:
+        self.manifest = manifest
+        self.directory = directory
+        self.published = published
+        self.verified = Extents()
+        self.durable = Extents()
+        self.pending_bytes = 0  # verified, not yet durable
+        self.reused_pieces = self.reused_bytes = 0
+        self.closed = False
+        self._lock = threading.Condition()
+        self._commit_lock = threading.Lock()
+        self._claims: set[int] = set()
+        self._fresh = Extents()  # verified since the last commit
+        self._files: dict[int, int] = {}  # file index → descriptor, open until close()
+        self._dirty: set[int] = set()
+        self._marks = -1
+        self._users = 0
+        if published:
+            everything = Extent(0, manifest.piece_count)
+            self.verified.add(everything)
+            self.durable.add(everything)
+
+    @property
+    def data(self) -> Path:
+        """Return the directory that holds the model's files."""
+        return self.directory if self.published else self.directory / "data"
+
+    # ── opening ──────────────────────────────────────────────────────────────────────────────────
+
+    def prepare(self) -> None:
+        """Make and preallocate the files, and load the marks of an earlier process.
+
+        Raises StorageFull before a byte moves where the model does not fit.
+        """
+        with disk_errors(self.directory):
+            self.data.mkdir(parents=True, exist_ok=True)
+            have = sum(self._allocated(file.path) for file in self.manifest.files)
+            room = os.statvfs(self.directory)
+            free = room.f_bavail * room.f_frsize
+            if self.manifest.total_size - have > free:
+                raise StorageFull(
+                    "the model does not fit on this disk",
+                    got=f"{free} bytes free",
+                    wanted=f"{self.manifest.total_size - have} more",
+                    where=self.directory,
+                    do="Free space or collect old versions, then deploy again.",
+                )
+            fresh = [self._allocate(index) for index in range(len(self.manifest.files))]
+            self._load_marks(trust=not any(fresh))
+
+    def _allocated(self, path: str) -> int:
+        try:
+            return (self.data / path).stat().st_blocks * 512
+        except FileNotFoundError:
+            return 0
+
+    def _allocate(self, index: int) -> bool:
+        """Return whether file ``index`` had to be made (or was not what it should be)."""
+        file = self.manifest.files[index]
+        path = self.data / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = self.descriptor(index)
+        before = os.fstat(descriptor).st_size
+        if before > file.size:
+            os.ftruncate(descriptor, file.size)
+        if file.size and before != file.size:
+            os.posix_fallocate(descriptor, 0, file.size)
+        return before != file.size
+
+    def _load_marks(self, *, trust: bool) -> None:
+        path = self.directory / "marks"
+        self._marks = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        if not trust:
+            os.ftruncate(self._marks, 0)
+            return
+        raw = os.pread(self._marks, os.fstat(self._marks).st_size, 0)
+        good = 0
+        for at in range(0, len(raw) - _MARK.size + 1, _MARK.size):
+            first, stop, check = _MARK.unpack_from(raw, at)
+            torn = check != zlib.crc32(raw[at : at + 8])
+            if torn or not first < stop <= self.manifest.piece_count:
+                break  # a torn tail: what follows was never acknowledged
+            self.verified.add(Extent(first, stop))
+            self.durable.add(Extent(first, stop))
+            good = at + _MARK.size
+        os.ftruncate(self._marks, good)
+
+    # ── pieces ───────────────────────────────────────────────────────────────────────────────────
+
+    def location(self, piece: int) -> tuple[int, int, int]:
+        """Return the descriptor, offset and length where ``piece`` lies."""
+        found = self.manifest.piece_of(piece)
+        return self.descriptor(found.file_index), found.file_offset, found.length
+
+    def claim(self, piece: int) -> bool:
+        """Return True when the caller alone may write ``piece``, False when it is verified already.
+
+        Waits for another writer of the same piece; raises TimeoutError after ``CLAIM_S``.
+        """
+        with self._lock:
+            free = self._lock.wait_for(
+                lambda: piece in self.verified or piece not in self._claims, CLAIM_S
+            )
+            if piece in self.verified:
+                return False
+            if not free:
+                raise TimeoutError(f"piece {piece} is being written by another stream")
+            self._claims.add(piece)
+            return True
+
+    def release(self, piece: int) -> None:
+        """Give up a claim; what was written for ``piece`` counts for nothing."""
+        with self._lock:
+            self._claims.discard(piece)
+            self._lock.notify_all()
+
+    def write(self, descriptor: int, data: memoryview, offset: int) -> None:
+        """Write ``data`` of a claimed piece."""
+        with disk_errors(self.directory):
+            while len(data):
+                done = os.pwrite(descriptor, data, offset)
+                data, offset = data[done:], offset + done
+
+    def hold(self, piece: int) -> None:
+        """Count a claimed and written ``piece`` as verified: its digest matched."""
+        found = self.manifest.piece_of(piece)
+        with self._lock:
+            self._claims.discard(piece)
+            extent = Extent(piece, piece + 1)
+            if self.verified.add(extent):
+                self._fresh.add(extent)
+                self._dirty.add(found.file_index)
+                self.pending_bytes += found.length
+            self._lock.notify_all()
+
+    def next_held(self, wanted: Extents, wait_s: float) -> int | None:
+        """Return the first verified piece of ``wanted``, waiting up to ``wait_s`` for one."""
+
+        def first() -> int | None:
+            for run in wanted:
+                for common in self.verified.common(run):
+                    return common.first
+            return None
+
+        with self._lock:
+            self._lock.wait_for(lambda: self.closed or first() is not None, wait_s)
+            return None if self.closed else first()
+
+    @property
+    def all_verified(self) -> bool:
+        """Return whether nothing is missing any more (it may still have to become durable)."""
+        return self.verified.count == self.manifest.piece_count
+
+    # ── durability ───────────────────────────────────────────────────────────────────────────────
+
+    def commit(self) -> list[Extent]:
+        """Make every verified piece durable, data first and marks after; return the new runs.
+
+        Raises StorageFull or StorageFailed; after that nothing here may be trusted or published.
+        """
+        with self._commit_lock, self.using(), disk_errors(self.directory):
+            with self._lock:
+                fresh, self._fresh = list(self._fresh), Extents()
+                dirty, self._dirty = list(self._dirty), set()
+                self.pending_bytes = 0
+            if not fresh:
+                return []
+            for index in dirty:
+                os.fdatasync(self.descriptor(index))
+            record = b"".join(
+                _MARK.pack(first, stop, zlib.crc32(struct.pack(">II", first, stop)))
+                for first, stop in fresh
+            )
+            os.lseek(self._marks, 0, os.SEEK_END)
+            os.write(self._marks, record)
+            os.fdatasync(self._marks)
+            with self._lock:
+                for extent in fresh:
+                    self.durable.add(extent)
+            return fresh
+
+    def moved(self, directory: Path) -> None:
+        """Take note that the files were published at ``directory``; open descriptors stay good."""
+        with self._lock:
+            self.directory, self.published = directory, True
+            if self._marks >= 0:
+                os.close(self._marks)
+                self._marks = -1
+
+    def close(self) -> None:
+        """End every use; descriptors are closed with the last one, never under a running write."""
+        with self._lock:
+            self.closed = True
+            self._lock.notify_all()
+            self._close_descriptors()
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Keep the descriptors open meanwhile; byte threads do all their work inside."""
+        with self._lock:
+            if self.closed:
+                raise Cancelled("the model is no longer open here", where=self.directory)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        if not self.closed or self._users:
+            return
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+        if self._marks >= 0:
+            os.close(self._marks)
+            self._marks = -1
+
+    def descriptor(self, index: int) -> int:
+        """Return the open descriptor of file ``index``; raises Cancelled after ``close``."""
+        with self._lock:
+            if self.closed:
+                raise Cancelled("the model is no longer open here", where=self.directory)
+            descriptor = self._files.get(index)
+            if descriptor is None:
+                flags = os.O_RDONLY if self.published else os.O_RDWR | os.O_CREAT
+                path = self.data / self.manifest.files[index].path
+                descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+                self._files[index] = descriptor
+            return descriptor
