@@ -24,6 +24,7 @@ PacelineError
     │   └── StaleEpoch              a writer of an older epoch or incarnation
     ├── PortInUse
     ├── StorageFull
+    ├── StorageFailed               a disk refuses to keep bytes (EIO); what was written is discarded
     ├── CorruptData                 bytes do not match their digest
     │   └── SourceChanged           the source object was replaced while it was read
     ├── OriginBudgetExceeded        the origin fuse: more source bytes than the plan allows
@@ -173,6 +174,10 @@ class PortInUse(PermanentError):
 
 class StorageFull(PermanentError):
     """A disk has no room, or its quota is spent."""
+
+
+class StorageFailed(PermanentError):
+    """A disk refused to keep bytes; what was being written there is discarded."""
 
 
 class CorruptData(PermanentError):
