@@ -1,0 +1,283 @@
+"""Is this snapshot fit to train on? Great Expectations over one row a document.
+
+A corrupt shard is put in quarantine and reported (``needs_review``); validation goes on with the
+rest unless too much of the data is bad. Knows the rules, not what is done about a refusal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.data.build import assign_splits, in_held_out
+from paceline.data.shards import ShardCache
+from paceline.data.snapshot import Snapshot, require_purpose
+from paceline.data.source import MAX_DOCUMENT_BYTES
+from paceline.errors import CorruptData, DataRejected
+
+log = logging.getLogger(__name__)
+
+MAX_QUARANTINED_SHARE = 0.25  # of the snapshot's bytes
+EXAMPLES = 3
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """What was checked and what came out; plain data, ready for JSON."""
+
+    snapshot_digest: str
+    passed: bool
+    needs_review: bool  # passed, but somebody should look: shards are in quarantine
+    documents: int
+    total_bytes: int
+    checks: list[dict[str, Any]] = field(default_factory=list)  # name, passed, got, examples
+    quarantined: list[dict[str, Any]] = field(default_factory=list)  # shard, split, bytes, reason
+    seconds: float = 0.0
+
+    @property
+    def failures(self) -> list[str]:
+        """Return one line for each failed check."""
+        return [f"{each['name']}: {each['got']}" for each in self.checks if not each["passed"]]
+
+    @property
+    def frame(self) -> Any:
+        """Return the checks as a pandas DataFrame."""
+        import pandas as pd
+
+        return pd.DataFrame(self.checks, columns=["name", "passed", "got", "examples"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON-able data."""
+        return asdict(self)
+
+
+def validate_snapshot(
+    snapshot: Snapshot,
+    store: Any,
+    cache_dir: Path,
+    *,
+    purpose: str | None = None,
+    project: str | None = None,
+    max_quarantined_share: float = MAX_QUARANTINED_SHARE,
+) -> ValidationReport:
+    """Return the report on every document of ``snapshot``.
+
+    Raises InvalidSnapshot where it is labelled for another ``purpose`` or ``project``; a snapshot
+    that fails its checks is a report with ``passed=False`` (``require_valid`` raises on it).
+    """
+    started = time.monotonic()
+    if purpose is not None:
+        require_purpose(snapshot, purpose, project)
+    cache = ShardCache(snapshot, store, cache_dir)
+    rows, quarantined = _rows(snapshot, cache)
+    bad_bytes = sum(each["bytes"] for each in quarantined)
+    bad_share = bad_bytes / sum(each.bytes for each in snapshot.shards)
+    checks = [
+        {
+            "name": "share of bytes in quarantine",
+            "passed": bad_share <= max_quarantined_share,
+            "got": f"{bad_share:.1%}, at most {max_quarantined_share:.0%} wanted",
+            "examples": [each["shard"] for each in quarantined[:EXAMPLES]],
+        }
+    ]
+    if rows:
+        checks += _expectations(rows, snapshot, bool(quarantined))
+    passed = bool(rows) and all(each["passed"] for each in checks)
+    report = ValidationReport(
+        snapshot_digest=snapshot.digest,
+        passed=passed,
+        needs_review=bool(quarantined),
+        documents=len(rows),
+        total_bytes=sum(row["n_bytes"] for row in rows),
+        checks=checks,
+        quarantined=quarantined,
+        seconds=round(time.monotonic() - started, 3),
+    )
+    log.info(
+        "snapshot validated digest=%s passed=%s documents=%d quarantined=%d",
+        snapshot.digest[:12],
+        passed,
+        len(rows),
+        len(quarantined),
+    )
+    return report
+
+
+def require_valid(report: ValidationReport) -> ValidationReport:
+    """Return ``report``; raises DataRejected naming every failed check."""
+    if not report.passed:
+        raise DataRejected(
+            "data snapshot failed its validation",
+            got="; ".join(report.failures) or "no readable document",
+            where=f"snapshot {report.snapshot_digest[:16]}",
+            do="Fix the source and build the snapshot again.",
+        )
+    return report
+
+
+def _rows(
+    snapshot: Snapshot, cache: ShardCache
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return one row a readable document (no text in it) and the shards in quarantine."""
+    rows: list[dict[str, Any]] = []
+    quarantined: list[dict[str, Any]] = []
+    for shard in snapshot.shards:
+        try:
+            lines = cache.lines(shard)
+        except CorruptData as error:
+            quarantined.append(
+                {
+                    "shard": shard.sha256,
+                    "split": shard.split,
+                    "bytes": shard.bytes,
+                    "documents": shard.documents,
+                    "reason": str(error.got),
+                }
+            )
+            continue
+        rows += [
+            {
+                "path": line.path,
+                "sha256": line.sha256,
+                "sha256_of_text": hashlib.sha256(line.text).hexdigest(),
+                "n_bytes": line.n_bytes,
+                "n_bytes_of_text": len(line.text),
+                "is_text": b"\0" not in line.text and b"\xff" not in line.text,
+                "split": shard.split,
+                "purpose": snapshot.purpose,
+                "held_out": float(shard.split == "held-out"),
+            }
+            for line in lines
+        ]
+    record = snapshot.record
+    if (
+        quarantined
+    ):  # of few files one was moved to fill a split; without all paths nobody knows which
+        held_out = {
+            row["path"]
+            for row in rows
+            if in_held_out(row["path"], record.held_out_share, record.seed)
+        }
+    else:
+        paths = sorted({row["path"] for row in rows})
+        held_out = assign_splits(paths, record.held_out_share, record.seed)
+    for row in rows:
+        row["split_of_path"] = "held-out" if row["path"] in held_out else "train"
+    return rows, quarantined
+
+
+def _expectations(
+    rows: list[dict[str, Any]], snapshot: Snapshot, partial: bool
+) -> list[dict[str, Any]]:
+    os.environ["GX_ANALYTICS_ENABLED"] = "false"  # read at import; nothing leaves this machine
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it imports a module that Python 3.11 deprecates
+        import great_expectations as gx
+        import great_expectations.expectations as gxe
+    import pandas as pd
+
+    record = snapshot.record
+    low, high = _share_bounds(record.held_out_share, len(rows))
+    known = ["train", "held-out"]
+    wanted: list[tuple[str, Any]] = [
+        ("path is present", gxe.ExpectColumnValuesToNotBeNull(column="path")),
+        ("path is unique", gxe.ExpectColumnValuesToBeUnique(column="path")),
+        (
+            "document size is in range",
+            gxe.ExpectColumnValuesToBeBetween(
+                column="n_bytes", min_value=1, max_value=MAX_DOCUMENT_BYTES
+            ),
+        ),
+        (
+            "document size is the text's",
+            gxe.ExpectColumnPairValuesToBeEqual(column_A="n_bytes", column_B="n_bytes_of_text"),
+        ),
+        (
+            "digest is SHA-256",
+            gxe.ExpectColumnValuesToMatchRegex(column="sha256", regex="^[0-9a-f]{64}$"),
+        ),
+        (
+            "digest is the text's",
+            gxe.ExpectColumnPairValuesToBeEqual(column_A="sha256", column_B="sha256_of_text"),
+        ),
+        ("text is UTF-8", gxe.ExpectColumnValuesToBeInSet(column="is_text", value_set=[True])),
+        ("split is known", gxe.ExpectColumnValuesToBeInSet(column="split", value_set=known)),
+        (
+            "split is the one its path draws",
+            gxe.ExpectColumnPairValuesToBeEqual(column_A="split", column_B="split_of_path"),
+        ),
+        (
+            "no document is in both splits or twice in one",
+            gxe.ExpectColumnValuesToBeUnique(column="sha256_of_text"),
+        ),
+        (
+            "both splits are there",
+            gxe.ExpectColumnDistinctValuesToContainSet(column="split", value_set=known),
+        ),
+        (
+            "held-out share is as asked",
+            gxe.ExpectColumnMeanToBeBetween(column="held_out", min_value=low, max_value=high),
+        ),
+        (
+            "purpose is the snapshot's",
+            gxe.ExpectColumnValuesToBeInSet(column="purpose", value_set=[snapshot.purpose]),
+        ),
+    ]
+    if not partial:
+        wanted.append(
+            ("all documents are there", gxe.ExpectTableRowCountToEqual(value=record.documents))
+        )
+    names = {}
+    for number, (name, expectation) in enumerate(wanted):
+        expectation.meta = {"check": number}
+        names[number] = name
+    context = gx.get_context(mode="ephemeral")
+    context.variables.progress_bars = {"globally": False, "metric_calculations": False}
+    batch = (
+        context.data_sources.add_pandas("snapshot")
+        .add_dataframe_asset("documents")
+        .add_batch_definition_whole_dataframe("all")
+    )
+    suite = gx.ExpectationSuite(name="snapshot", expectations=[each for _, each in wanted])
+    definition = gx.ValidationDefinition(
+        name="snapshot", data=batch, suite=context.suites.add(suite)
+    )
+    context.validation_definitions.add(definition)
+    result = definition.run(batch_parameters={"dataframe": pd.DataFrame(rows)})
+    checks = []
+    for each in sorted(
+        result.results, key=lambda found: int(found.expectation_config.meta["check"])
+    ):
+        details = dict(each.result or {})
+        checks.append(
+            {
+                "name": names[int(each.expectation_config.meta["check"])],
+                "passed": bool(each.success),
+                "got": _got(details, each.exception_info),
+                "examples": [
+                    str(value)
+                    for value in (details.get("partial_unexpected_list") or [])[:EXAMPLES]
+                ],
+            }
+        )
+    return checks
+
+
+def _share_bounds(share: float, documents: int) -> tuple[float, float]:
+    """Return which held-out shares chance allows: five standard deviations and a file."""
+    spread = 5 * (share * (1 - share) / documents) ** 0.5 + 1 / documents
+    return max(0.0, share - spread), min(1.0, share + spread)
+
+
+def _got(details: dict[str, Any], exception: Any) -> str:
+    if "unexpected_count" in details:
+        return f"{details['unexpected_count']} of {details.get('element_count')} rows differ"
+    if "observed_value" in details:
+        return f"observed {details['observed_value']}"
+    return f"could not be checked: {exception}"[:300]
