@@ -5,6 +5,8 @@ processes and gangs of ranks on nodes. The one package that imports dask, and on
 connects. It knows no training, no relay and no flow: what it runs is an argv.
 """
 
+from paceline.fleet.client import Fleet
+from paceline.fleet.gang import GangMember, GangResult, ProcessResult
 from paceline.fleet.installation import start, status, stop
 from paceline.fleet.nodes import AgentInfo, Node, labels_of, node_names
 from paceline.fleet.spec import (
@@ -17,8 +19,12 @@ from paceline.fleet.spec import (
 
 __all__ = [
     "AgentInfo",
+    "Fleet",
+    "GangMember",
+    "GangResult",
     "InstallationStatus",
     "Node",
+    "ProcessResult",
     "Ready",
     "ServiceSpec",
     "ServiceStatus",

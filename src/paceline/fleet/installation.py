@@ -47,15 +47,16 @@ def start(
     detach: bool,
     liveness_fd: int | None = None,
     extra_services: Sequence[ServiceSpec] = (),
-    services: Sequence[ServiceSpec] | None = None,
+    only: Sequence[str] | None = None,
     on_progress: Callable[[str, str, float | None], None] | None = None,
 ) -> Runtime:
     """Start an installation in ``state_dir`` and return it once all its blocking services are
     ready.
 
     ``detach`` leaves it running after this process; otherwise it stops when this process dies,
-    however that happens (or when ``liveness_fd``, the reading end of a pipe, closes). ``services``
-    replaces the embedded servers. ``on_progress`` hears (service, state, seconds).
+    however that happens (or when ``liveness_fd``, the reading end of a pipe, closes). ``only``
+    names the embedded servers to run, all by default. ``on_progress`` hears (service, state,
+    seconds).
 
     Raises StateLocked, PortInUse, NotReady, MissingTool; nothing is left running then.
     """
@@ -67,7 +68,7 @@ def start(
         raise locked_error(state)
     launch = Launch(
         profile=json.loads(profile.model_dump_json()),
-        services=None if services is None else tuple(services),
+        only=None if only is None else tuple(only),
         extra_services=tuple(extra_services),
     )
     lent: list[int] = []

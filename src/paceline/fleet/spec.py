@@ -45,7 +45,7 @@ class Launch(Record):
     """What `start` hands to the supervisor process on its standard input."""
 
     profile: dict[str, object]
-    services: tuple[ServiceSpec, ...] | None = None  # None: the embedded installation's
+    only: tuple[Name, ...] | None = None  # of the embedded servers; None: all
     extra_services: tuple[ServiceSpec, ...] = ()
 
 

@@ -129,7 +129,11 @@ class Supervisor:
             endpoints=endpoints,
             secrets=ensure_secrets(self.state_dir),
         )
-        specs = embedded_services(runtime) if launch.services is None else launch.services
+        specs = [
+            each
+            for each in embedded_services(runtime)
+            if launch.only is None or each.name in launch.only
+        ]
         logs = self.state_dir / "logs"
         checks = ThreadPoolExecutor(max_workers=8, thread_name_prefix="check")
         for spec in (*specs, *launch.extra_services):

@@ -1,0 +1,319 @@
+"""What runs inside a node's Dask worker: processes that are started, watched and ended from afar.
+
+A caller starts a process with an id of its choice, asks again and again for news (lines written,
+how it ended), and ends it. Whoever stops asking loses it: after ``LEASE_S`` without a question the
+process is killed, so that no rank outlives its flow. It also dies with the Dask worker, by its
+guard. Lines are buffered within bounds; a caller that is slow to ask slows the process down rather
+than losing lines.
+
+All calls are short but ``news``, which waits for some. Knows nothing of what the processes do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from paceline.errors import Conflict, NotFound
+from paceline.fleet.ports import ReservedPort, reserve_port
+from paceline.fleet.processes import Guarded, clean_environment, start_guarded
+
+LEASE_S = 30.0
+MAX_LINE_BYTES = 4 * 1024 * 1024
+MAX_BUFFERED_LINES = 2000
+MAX_BUFFERED_BYTES = 16 * 1024 * 1024
+STDERR_TAIL_BYTES = 32 * 1024
+MAX_PROCESSES = 256
+KILL_PATIENCE_S = 15.0
+# The nanny sets these for its own worker; a process on the node decides for itself.
+_WORKER_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """A process to start on a node."""
+
+    process_id: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    input_json: str
+    directory: str  # working directory, made where missing
+    gang_id: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class News:
+    """What became of a process since the caller last asked."""
+
+    lines: tuple[str, ...] = ()
+    cursor: int = 0  # give it with the next question: what came before is then forgotten
+    exit_code: int | None = None
+    ended_ago_s: float = 0.0
+    silent_s: float = 0.0  # since its last line (or its start), while nothing waits to be fetched
+    spoke: bool = False  # whether it has ever written a line
+    stopped: bool = False  # SIGSTOP, or a debugger
+    stderr_tail: str = ""
+
+
+@dataclass(eq=False)
+class _Process:
+    guarded: Guarded
+    gang_id: str | None
+    lines: deque[tuple[int, str]] = field(default_factory=deque)
+    buffered: int = 0
+    written: int = 0
+    exit_code: int | None = None
+    ended: float = 0.0
+    last_line: float = field(default_factory=time.monotonic)
+    last_asked: float = field(default_factory=time.monotonic)
+    stderr: bytearray = field(default_factory=bytearray)
+    ending: bool = False
+
+
+_changed = threading.Condition()
+_processes: dict[str, _Process] = {}
+_ports: dict[str, ReservedPort] = {}
+_gate: tuple[str, float] | None = None  # the gang that has this node, and until when
+
+
+def launch(order: Order) -> int:
+    """Start ``order`` and return its pid; the same order again returns the pid it already has."""
+    with _changed:
+        if known := _processes.get(order.process_id):
+            return known.guarded.pid
+        if len(_processes) >= MAX_PROCESSES:
+            raise Conflict(
+                "too many processes on this node", got=len(_processes), wanted=MAX_PROCESSES
+            )
+        if order.gang_id is not None and (_gate is None or _gate[0] != order.gang_id):
+            raise Conflict(
+                "the node belongs to another gang", got=_gate and _gate[0], wanted=order.gang_id
+            )
+        Path(order.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        env = clean_environment()
+        for name in _WORKER_SETTINGS:
+            env.pop(name, None)
+        env |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **order.env}
+        with tempfile.TemporaryFile() as stdin:  # a file: no pipe that could fill up
+            stdin.write(order.input_json.encode())
+            stdin.seek(0)
+            guarded = start_guarded(
+                order.argv,
+                env=env,
+                cwd=order.directory,
+                grace_s=LEASE_S,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        process = _Process(guarded, order.gang_id)
+        _processes[order.process_id] = process
+        threading.Thread(
+            target=_watch, args=(process,), name=f"watch-{order.process_id}", daemon=True
+        ).start()
+        return guarded.pid
+
+
+def news(cursors: Mapping[str, int], wait_s: float) -> dict[str, News]:
+    """Return news of the processes named in ``cursors``, after at most ``wait_s`` if there is none
+    yet.
+
+    Raises NotFound for a process that does not exist (any more).
+    """
+    deadline = time.monotonic() + wait_s
+    with _changed:
+        while True:
+            found = {each: _known(each) for each in cursors}
+            now = time.monotonic()
+            for process_id, process in found.items():
+                process.last_asked = now
+                _forget(process, cursors[process_id])
+                _renew(process.gang_id)
+            fresh = any(each.lines or each.exit_code is not None for each in found.values())
+            if fresh or now >= deadline:
+                return {each: _tell(process, now) for each, process in found.items()}
+            _changed.wait(min(1.0, deadline - now))
+
+
+def end(process_ids: Sequence[str], grace_s: float, dump_stacks: bool = False) -> dict[str, News]:
+    """End processes and everything they started; return their last news and forget them.
+
+    With ``dump_stacks`` a process first gets SIGABRT, so that a hanging Python writes where it
+    hangs. Processes that do not exist are left out.
+    """
+    with _changed:
+        found = {each: _processes[each] for each in process_ids if each in _processes}
+        for process in found.values():
+            process.ending = True
+        _changed.notify_all()
+    if dump_stacks:
+        for process in found.values():
+            process.guarded.abort()
+        _await_end(list(found.values()), 1.0)
+    for process in found.values():
+        process.guarded.ask_to_stop()
+    if not _await_end(list(found.values()), grace_s):
+        for process in found.values():
+            process.guarded.kill()
+        if not _await_end(list(found.values()), KILL_PATIENCE_S):
+            for process in found.values():
+                process.guarded.kill_guard()
+            _await_end(list(found.values()), 5.0)
+    with _changed:
+        now = time.monotonic()
+        last = {each: _tell(process, now) for each, process in found.items()}
+        for each in found:
+            _processes.pop(each, None)
+    return last
+
+
+def claim(gang_id: str) -> str | None:
+    """Give this node to ``gang_id`` and return None, or return the gang that has it.
+
+    A claim lapses ``LEASE_S`` after its gang was last heard of. (Dask's own MultiLock is never
+    given back when its holder is killed.)
+    """
+    global _gate  # noqa: PLW0603 - one gate a worker process
+    with _changed:
+        now = time.monotonic()
+        if _gate is not None and _gate[0] != gang_id and now < _gate[1]:
+            return _gate[0]
+        _gate = (gang_id, now + LEASE_S)
+        return None
+
+
+def release(gang_id: str) -> None:
+    """Give the node back, and the rendezvous port that was reserved for ``gang_id`` here."""
+    global _gate  # noqa: PLW0603
+    with _changed:
+        if _gate is not None and _gate[0] == gang_id:
+            _gate = None
+        if port := _ports.pop(gang_id, None):
+            port.close()
+
+
+def reserve_rendezvous(gang_id: str, host: str) -> int:
+    """Return a port on ``host`` that nobody else is given until ``release``."""
+    with _changed:
+        if gang_id not in _ports:
+            _ports[gang_id] = reserve_port(host, 0, purpose="rendezvous")
+        return _ports[gang_id].number
+
+
+def _known(process_id: str) -> _Process:
+    try:
+        return _processes[process_id]
+    except KeyError:
+        raise NotFound("no such process on this node", got=process_id) from None
+
+
+def _renew(gang_id: str | None) -> None:
+    global _gate  # noqa: PLW0603
+    if gang_id is not None and _gate is not None and _gate[0] == gang_id:
+        _gate = (gang_id, time.monotonic() + LEASE_S)
+
+
+def _forget(process: _Process, cursor: int) -> None:
+    while process.lines and process.lines[0][0] <= cursor:
+        process.buffered -= len(process.lines.popleft()[1])
+        _changed.notify_all()
+
+
+def _tell(process: _Process, now: float) -> News:
+    return News(
+        lines=tuple(line for _, line in process.lines),
+        cursor=process.written,
+        exit_code=process.exit_code,
+        ended_ago_s=now - process.ended if process.exit_code is not None else 0.0,
+        silent_s=0.0 if process.lines else now - process.last_line,
+        spoke=process.written > 0,
+        stopped=process.exit_code is None and _is_stopped(process.guarded.pid),
+        stderr_tail=process.stderr.decode(errors="replace"),
+    )
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        return stat[stat.rindex(b")") + 2 : stat.rindex(b")") + 3] in b"Tt"
+    return False
+
+
+def _await_end(processes: Iterable[_Process], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    with _changed:
+        while any(each.exit_code is None for each in processes):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            _changed.wait(left)
+    return True
+
+
+def _watch(process: _Process) -> None:
+    """Follow one process to its end (a thread each)."""
+    assert process.guarded.stdout is not None
+    assert process.guarded.stderr is not None
+    readers = [
+        threading.Thread(target=_read_lines, args=(process, process.guarded.stdout), daemon=True),
+        threading.Thread(target=_read_errors, args=(process, process.guarded.stderr), daemon=True),
+    ]
+    for reader in readers:
+        reader.start()
+    while (code := process.guarded.wait(1.0)) is None:
+        if time.monotonic() - process.last_asked > LEASE_S and not process.ending:
+            with _changed:
+                process.ending = True
+                process.stderr += b"\nnobody asked for this process any more: killed\n"
+                _changed.notify_all()
+            process.guarded.kill()
+    for reader in readers:
+        reader.join(LEASE_S)  # the guard has ended, so has everything that could still write
+    with _changed:
+        process.exit_code = code
+        process.ended = time.monotonic()
+        _changed.notify_all()
+    for reader, pipe in zip(readers, (process.guarded.stdout, process.guarded.stderr), strict=True):
+        if not reader.is_alive():
+            pipe.close()
+    while True:  # a caller that never comes back leaves no entry behind
+        with _changed:
+            if time.monotonic() - max(process.last_asked, process.ended) > LEASE_S:
+                for process_id in [each for each, known in _processes.items() if known is process]:
+                    del _processes[process_id]
+                return
+            if process not in _processes.values():
+                return
+            _changed.wait(LEASE_S / 4)
+
+
+def _read_lines(process: _Process, pipe: IO[bytes]) -> None:
+    while raw := pipe.readline(MAX_LINE_BYTES):
+        line = raw.decode(errors="replace").rstrip("\n")
+        with _changed:
+            while not process.ending and (
+                len(process.lines) >= MAX_BUFFERED_LINES or process.buffered >= MAX_BUFFERED_BYTES
+            ):
+                _changed.wait(1.0)
+            if len(process.lines) >= MAX_BUFFERED_LINES:
+                continue  # it is being ended: keep the pipe empty, so that it can end
+            process.written += 1
+            process.lines.append((process.written, line))
+            process.buffered += len(line)
+            process.last_line = time.monotonic()
+            _changed.notify_all()
+
+
+def _read_errors(process: _Process, pipe: IO[bytes]) -> None:
+    while chunk := pipe.read1(65536):  # type: ignore[attr-defined]
+        with _changed:
+            process.stderr += chunk
+            del process.stderr[:-STDERR_TAIL_BYTES]
