@@ -1,0 +1,167 @@
+"""What goes into the coordinator's state machine and what comes out of it.
+
+Events carry what happened; effects say what must be kept, told and answered. An effect is only a
+wish: the driver commits every ``Keep…`` of one event in one transaction before it lets ``Answer``
+out. Nothing here knows SQL or HTTP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pydantic import BaseModel
+
+from paceline.manifest import Manifest
+from paceline.wire.calls import CreateDeployment, Heartbeat, RegisterWorker
+from paceline.wire.events import EventName
+from paceline.wire.plan import Plan
+from paceline.wire.records import Deployment, Failure, Receipt, Worker
+
+# --- events -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Event:
+    at: float = 0.0  # seconds since the Unix epoch, for people; decisions use ``now_s``
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Create(_Event):
+    """Somebody wants a deployment; its manifest was read from the source already."""
+
+    deployment_id: str
+    call: CreateDeployment
+    manifest: Manifest
+    key: str | None = None
+    body_digest: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Register(_Event):
+    """An agent makes itself known."""
+
+    call: RegisterWorker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beat(_Event):
+    """An agent reports."""
+
+    beat: Heartbeat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchLanes(_Event):
+    """An agent asks for its part of the newest plan, which also acknowledges the manifest."""
+
+    deployment_id: str
+    worker_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cancel(_Event):
+    """Somebody wants the deployment stopped for good."""
+
+    deployment_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activate(_Event):
+    """Somebody wants the fleet to switch to this version."""
+
+    deployment_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick(_Event):
+    """Time passed."""
+
+
+Event = Create | Register | Beat | FetchLanes | Cancel | Activate | Tick
+
+# --- effects ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memo:
+    """What a deployment must remember across a restart beyond its public record."""
+
+    created_s: float  # monotonic; means nothing after a reboot
+    seed: int = 0
+    planned_s: float | None = None
+    done_s: float | None = None  # the last verified rename seen so far
+    activating: bool = False
+    activated_told: bool = False
+    # Origin bytes by "worker/incarnation": a restarted agent counts from zero again.
+    spent: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)  # by worker, as they reported
+
+
+@dataclass(frozen=True, slots=True)
+class KeepDeployment:
+    deployment: Deployment
+    memo: Memo
+    manifest: Manifest | None = None  # given once, when the deployment is created
+
+
+@dataclass(frozen=True, slots=True)
+class KeepPlan:
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class KeepWorker:
+    worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class KeepReceipt:
+    receipt: Receipt
+
+
+@dataclass(frozen=True, slots=True)
+class KeepKey:
+    key: str
+    body_digest: str
+    deployment_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Something worth telling: goes to the audit history and to whoever watches."""
+
+    name: EventName
+    at: float
+    deployment_id: str | None = None
+    worker_id: str | None = None
+    data: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the caller hears, once everything else is committed."""
+
+    record: BaseModel
+
+
+Effect = KeepDeployment | KeepPlan | KeepWorker | KeepReceipt | KeepKey | Observed | Answer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptDeployment:
+    """One deployment as the store gives it back."""
+
+    deployment: Deployment
+    memo: Memo
+    manifest: Manifest
+    plan: Plan | None
+    receipts: tuple[Receipt, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """Everything the state machine needs to go on after a restart."""
+
+    deployments: tuple[KeptDeployment, ...] = ()
+    workers: tuple[Worker, ...] = ()
+    keys: tuple[KeepKey, ...] = ()

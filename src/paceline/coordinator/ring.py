@@ -1,0 +1,46 @@
+"""The newest events, for whoever watches: bounded, numbered, in memory.
+
+The audit history in the store has them all; here is only what a long poll can still catch up with.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+
+from paceline.wire.calls import EventList
+from paceline.wire.events import Event
+
+RING_EVENTS = 10_000
+MOST_AT_ONCE = 1_000
+
+
+class EventRing:
+    """Appended by one thread, read by many; appending to a deque is atomic."""
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self._events: deque[Event] = deque(events, maxlen=RING_EVENTS)
+        self._last = self._events[-1].seq if self._events else 0
+
+    @property
+    def last(self) -> int:
+        """Return the number of the newest event, 0 before the first."""
+        return self._last
+
+    def extend(self, events: Iterable[Event]) -> None:
+        """Add events, oldest first."""
+        for event in events:
+            self._events.append(event)
+            self._last = event.seq
+
+    def after(self, seq: int) -> EventList:
+        """Return what came after number ``seq`` and is still held."""
+        last = self._last
+        if seq >= last:
+            return EventList(events=(), last=last)
+        # Numbers have no gaps, so the place can be computed and need not be sought.
+        held = list(self._events)
+        start = max(0, len(held) - (held[-1].seq - seq)) if held else 0
+        newer = tuple(e for e in islice(held, start, start + MOST_AT_ONCE) if e.seq > seq)
+        return EventList(events=newer, last=newer[-1].seq if newer else last)

@@ -1,0 +1,547 @@
+"""What the coordinator decides, event by event, under a clock that is turned by hand."""
+
+import pytest
+
+from paceline.coordinator.settings import Patience
+from paceline.errors import (
+    Cancelled,
+    Conflict,
+    DeploymentFailed,
+    InvalidInput,
+    NotFound,
+    StaleEpoch,
+)
+from paceline.wire.events import EventName
+from paceline.wire.records import Failure, WorkerStatus
+
+NODES = ("node-0", "node-1", "node-2", "node-3")
+
+
+def started(world, *targets, **more):
+    """Register the targets, create a deployment, and let everybody fetch lanes."""
+    world.register(*targets)
+    deployment_id = world.create(*targets, **more)
+    for worker_id in targets:
+        world.lanes(deployment_id, worker_id)
+    world.tick()
+    return deployment_id
+
+
+def commands(answer):
+    return [each.kind for each in answer.commands]
+
+
+def test_deployment_passes_through_every_stage(world):
+    world.register(*NODES)
+    d = world.create(*NODES)
+    assert world.status(d) == "init"
+    assert commands(world.beat("node-0")) == ["fetch_lanes"]
+    for worker_id in NODES:
+        assert world.status(d) == "init"
+        world.lanes(d, worker_id)
+    world.tick()
+    assert world.status(d) == "downloading"
+    world.receive(d, "node-0", 8)
+    world.tick()
+    assert world.status(d) == "distributing"
+    for worker_id in NODES:
+        world.receive(d, worker_id, 8)
+    world.tick()
+    assert world.status(d) == "verifying"
+    world.now_s += 2.0
+    world.finish(d, *NODES)
+    world.tick()
+    assert world.status(d) == "complete"
+    view = world.state.view(d)
+    assert view.workers_complete == NODES
+    assert view.progress == 1.0
+    assert view.deployment.seconds is not None
+    changes = [each.data["to"] for each in world.names(EventName.DEPLOYMENT_STATUS_CHANGED)]
+    assert changes == ["downloading", "distributing", "verifying", "complete"]
+
+
+def test_union_of_chunks_over_workers_counts_as_the_origin_read(world):
+    d = started(world, "node-0", "node-1")
+    world.receive(d, "node-0", 4, chunks_received=(0, 1))
+    world.tick()
+    assert world.status(d) == "downloading"
+    world.receive(d, "node-1", 4, chunks_received=(2, 3))
+    world.tick()
+    assert world.status(d) == "distributing"
+
+
+def test_targets_that_register_late_are_waited_for(world):
+    world.register("node-0")
+    d = world.create("node-0", "node-1")
+    world.wait(5)
+    assert world.status(d) == "init"
+    with pytest.raises(NotFound):
+        world.lanes(d, "node-0")
+    world.register("node-1")
+    world.tick()
+    assert world.epoch(d) == 1
+    assert world.lanes(d, "node-1").epoch == 1
+
+
+def test_targets_that_never_register_fail_the_deployment_after_the_grace(world):
+    world.register("node-0")
+    d = world.create("node-0", "node-9")
+    world.wait(59)
+    assert world.status(d) == "init"
+    world.wait(2)
+    assert world.status(d) == "failed"
+    failure = world.state.run(d).deployment.failure
+    assert "node-9" in failure.message
+    assert failure.code == "DeploymentFailed"
+
+
+def test_seconds_count_from_the_plan_to_the_last_rename_not_to_its_beat(world):
+    d = started(world, "node-0")
+    world.now_s += 10
+    world.finish(d, "node-0", receipt=world.receipt(d, "node-0", seconds=9.5))
+    world.tick()
+    assert world.state.run(d).deployment.seconds == pytest.approx(9.5)
+
+
+def test_silent_worker_is_lost_and_the_survivors_are_replanned(world):
+    d = started(world, *NODES)
+    world.silent.add("node-1")
+    world.wait(3.0)
+    assert world.epoch(d) == 1
+    world.wait(0.5)
+    assert world.epoch(d) == 2
+    plan = world.state.plan(d)
+    assert [each.worker_id for each in plan.workers] == ["node-0", "node-2", "node-3"]
+    assert [each.worker_id for each in world.names(EventName.WORKER_LOST)] == ["node-1"]
+    assert commands(world.beat("node-2")) == ["fetch_lanes"]
+    assert world.state.view(d).workers_failed == ("node-1",)
+
+
+def test_a_peers_word_and_two_missed_beats_lose_a_worker_sooner(world):
+    d = started(world, *NODES)
+    world.silent.add("node-1")
+    world.wait(0.5)
+    world.receive(d, "node-2", 1, lost_sources=("node-1",))
+    world.wait(0.75)
+    assert world.epoch(d) == 2
+    assert len(world.names(EventName.SOURCE_LOST)) == 1
+
+
+def test_a_peers_word_against_a_beating_worker_changes_nothing(world):
+    d = started(world, *NODES)
+    for _ in range(6):
+        world.receive(d, "node-2", 1, lost_sources=("node-1",))
+        world.wait(0.5)
+    assert world.epoch(d) == 1
+    assert len(world.names(EventName.SOURCE_LOST)) == 1, "told once, however often repeated"
+
+
+def test_returning_worker_is_planned_in_again_and_finishes(world):
+    d = started(world, *NODES)
+    world.silent.add("node-1")
+    world.wait(4)
+    world.finish(d, "node-0", "node-2", "node-3")
+    world.tick()
+    assert world.status(d) != "complete", "5 % of 4 workers is nobody: the dead one is waited for"
+    world.register("node-1")
+    world.tick()
+    assert world.epoch(d) == 3
+    assert "node-1" in [each.worker_id for each in world.state.plan(d).workers]
+    assert commands(world.beat("node-1")) == ["fetch_lanes"]
+    world.lanes(d, "node-1")
+    world.finish(d, "node-1")
+    world.tick()
+    assert world.status(d) == "complete"
+    assert [each.worker_id for each in world.names(EventName.WORKER_RETURNED)] == ["node-1"]
+
+
+def test_quick_restart_is_a_new_plan_with_the_new_address(world):
+    d = started(world, "node-0", "node-1")
+    world.register("node-0")
+    world.tick()
+    assert world.epoch(d) == 2
+    addresses = {lane.source.address for each in world.state.plan(d).workers for lane in each.lanes}
+    assert "127.0.0.1:1002" in addresses
+    assert "127.0.0.1:1001" not in addresses
+
+
+def test_worker_that_never_returns_fails_a_small_fleet_after_the_grace_and_is_named(world):
+    d = started(world, *NODES)
+    world.silent.add("node-1")
+    world.wait(4)
+    world.finish(d, "node-0", "node-2", "node-3")
+    world.wait(50)
+    assert not world.state.run(d).final
+    world.wait(12)
+    assert world.status(d) == "failed"
+    assert "node-1" in world.state.run(d).deployment.failure.message
+
+
+def test_dead_within_the_quorum_do_not_hold_up_the_rest_and_are_named(make_world):
+    world = make_world()
+    targets = tuple(f"node-{index}" for index in range(20))
+    d = started(world, *targets)
+    world.silent.add("node-7")
+    world.wait(4)
+    world.finish(d, *(each for each in targets if each != "node-7"))
+    world.tick()
+    assert world.status(d) == "complete"
+    assert world.state.view(d).workers_failed == ("node-7",)
+    dead = next(each for each in world.state.progress(d) if each.worker_id == "node-7")
+    assert dead.status is WorkerStatus.FAILED
+    assert dead.failure.code == "WorkerLost"
+
+
+def test_29_percent_of_100_is_29_workers(make_world):
+    world = make_world()
+    world.register("w0")
+    targets = tuple(f"w{index}" for index in range(100))
+    d = world.create(*targets, max_failed=0.29)
+    assert world.state.run(d).allowed_dead() == 29
+
+
+def test_survivors_finish_before_a_lost_quorum_fails_the_deployment(world):
+    d = started(world, *NODES)
+    world.silent |= {"node-0", "node-1"}
+    world.wait(80)
+    assert world.status(d) == "downloading", "node-2 and node-3 still move"
+    world.finish(d, "node-2", "node-3")
+    world.tick()
+    assert world.status(d) == "failed"
+    assert world.state.view(d).workers_complete == ("node-2", "node-3")
+
+
+def test_worker_that_gave_up_is_planned_out_and_named_with_its_reason(world):
+    d = started(world, *NODES, max_failed=0.25)
+    reason = Failure(code="StorageFull", message="no room")
+    for _ in range(3):
+        world.receive(d, "node-1", 2, status=WorkerStatus.FAILED, failure=reason)
+        world.tick()
+    assert world.epoch(d) == 2
+    assert len(world.names(EventName.WORKER_FAILED)) == 1
+    assert "node-1" not in [each.worker_id for each in world.state.plan(d).workers]
+    world.finish(d, "node-0", "node-2", "node-3")
+    world.tick()
+    assert world.status(d) == "complete"
+    assert world.state.view(d).workers_failed == ("node-1",)
+
+
+def test_restart_clears_a_workers_own_failure(world):
+    d = started(world, *NODES)
+    reason = Failure(code="StorageFull", message="no room")
+    world.receive(d, "node-1", 2, status=WorkerStatus.FAILED, failure=reason)
+    world.tick()
+    world.register("node-1")
+    world.tick()
+    assert world.state.view(d).workers_failed == ()
+    world.finish(d, *NODES)
+    world.tick()
+    assert world.status(d) == "complete"
+
+
+def test_older_incarnation_cannot_report_or_register(world):
+    d = started(world, "node-0", "node-1")
+    world.register("node-0", incarnation=5)
+    answer = world.beat("node-0", world.entry(d, "node-0", 8), incarnation=1)
+    assert answer.go_on is False
+    assert world.state.run(d).parts["node-0"].pieces_held == 0
+    with pytest.raises(StaleEpoch):
+        world.register("node-0", incarnation=4)
+
+
+def test_unknown_worker_and_lost_worker_are_told_to_register(world):
+    world.incarnations["node-9"] = 1
+    assert world.beat("node-9").go_on is False
+    world.register("node-0")
+    world.silent.add("node-0")
+    world.wait(4)
+    assert world.beat("node-0").go_on is False
+    world.register("node-0", incarnation=1)
+    assert world.beat("node-0").go_on is True, "frozen and thawed: the same process is welcome"
+
+
+def test_two_processes_cannot_share_an_incarnation(world):
+    world.register("node-0")
+    world.state.fleet.find("node-0")
+    from paceline.coordinator.messages import Register
+    from paceline.wire.calls import RegisterWorker
+
+    call = RegisterWorker(
+        worker_id="node-0", hostname="h", rack="r0", available_storage=1, address="127.0.0.1:9"
+    )
+    with pytest.raises(StaleEpoch):
+        world.give(Register(call=call))
+
+
+def test_registering_twice_is_one_registration(world):
+    d = started(world, "node-0", "node-1")
+    world.register("node-0", incarnation=1)
+    world.tick()
+    assert world.epoch(d) == 1
+    assert len(world.names(EventName.WORKER_REGISTERED)) == 2
+
+
+def test_duplicate_and_overtaken_beats_change_nothing(world):
+    d = started(world, "node-0", "node-1")
+    old = world.entry(d, "node-0", 2)
+    world.register("node-1")  # epoch 2
+    world.tick()
+    world.receive(d, "node-0", 6)
+    world.beat("node-0", old)
+    world.beat("node-0", old)
+    assert world.state.run(d).parts["node-0"].pieces_held == 6
+    for _ in range(3):
+        world.finish(d, "node-0")
+    assert len(world.names(EventName.WORKER_COMPLETED)) == 1
+
+
+def test_receipt_counts_even_where_the_worker_never_took_the_newest_lanes(world):
+    d = started(world, "node-0", "node-1")
+    world.register("node-1")
+    world.tick()
+    world.finish(d, "node-0", epoch=1)
+    world.finish(d, "node-1")
+    world.tick()
+    assert world.status(d) == "complete"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"manifest_digest": "0" * 64},
+        {"deployment_id": "dep-other"},
+        {"worker_id": "node-1"},
+        {"total_bytes": 1},
+        {"incarnation": 99},
+    ],
+)
+def test_receipt_that_does_not_match_is_a_failed_verification(world, change):
+    d = started(world, "node-0", "node-1")
+    world.finish(d, "node-0", receipt=world.receipt(d, "node-0").model_copy(update=change))
+    world.tick()
+    part = world.state.run(d).parts["node-0"]
+    assert part.receipt is None
+    assert part.status is WorkerStatus.VERIFICATION_FAILED
+    assert part.failure.code == "CorruptData"
+
+
+def test_worker_that_returns_without_its_model_takes_part_again(world):
+    d = started(world, "node-0", "node-1")
+    world.finish(d, "node-0")
+    world.register("node-0")
+    world.receive(d, "node-0", 0)
+    world.tick()
+    assert world.state.view(d).workers_complete == ()
+    world.finish(d, "node-0", "node-1")
+    world.tick()
+    assert world.status(d) == "complete"
+
+
+def test_dead_worker_that_had_finished_does_not_hold_up_the_rest(world):
+    d = started(world, *NODES)
+    world.finish(d, "node-0")
+    world.silent.add("node-0")
+    world.wait(4)
+    assert world.epoch(d) == 2, "others must not be sent to a dead source"
+    world.finish(d, "node-1", "node-2", "node-3")
+    world.tick()
+    assert world.status(d) == "complete"
+    assert world.state.view(d).workers_complete == NODES
+
+
+def test_origin_bytes_are_summed_over_incarnations_and_stall_at_the_fuse(world):
+    d = started(world, *NODES)
+    mib = 1024 * 1024
+    world.receive(d, "node-0", 1, origin_bytes=40 * mib)
+    world.tick()
+    assert world.status(d) == "downloading"
+    world.register("node-0")
+    world.tick()
+    world.receive(d, "node-0", 1, origin_bytes=40 * mib)
+    world.tick()
+    assert world.status(d) == "stalled"
+    deployment = world.state.view(d).deployment
+    assert deployment.failure.code == "OriginBudgetExceeded"
+    assert deployment.origin_bytes == 80 * mib
+    world.finish(d, *NODES)
+    world.tick()
+    assert world.status(d) == "complete", "who could finish without the origin did"
+
+
+def test_direct_topology_has_no_fuse(world):
+    d = started(world, *NODES, topology="direct")
+    for worker_id in NODES:
+        world.receive(d, worker_id, 1, origin_bytes=60 * 1024 * 1024)
+    world.tick()
+    assert world.status(d) == "downloading"
+
+
+def test_worker_out_of_origin_budget_stalls_until_somebody_can_feed_it(world):
+    d = started(world, *NODES)
+    reason = Failure(code="OriginBudgetExceeded", message="share spent")
+    world.receive(d, "node-0", 1, status=WorkerStatus.FAILED, failure=reason)
+    world.tick()
+    assert world.status(d) == "stalled"
+    assert world.state.view(d).workers_failed == ()
+    world.receive(d, "node-0", 2)
+    world.tick()
+    assert world.status(d) == "downloading"
+    assert world.state.run(d).deployment.failure is None
+
+
+def test_deadline_fails_and_stops_the_workers(make_world):
+    world = make_world(patience=Patience(deadline_s=30.0))
+    d = started(world, "node-0", "node-1")
+    world.finish(d, "node-0")
+    world.wait(30)
+    world.now_s += 0.1
+    world.tick()
+    assert world.status(d) == "failed"
+    assert "node-1" in world.state.run(d).deployment.failure.message
+    assert commands(world.receive(d, "node-1", 3)) == ["cancel"]
+    assert commands(world.beat("node-0")) == []
+
+
+def test_cancel_is_final_and_confirmed_by_a_beat_that_does_not_move(world):
+    d = started(world, "node-0", "node-1")
+    world.receive(d, "node-0", 2)
+    world.cancel(d)
+    world.cancel(d)
+    assert world.status(d) == "cancelled"
+    assert set(world.state.unstopped(d)) == {"node-0", "node-1"}
+    assert commands(world.receive(d, "node-0", 2)) == ["cancel"]
+    assert commands(world.receive(d, "node-0", 3)) == ["cancel"], "told again while it moves"
+    assert commands(world.beat("node-0")) == []
+    assert world.state.unstopped(d) == ["node-1"]
+    world.silent.add("node-1")
+    world.wait(4)
+    assert world.state.unstopped(d) == []
+    assert len(world.names(EventName.DEPLOYMENT_STATUS_CHANGED)) == 2
+
+
+def test_nothing_is_accepted_after_a_cancel(world):
+    d = started(world, "node-0", "node-1")
+    world.cancel(d)
+    with pytest.raises(Cancelled):
+        world.lanes(d, "node-0")
+    world.finish(d, "node-0", "node-1")
+    world.wait(5)
+    assert world.status(d) == "cancelled"
+    assert world.state.view(d).workers_complete == ()
+    with pytest.raises(Conflict):
+        world.activate(d)
+
+
+def test_complete_deployment_cannot_be_cancelled(world):
+    d = started(world, "node-0")
+    world.finish(d, "node-0")
+    world.tick()
+    with pytest.raises(Conflict):
+        world.cancel(d)
+
+
+def test_failed_deployment_gives_no_lanes(make_world):
+    world = make_world(patience=Patience(deadline_s=5.0))
+    d = started(world, "node-0")
+    world.wait(6)
+    with pytest.raises(DeploymentFailed):
+        world.lanes(d, "node-0")
+
+
+def test_only_a_complete_deployment_is_activated_and_told_once_all_did(world):
+    d = started(world, "node-0", "node-1")
+    with pytest.raises(Conflict):
+        world.activate(d)
+    world.finish(d, "node-0", "node-1")
+    world.tick()
+    assert commands(world.beat("node-0")) == []
+    world.activate(d)
+    world.activate(d)
+    for worker_id in ("node-0", "node-1"):
+        assert world.names(EventName.DEPLOYMENT_ACTIVATED) == []
+        assert commands(world.beat(worker_id)) == ["activate"]
+        world.finish(d, worker_id, activated=True)
+        world.tick()
+    assert len(world.names(EventName.DEPLOYMENT_ACTIVATED)) == 1
+    assert commands(world.beat("node-0")) == []
+    assert all(each.activated for each in world.state.progress(d))
+
+
+def test_rollback_activates_the_older_deployment_again(world):
+    ids = []
+    for version in ("v1", "v2"):
+        ids.append(started(world, "node-0", version=version))
+        world.finish(ids[-1], "node-0")
+        world.tick()
+    for d in (*ids, ids[0]):
+        world.activate(d)
+        assert commands(world.beat("node-0")) == ["activate"]
+        world.finish(d, "node-0", activated=True)
+        world.tick()
+    told = [each.data["version"] for each in world.names(EventName.DEPLOYMENT_ACTIVATED)]
+    assert told == ["v1", "v2", "v1"]
+
+
+def test_late_worker_is_not_switched_back_to_a_superseded_version(world):
+    ids = []
+    for version in ("v1", "v2"):
+        ids.append(started(world, "node-0", "node-1", version=version))
+        world.finish(ids[-1], "node-0", "node-1")
+        world.tick()
+    world.activate(ids[0])
+    world.activate(ids[1])
+    answer = world.beat("node-1")
+    assert [(each.kind, each.deployment_id) for each in answer.commands] == [("activate", ids[1])]
+
+
+def test_same_key_same_body_is_the_same_deployment_and_another_body_a_conflict(world):
+    world.register("node-0")
+    first = world.create("node-0", key="k1")
+    assert world.create("node-0", key="k1") == first
+    assert len(world.state.deployments()) == 1
+    with pytest.raises(Conflict):
+        world.create("node-0", key="k1", version="v2")
+    assert world.create("node-0", key="k2") != first
+
+
+def test_source_that_holds_another_model_is_refused_and_changes_nothing(world, make_manifest):
+    from paceline.coordinator.messages import Create
+    from paceline.wire.calls import CreateDeployment
+
+    call = CreateDeployment(
+        model_id="m", version="v2", source_url="s3://b/m", target_workers=("node-0",)
+    )
+    event = Create(deployment_id="d", call=call, manifest=make_manifest("v1"))
+    with pytest.raises(InvalidInput):
+        world.give(event)
+    with pytest.raises(InvalidInput):
+        world.create("node-0", "node-0")
+    assert world.state.deployments() == []
+
+
+def test_frozen_coordinator_does_not_lose_the_fleet_when_it_thaws(world):
+    d = started(world, *NODES)
+    world.wait(2)
+    world.now_s += 30  # nobody listened
+    world.tick()
+    assert world.names(EventName.WORKER_LOST) == []
+    world.wait(2)
+    assert world.epoch(d) == 1
+
+
+def test_large_fleet_is_told_to_beat_more_slowly(make_world):
+    world = make_world(patience=Patience(beat_s=0.5, beats_per_second=10))
+    world.register(*(f"w{index}" for index in range(50)))
+    assert world.beat("w0").next_beat_s == 5.0
+    world.silent |= {f"w{index}" for index in range(50)}
+    world.wait(10)
+    assert world.state.fleet.alive("w0"), "silence is measured by the interval it was told"
+
+
+def test_neighbours_are_named_from_the_plan(world):
+    d = started(world, "node-0", "node-1", "node-2")
+    parts = {each.worker_id: each for each in world.state.progress(d)}
+    assert parts["node-0"].upstream_worker == "origin:s3://b/m"
+    assert parts["node-0"].downstream_worker == "node-1"
+    assert parts["node-2"].upstream_worker == "node-1"
+    assert parts["node-2"].downstream_worker is None
