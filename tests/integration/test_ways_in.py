@@ -1,0 +1,181 @@
+"""Every way in starts the same lifecycle: Prefect's page, a schedule, Python, the command line."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from typing import Any
+
+import pytest
+
+from paceline.profile import Runtime
+from tests.support.browser import chromium, click, keep, see
+from tests.support.stack import Ended, environment, paceline, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def prefect(stack: Runtime, method: str, path: str, body: Any = None) -> Any:
+    """Call the installation's Prefect server."""
+    secret = base64.b64encode(stack.secrets.prefect_auth.encode()).decode()
+    request = urllib.request.Request(
+        f"{stack.endpoints.prefect_api_url}{path}",
+        method=method,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Content-Type": "application/json", "Authorization": f"Basic {secret}"},
+    )
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        text = answer.read()
+    return json.loads(text) if text else None
+
+
+def deployment_id(stack: Runtime) -> str:
+    """Return the id of lifecycle/lifecycle once the installation has registered it."""
+
+    def found() -> str | None:
+        try:
+            answer = prefect(stack, "GET", "/deployments/name/lifecycle/lifecycle")
+        except urllib.error.HTTPError:
+            return None
+        return str(answer["id"])
+
+    return str(wait_until(found, 120, "prefect.yaml is registered"))
+
+
+def runs_of(stack: Runtime, deployment: str) -> list[dict[str, Any]]:
+    body = {"deployments": {"id": {"any_": [deployment]}}, "sort": "START_TIME_DESC"}
+    runs: list[dict[str, Any]] = prefect(stack, "POST", "/flow_runs/filter", body)
+    return runs
+
+
+def completed(stack: Runtime, flow_run_id: str) -> dict[str, Any]:
+    """Wait until the flow run has ended well, and return it."""
+
+    def ended() -> dict[str, Any] | None:
+        run: dict[str, Any] = prefect(stack, "GET", f"/flow_runs/{flow_run_id}")
+        return run if run["state"]["type"] in {"COMPLETED", "FAILED", "CRASHED"} else None
+
+    run: dict[str, Any] = wait_until(ended, 240, f"flow run {flow_run_id} ended")
+    assert run["state"]["type"] == "COMPLETED", run["state"]["message"]
+    return run
+
+
+def mlflow_link_of(stack: Runtime, flow_run_id: str) -> str:
+    """Return the MLflow page that the flow run's link artifact names."""
+    body = {"artifacts": {"key": {"any_": ["mlflow-run"]}}, "sort": "CREATED_DESC", "limit": 50}
+    found = prefect(stack, "POST", "/artifacts/filter", body)
+    mine = [each for each in found if each["flow_run_id"] == flow_run_id]
+    assert mine, f"no link to MLflow from {flow_run_id}"
+    return str(mine[0]["data"])
+
+
+def in_mlflow(stack: Runtime, link: str) -> dict[str, str]:
+    """Return the tags of the MLflow run that ``link`` opens."""
+    url = f"{stack.endpoints.mlflow_url}/api/2.0/mlflow/runs/get?run_id={link.rsplit('/', 1)[-1]}"
+    request = urllib.request.Request(url)
+    if stack.secrets.mlflow_auth:
+        secret = base64.b64encode(stack.secrets.mlflow_auth.encode()).decode()
+        request.add_header("Authorization", f"Basic {secret}")
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        run = json.loads(answer.read())["run"]
+    assert run["info"]["status"] == "FINISHED"
+    return {each["key"]: each["value"] for each in run["data"]["tags"]}
+
+
+@pytest.mark.browser
+def test_a_person_presses_run_in_prefect_and_finds_the_run_in_mlflow(
+    stack: Runtime, lifecycle: Ended
+) -> None:
+    deployment = deployment_id(stack)
+    before = {each["id"] for each in runs_of(stack, deployment)}
+    with chromium() as browser:
+        browser.get(f"{stack.endpoints.prefect_ui_url}/deployments/deployment/{deployment}")
+        see(browser, "//input[@type='password']").send_keys(stack.secrets.prefect_auth)
+        click(browser, "//button[@type='submit']")
+        see(browser, "//button[normalize-space()='Run']")
+        keep(browser, "prefect-deployment")
+        click(browser, "//button[normalize-space()='Run']")
+        click(browser, "//*[normalize-space(text())='Quick run' or normalize-space()='Quick run']")
+        started = wait_until(
+            lambda: {each["id"] for each in runs_of(stack, deployment)} - before, 60, "a new run"
+        )
+        flow_run_id = str(started.pop())
+        completed(stack, flow_run_id)
+        link = mlflow_link_of(stack, flow_run_id)
+        browser.get(f"{stack.endpoints.prefect_ui_url}/runs/flow-run/{flow_run_id}")
+        see(browser, "//*[normalize-space(text())='Completed']", 60)
+        time.sleep(3)  # the graph of tasks draws itself
+        keep(browser, "prefect-run")
+        browser.get(f"{stack.endpoints.prefect_ui_url}/runs/flow-run/{flow_run_id}?tab=Artifacts")
+        time.sleep(2)
+        keep(browser, "prefect-artifacts")
+        secret = stack.secrets.mlflow_auth
+        browser.get(link.replace("://", f"://{secret}@", 1) if secret else link)
+        run_id = in_mlflow(stack, link)["paceline.run_id"]
+        see(browser, f"//*[contains(text(), '{run_id}')]", 60)
+        time.sleep(2)
+        keep(browser, "mlflow-run")
+
+
+def test_a_schedule_starts_it(stack: Runtime, lifecycle: Ended) -> None:
+    deployment = deployment_id(stack)
+    before = {each["id"] for each in runs_of(stack, deployment)}
+    schedule = {"schedule": {"interval": 3600, "anchor_date": _seconds_from_now(6)}, "active": True}
+    created = prefect(stack, "POST", f"/deployments/{deployment}/schedules", [schedule])
+    try:
+
+        def started() -> str | None:
+            fresh = [
+                each
+                for each in runs_of(stack, deployment)
+                if each["id"] not in before
+                and each["auto_scheduled"]
+                and each["state"]["type"] != "SCHEDULED"
+            ]
+            return str(fresh[0]["id"]) if fresh else None
+
+        flow_run_id = wait_until(started, 180, "the schedule started a run")
+        completed(stack, flow_run_id)
+        assert in_mlflow(stack, mlflow_link_of(stack, flow_run_id))["paceline.run_id"]
+    finally:
+        for each in created:
+            prefect(stack, "DELETE", f"/deployments/{deployment}/schedules/{each['id']}")
+
+
+def test_python_starts_it(stack: Runtime, lifecycle: Ended) -> None:
+    program = (
+        "import json, sys\n"
+        "from flows.lifecycle import run_lifecycle\n"
+        "print(json.dumps(run_lifecycle(state_dir=sys.argv[1])))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(stack.state_dir)],
+        capture_output=True, text=True, timeout=300, check=False,
+        env=environment() | stack.prefect_environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["already_done"]
+    assert in_mlflow(stack, summary["links"]["mlflow"])["paceline.run_id"] == summary["run_id"]
+
+
+def test_the_command_line_starts_it(stack: Runtime, lifecycle: Ended) -> None:
+    tags = in_mlflow(stack, lifecycle.answer["links"]["mlflow"])
+    assert tags["paceline.run_id"] == lifecycle.answer["run_id"]
+
+
+def test_rollback_brings_the_previous_champion_back_without_a_transfer(
+    stack: Runtime, lifecycle: Ended
+) -> None:
+    model = lifecycle.answer["model"]["model_id"]
+    refused = paceline("rollback", model, "--json", state=stack.state_dir)
+    assert refused.code != 0  # the first champion has no predecessor
+    assert "previous" in refused.problem
+
+
+def _seconds_from_now(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + seconds))

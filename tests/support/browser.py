@@ -1,0 +1,68 @@
+"""A headless Chromium that clicks like a person; skipped, with the reason, where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+QUIET = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--window-size=1500,1050",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Any]:
+    """Yield a Selenium driver; ``PACELINE_REQUIRE=services`` turns the skip into a failure."""
+    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not program or not driver:
+        reason = "needs chromium and chromedriver (make setup-services)"
+        if "services" in os.environ.get("PACELINE_REQUIRE", "").split(","):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    from selenium import webdriver
+    from selenium.webdriver.chrome.options import Options
+    from selenium.webdriver.chrome.service import Service
+
+    options = Options()
+    options.binary_location = program
+    for each in QUIET:
+        options.add_argument(each)
+    browser = webdriver.Chrome(options=options, service=Service(driver))
+    browser.set_page_load_timeout(60)
+    try:
+        yield browser
+    finally:
+        browser.quit()
+
+
+def click(browser: Any, xpath: str, timeout_s: float = 30) -> None:
+    """Click the first element at ``xpath`` once it can be clicked."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.expected_conditions import element_to_be_clickable
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    WebDriverWait(browser, timeout_s).until(element_to_be_clickable((By.XPATH, xpath))).click()
+
+
+def see(browser: Any, xpath: str, timeout_s: float = 30) -> Any:
+    """Return the first visible element at ``xpath``."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.expected_conditions import visibility_of_element_located
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    return WebDriverWait(browser, timeout_s).until(visibility_of_element_located((By.XPATH, xpath)))
+
+
+def keep(browser: Any, name: str) -> None:
+    """Save a screenshot where ``PACELINE_SCREENSHOTS`` says (docs/screenshots, by hand)."""
+    if directory := os.environ.get("PACELINE_SCREENSHOTS"):
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        browser.save_screenshot(str(Path(directory) / f"{name}.png"))
