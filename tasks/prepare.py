@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.training.base import train_base
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
@@ -63,6 +62,8 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
     model_id = f"{profile.model.model_id}-{digest_of(inputs)[:8]}"
 
     def work() -> dict[str, Any]:
+        from paceline.training.base import train_base  # imports torch: seconds
+
         directory: Path = run.work_dir / "base"
         trained = train_base(
             directory,

@@ -35,13 +35,14 @@ def agent(
 ) -> int:
     """Hold this node's models, and relay their pieces to its peers."""
     from paceline.relay.agent import AgentConfig, run_agent
-    from paceline.wire.plan import Labels
 
     return run_agent(
         AgentConfig(
             state_dir=state.absolute(),
             worker_id=worker_id,
-            labels=Labels(host=host, rack=rack, zone=zone),
+            host=host,
+            rack=rack,
+            zone=zone,
             link_mbit=link_mbit,
             listen=listen,
             die_with_parent=die_with_parent,
