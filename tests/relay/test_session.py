@@ -1,0 +1,349 @@
+"""What one session decides, event by event: no clock, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from paceline.errors import (
+    CorruptData,
+    InvalidPlan,
+    OriginBudgetExceeded,
+    PacelineError,
+    PeerLost,
+    SourceChanged,
+    StorageFull,
+)
+from paceline.manifest import Manifest
+from paceline.relay.events import (
+    Abandon,
+    Cancelled,
+    Complete,
+    Fail,
+    Fetch,
+    LanesAssigned,
+    LocalFailed,
+    PieceRejected,
+    PiecesDurable,
+    PieceVerified,
+    ReportCorrupt,
+    ReportSourceLost,
+    SessionAction,
+    SourceAlive,
+    SourceFailed,
+    Tick,
+)
+from paceline.relay.extents import Extent
+from paceline.relay.limits import SessionLimits
+from paceline.relay.session import RelaySession
+from paceline.wire.records import WorkerStatus
+from tests.relay.kit import ORIGIN, lanes, paper_manifest, worker
+
+MANIFEST = paper_manifest(16)
+LIMITS = SessionLimits(window_bytes=4096, window_pieces=4)
+
+
+def session(
+    held: Iterable[int] = (), manifest: Manifest = MANIFEST, limits: SessionLimits = LIMITS
+) -> RelaySession:
+    return RelaySession(worker_id="me", manifest=manifest, held=held, limits=limits, seed=1)
+
+
+def fetches(actions: list[SessionAction]) -> list[tuple[str, int, int]]:
+    return [(a.source.key, *a.extent) for a in actions if isinstance(a, Fetch)]
+
+
+def failure(actions: list[SessionAction]) -> PacelineError:
+    return next(a.error for a in actions if isinstance(a, Fail))
+
+
+def arrive(relay: RelaySession, key: str, first: int, stop: int, now: float) -> list[SessionAction]:
+    return relay.handle(PieceVerified(key, 1, Extent(first, stop)), now)
+
+
+def durable(relay: RelaySession, first: int, stop: int, now: float) -> list[SessionAction]:
+    return relay.handle(PiecesDurable(Extent(first, stop)), now)
+
+
+def test_only_missing_pieces_are_asked_for() -> None:
+    relay = session(held=[0, 1, 5])
+    actions = relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"))), 0)
+    assert fetches(actions) == [("up", 2, 5), ("up", 6, 7)]
+
+
+def test_the_window_is_filled_again_when_half_of_it_arrived() -> None:
+    relay = session()
+    assert fetches(relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"))), 0)) == [
+        ("up", 0, 4)
+    ]
+    assert arrive(relay, "up", 0, 1, 0.1) == []
+    assert fetches(arrive(relay, "up", 1, 2, 0.2)) == [("up", 4, 6)]
+
+
+def test_completes_once_when_every_piece_is_durable_and_not_before() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"))), 0)
+    actions = arrive(relay, "up", 0, 16, 1)
+    assert Complete() not in actions
+    assert relay.progress().pieces_held == 0  # verified is not held (I2)
+    assert Complete() not in durable(relay, 0, 15, 1)
+    assert Complete() in durable(relay, 15, 16, 1)
+    assert durable(relay, 15, 16, 2) == []
+    assert relay.progress().chunks_received == (0, 1, 2, 3)
+    assert relay.deadline_s() is None
+
+
+def test_a_version_already_on_disk_is_complete_at_once() -> None:
+    relay = session(held=range(16))
+    assert Complete() in relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"))), 0)
+
+
+def test_a_crashed_source_is_replaced_and_only_missing_pieces_are_asked_again() -> None:
+    relay = session()
+    spares = worker("far"), ORIGIN
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), *spares)), 0)
+    arrive(relay, "up", 0, 1, 0.1)
+    actions = relay.handle(SourceFailed("up", 1, PeerLost("reset")), 0.2)
+    assert Abandon("up", 1) in actions
+    assert any(isinstance(a, ReportSourceLost) and a.source_key == "up" for a in actions)
+    assert fetches(actions) == [("far", 1, 5)]
+
+
+def test_a_silent_source_is_replaced_within_the_piece_deadline() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"))), 0)
+    assert relay.deadline_s() == 1.0
+    assert relay.handle(Tick(), 0.99) == []
+    assert fetches(relay.handle(Tick(), 1.0)) == [("far", 0, 4)]
+
+
+def test_a_source_that_waits_itself_is_not_lost() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"))), 0)
+    for tenth in range(1, 30):
+        assert relay.handle(SourceAlive("up", 1), tenth / 10) == []
+
+
+def test_a_standstill_of_living_sources_ends() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), ORIGIN)), 0)
+    asked: list[tuple[str, int, int]] = []
+    now = 0.0
+    while not asked and now < 60:
+        now += 0.25
+        asked = fetches(relay.handle(SourceAlive("up", 1), now))
+    assert asked[0][0] == ORIGIN.key
+    assert now == pytest.approx(8.0)
+
+
+def test_the_origin_is_asked_last_and_within_its_budget() -> None:
+    relay = session()
+    spares = ORIGIN, worker("far")
+    mine = lanes("me", MANIFEST, worker("up"), *spares, budget=2 * 1024)
+    relay.handle(LanesAssigned(mine), 0)
+    actions = relay.handle(SourceFailed("up", 1, PeerLost("reset")), 0.1)
+    assert fetches(actions)[0][0] == "far"
+    actions = relay.handle(SourceFailed("far", 2, PeerLost("reset")), 0.2)
+    assert fetches(actions) == [(ORIGIN.key, 0, 2)]
+
+
+def test_a_spent_budget_stalls_with_its_reason_and_a_returning_peer_ends_the_stall() -> None:
+    relay = session()
+    mine = lanes("me", MANIFEST, worker("up"), ORIGIN, budget=1024)
+    relay.handle(LanesAssigned(mine), 0)
+    relay.handle(SourceFailed("up", 1, PeerLost("reset")), 0.1)
+    relay.handle(PieceVerified(ORIGIN.key, 2, Extent(0, 1)), 0.2)
+    stalled = relay.progress()
+    assert stalled.status is WorkerStatus.RECEIVING
+    assert stalled.failure is not None
+    assert stalled.failure.code == OriginBudgetExceeded.__name__
+    deadline_s = relay.deadline_s()
+    assert deadline_s is not None
+    assert deadline_s < 1
+    assert fetches(relay.handle(Tick(), deadline_s)) == [("up", 1, 5)]
+    relay.handle(PieceVerified("up", 3, Extent(1, 5)), 1)
+    assert relay.progress().failure is None
+
+
+def test_when_every_source_stays_away_the_worker_fails_within_its_bound() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"))), 0)
+    now, stream, actions = 0.0, 0, [Fetch(worker("up"), 1, Extent(0, 4))]
+    for _ in range(10_000):
+        asked = [a for a in actions if isinstance(a, Fetch)]
+        if asked:
+            stream = asked[-1].stream
+            actions = relay.handle(
+                SourceFailed(asked[-1].source.key, stream, PeerLost("refused")), now
+            )
+            continue
+        if any(isinstance(a, Fail) for a in actions):
+            break
+        deadline_s = relay.deadline_s()
+        assert deadline_s is not None
+        assert deadline_s > now  # never a busy loop
+        now = deadline_s
+        actions = relay.handle(Tick(), now)
+    assert isinstance(failure(actions), PeerLost)
+    assert now == pytest.approx(LIMITS.give_up_s)
+    assert relay.deadline_s() is None
+
+
+def test_a_corrupt_piece_is_fetched_elsewhere_and_its_sender_named() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"), ORIGIN)), 0)
+    actions = relay.handle(PieceRejected("up", 1, 2), 0.1)
+    assert ReportCorrupt("up", 2) in actions
+    assert relay.progress().corrupt_sources == ("up",)
+    deadline_s = relay.deadline_s()
+    assert deadline_s is not None
+    assert deadline_s > 0.1  # backed off
+    assert fetches(relay.handle(Tick(), deadline_s)) == [("far", 2, 3)]
+    # Everything else still comes from where it came from.
+    arrive(relay, "up", 0, 2, deadline_s)
+    assert all(key == "up" for key, _, _ in fetches(arrive(relay, "up", 3, 4, deadline_s)))
+
+
+def test_a_piece_that_is_corrupt_three_times_fails_the_worker_and_names_the_senders() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, ORIGIN, worker("down"))), 0)
+    now = 0.0
+    actions = relay.handle(PieceRejected(ORIGIN.key, 1, 2), now)
+    for _ in range(2):
+        assert not any(isinstance(a, Fail) for a in actions)
+        now = relay.deadline_s() or 0.0
+        asked = fetches(relay.handle(Tick(), now))
+        assert asked == [(ORIGIN.key, 2, 3)]  # nobody else can have it from elsewhere
+        actions = relay.handle(PieceRejected(ORIGIN.key, 1, 2), now)
+    error = failure(actions)
+    assert isinstance(error, CorruptData)
+    assert ORIGIN.url in error.one_line()
+    assert "piece 2" in error.one_line()
+
+
+def test_a_repair_parked_at_a_peer_without_the_piece_goes_on_elsewhere() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"), ORIGIN)), 0)
+    relay.handle(PieceRejected("up", 1, 2), 0.0)
+    now = relay.deadline_s() or 0.0
+    assert fetches(relay.handle(Tick(), now)) == [("far", 2, 3)]
+    asked: list[tuple[str, int, int]] = []
+    while not asked and now < 30:
+        now += 0.25
+        said = relay.handle(SourceAlive("up", 1), now)
+        asked = fetches(said + relay.handle(SourceAlive("far", 2), now))
+    assert asked == [(ORIGIN.key, 2, 3)]
+
+
+def test_a_source_that_only_sends_corrupt_pieces_is_left() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"))), 0)
+    relay.handle(PieceRejected("up", 1, 0), 0.1)
+    relay.handle(PieceRejected("up", 1, 1), 0.1)
+    actions = relay.handle(PieceRejected("up", 1, 2), 0.1)
+    assert Abandon("up", 1) in actions
+    assert fetches(actions) == [("far", 3, 7)]
+
+
+def test_newer_lanes_replace_older_ones_and_keep_what_is_held() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), epoch=1)), 0)
+    arrive(relay, "up", 0, 2, 0.1)
+    actions = relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("far"), epoch=3)), 0.2)
+    assert Abandon("up", 1) in actions
+    assert fetches(actions) == [("far", 2, 6)]
+    assert relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), epoch=2)), 0.3) == []
+    assert relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), epoch=3)), 0.3) == []
+    assert relay.epoch == 3
+
+
+def test_newer_lanes_from_the_same_source_keep_the_stream() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), epoch=1)), 0)
+    actions = relay.handle(
+        LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"), epoch=2)), 0.2
+    )
+    assert actions == []
+
+
+def test_late_news_of_an_abandoned_stream_changes_nothing() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"))), 0)
+    relay.handle(SourceFailed("up", 1, PeerLost("reset")), 0.1)
+    now = relay.deadline_s() or 0.0
+    assert fetches(relay.handle(Tick(), now)) == [("up", 0, 4)]  # as stream 2
+    assert relay.handle(SourceFailed("up", 1, PeerLost("reset")), now) == []
+
+
+def test_duplicates_are_counted_and_change_nothing() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"))), 0)
+    arrive(relay, "up", 0, 1, 0.1)
+    assert arrive(relay, "up", 0, 1, 0.2) == []
+    assert relay.progress().refetched_pieces == 1
+
+
+def test_marks_fewer_than_the_plan_knew_are_fetched_all_the_same() -> None:
+    partial = lanes("me", MANIFEST, worker("up"))
+    partial = partial.model_copy(
+        update={"lanes": (partial.lanes[0].model_copy(update={"first_chunk": 2}),)}
+    )
+    relay = session(limits=SessionLimits())
+    assert sorted(fetches(relay.handle(LanesAssigned(partial), 0))) == [
+        ("up", 0, 8),
+        ("up", 8, 16),
+    ]
+
+
+def test_a_replaced_source_object_fails_the_head_at_once() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, ORIGIN, worker("down"))), 0)
+    actions = relay.handle(SourceFailed(ORIGIN.key, 1, SourceChanged("replaced")), 0.1)
+    assert isinstance(failure(actions), SourceChanged)
+    actions = relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), epoch=2)), 0.2)
+    assert fetches(actions) == [("up", 0, 4)]  # a new plan revives it
+
+
+def test_a_full_disk_fails_the_worker_and_stops_its_streams() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"))), 0)
+    actions = relay.handle(LocalFailed(StorageFull("full")), 0.1)
+    assert Abandon("up", 1) in actions
+    assert isinstance(failure(actions), StorageFull)
+    assert relay.progress().status is WorkerStatus.FAILED
+
+
+def test_after_a_cancel_nothing_is_fetched_completed_or_revived() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"))), 0)
+    assert relay.handle(Cancelled(), 0.1) == [Abandon("up", 1)]
+    arrive(relay, "up", 0, 16, 0.2)
+    assert durable(relay, 0, 16, 0.2) == []
+    assert relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), epoch=2)), 0.3) == []
+    assert relay.deadline_s() is None
+
+
+def test_lanes_of_another_model_or_worker_are_refused() -> None:
+    other = paper_manifest(3)
+    actions = session().handle(LanesAssigned(lanes("me", other, worker("up"))), 0)
+    assert isinstance(failure(actions), InvalidPlan)
+    actions = session().handle(LanesAssigned(lanes("you", MANIFEST, worker("up"))), 0)
+    assert isinstance(failure(actions), InvalidPlan)
+
+
+def test_a_worker_never_asks_itself() -> None:
+    relay = session()
+    mine = lanes("me", MANIFEST, worker("me"), worker("up"))
+    assert fetches(relay.handle(LanesAssigned(mine), 0)) == [("up", 0, 4)]
+
+
+def test_the_same_seed_decides_the_same() -> None:
+    def play() -> list[SessionAction]:
+        relay, said = session(), []
+        said += relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"))), 0)
+        said += relay.handle(SourceFailed("up", 1, PeerLost("reset")), 0.1)
+        said += relay.handle(Tick(), relay.deadline_s() or 0.0)
+        return said
+
+    assert [repr(each) for each in play()] == [repr(each) for each in play()]
