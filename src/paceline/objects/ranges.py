@@ -70,8 +70,9 @@ def _body(client: Any, pinned: PinnedObject, offset: int, target: memoryview) ->
     if not len(target):
         return
     bucket, key = parse_url(pinned.url)
+    pin = {"IfMatch": f'"{pinned.etag}"'} if pinned.etag else {}
     wanted = f"bytes={offset}-{offset + len(target) - 1}"
-    answer = client.get_object(Bucket=bucket, Key=key, Range=wanted, IfMatch=f'"{pinned.etag}"')
+    answer = client.get_object(Bucket=bucket, Key=key, Range=wanted, **pin)
     body = answer["Body"]
     try:
         _check(answer, pinned, offset, len(target))
