@@ -22,9 +22,9 @@ from paceline.errors import (
     PacelineError,
     WorkerLost,
 )
-from paceline.manifest import Manifest, fetch_manifest, verify_directory
+from paceline.manifest import Manifest, fetch_manifest
 from paceline.plan import PlanWorker, make_plan
-from paceline.profile import load_runtime
+from paceline.relay.inspection import active_version, shows_version, verify_copy
 from paceline.wire import digest_of
 from paceline.wire.calls import CreateDeployment, DeploymentView
 from paceline.wire.events import Event, EventName
@@ -180,7 +180,7 @@ def verify_on_nodes(
     began = time.monotonic()
     with run.fleet() as fleet:
         answers = fleet.map_nodes(
-            verify_node_copy,
+            verify_copy,
             targets,
             run.state_dir,
             manifest.model_id,
@@ -225,7 +225,7 @@ def activate(
     with run.fleet() as fleet:
         while True:
             answers = fleet.map_nodes(
-                node_active_version, targets, run.state_dir, manifest.model_id, timeout_s=30.0
+                active_version, targets, run.state_dir, manifest.model_id, timeout_s=30.0
             )
             waiting = [node for node in targets if answers.get(node) != manifest.version]
             if not waiting:
@@ -241,34 +241,6 @@ def activate(
             time.sleep(POLL_S)
     seconds = run.did(stage, began, f"v{manifest.version} is active on {len(targets)} nodes")
     return {"activated": targets, "seconds": seconds, "deployment_id": deployment_id}
-
-
-def verify_node_copy(
-    state_dir: str, model_id: str, version: str, manifest_digest: str, *, worker_id: str
-) -> str:
-    """Return the digest of ``worker_id``'s own copy; raise CorruptData where it is not the model.
-
-    Runs on the node, inside its Dask worker.
-    """
-    from paceline.manifest import parse_manifest
-
-    runtime = load_runtime(state_dir)
-    directory = runtime.node_dir(worker_id) / "store" / "models" / model_id / version
-    try:
-        manifest = parse_manifest((directory / "manifest.json").read_bytes())
-    except FileNotFoundError as error:
-        raise CorruptData(
-            "the node has no copy", got="no manifest.json", wanted=manifest_digest, where=directory
-        ) from error
-    if manifest.digest != manifest_digest:
-        raise CorruptData(
-            "the node holds another model",
-            got=manifest.digest,
-            wanted=manifest_digest,
-            where=directory,
-        )
-    verify_directory(directory, manifest)
-    return manifest.digest
 
 
 def _watch(
@@ -371,27 +343,10 @@ def _holds_everywhere(run: Run, manifest: Manifest, targets: list[str]) -> bool:
     """Return whether each node still shows this very model at its final path (names, not bytes)."""
     with run.fleet() as fleet:
         answers = fleet.map_nodes(
-            node_has_model, targets, run.state_dir, manifest.model_id, manifest.version,
+            shows_version, targets, run.state_dir, manifest.model_id, manifest.version,
             manifest.digest, timeout_s=60.0,
         )  # fmt: skip
     return all(answers.get(node) is True for node in targets)
-
-
-def node_has_model(
-    state_dir: str, model_id: str, version: str, manifest_digest: str, *, worker_id: str
-) -> bool:
-    """Return whether ``worker_id`` shows this version with this digest. Runs on the node."""
-    from paceline.manifest import parse_manifest
-
-    runtime = load_runtime(state_dir)
-    path = runtime.node_dir(worker_id) / "store" / "models" / model_id / version / "manifest.json"
-    return path.is_file() and parse_manifest(path.read_bytes()).digest == manifest_digest
-
-
-def node_active_version(state_dir: str, model_id: str, *, worker_id: str) -> str | None:
-    """Return the version of ``model_id`` that is active on ``worker_id``. Runs on the node."""
-    link = load_runtime(state_dir).node_dir(worker_id) / "store" / "models" / model_id / "active"
-    return link.readlink().name if link.is_symlink() else None
 
 
 def _last_event(run: Run) -> int:

@@ -1,0 +1,55 @@
+"""What a node's own disk shows, asked on that node: which model, which version, every byte.
+
+Run inside a node's Dask worker, so it imports nothing heavy. Knows no network and changes nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.errors import CorruptData
+from paceline.manifest import parse_manifest, verify_directory
+from paceline.profile import load_runtime
+
+
+def verify_copy(
+    state_dir: str, model_id: str, version: str, manifest_digest: str, *, worker_id: str
+) -> str:
+    """Return the digest of ``worker_id``'s own copy after reading every byte of it again.
+
+    Raises CorruptData where there is none, where it is another model, or where a byte is wrong.
+    """
+    directory = _model_directory(state_dir, worker_id, model_id) / version
+    try:
+        manifest = parse_manifest((directory / "manifest.json").read_bytes())
+    except FileNotFoundError as error:
+        raise CorruptData(
+            "the node has no copy", got="no manifest.json", wanted=manifest_digest, where=directory
+        ) from error
+    if manifest.digest != manifest_digest:
+        raise CorruptData(
+            "the node holds another model",
+            got=manifest.digest,
+            wanted=manifest_digest,
+            where=directory,
+        )
+    verify_directory(directory, manifest)
+    return manifest.digest
+
+
+def shows_version(
+    state_dir: str, model_id: str, version: str, manifest_digest: str, *, worker_id: str
+) -> bool:
+    """Return whether ``worker_id`` shows this version with this digest (its name, not its bytes)."""
+    path = _model_directory(state_dir, worker_id, model_id) / version / "manifest.json"
+    return path.is_file() and parse_manifest(path.read_bytes()).digest == manifest_digest
+
+
+def active_version(state_dir: str, model_id: str, *, worker_id: str) -> str | None:
+    """Return the version of ``model_id`` that is active on ``worker_id``, or None."""
+    link = _model_directory(state_dir, worker_id, model_id) / "active"
+    return link.readlink().name if link.is_symlink() else None
+
+
+def _model_directory(state_dir: str, worker_id: str, model_id: str) -> Path:
+    return load_runtime(state_dir).node_dir(worker_id) / "store" / "models" / model_id
