@@ -3,7 +3,8 @@
 What is missing counts against the candidate and is named. The rules:
 
 - *better than X* (each name in ``must_beat``): the whole paired interval of candidate − X lies
-  below zero. Equal weights, or an interval that touches zero, is not better: a run of zero steps fails.
+  below zero. Equal weights, or an interval that touches zero, is not better: a run of zero steps
+  fails.
 - *no regression against the champion*: non-inferiority. The upper end of the paired interval is at
   most 1 % of the champion's bits per byte; "not significantly worse" alone would let anything pass
   on few documents.

@@ -9,7 +9,6 @@ Reads an EvaluationSpec (JSON) from standard input. Writes JSON lines to standar
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -80,7 +79,6 @@ def main() -> int:
         spec = EvaluationSpec.model_validate_json(sys.stdin.buffer.read())
     except ValidationError as error:
         return _fail(InvalidInput("not an evaluation spec", got=str(error).splitlines()[0:3]))
-    _use_all_cores()
     try:
         report = evaluate(spec)
     except PacelineError as error:
@@ -105,13 +103,6 @@ def _local(name: str, where: str, store: ObjectStore, scratch: Path) -> Path:
             continue  # a model is flat; checkpoints and the like below it are none of ours
         store.download_file(item.url, directory / relative)
     return directory
-
-
-def _use_all_cores() -> None:
-    import torch
-
-    # Dask's nanny starts us with OMP_NUM_THREADS=1; nothing else computes on this node meanwhile.
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
 
 
 def _fail(error: PacelineError) -> int:
