@@ -36,7 +36,9 @@ def make_runtime(state_dir: Path, **relay: object) -> Runtime:
     return Runtime(profile=profile, state_dir=state_dir, endpoints=Endpoints(), secrets=secret)
 
 
-def make_model(state_dir: Path, version: str = "v1", size: int = 256 * 1024) -> tuple[str, Manifest]:
+def make_model(
+    state_dir: Path, version: str = "v1", size: int = 256 * 1024
+) -> tuple[str, Manifest]:
     """A directory with a model and its manifest, below the state directory; its path is the URL."""
     directory = state_dir / "sources" / version
     directory.mkdir(parents=True)
