@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import InvalidManifest, SourceChanged, SourceMissing
+from paceline.errors import AccessDenied, InvalidManifest, SourceChanged, SourceMissing
 from paceline.manifest.layout import Strand, lay_out
 from paceline.manifest.model import MANIFEST_FILE, Chunk, FileEntry, Manifest
 from paceline.manifest.paths import check_paths
@@ -78,6 +78,10 @@ def scan(root: Path) -> list[Found]:
         raise SourceMissing("model directory does not exist", got=root) from error
     except NotADirectoryError as error:
         raise InvalidManifest("model is not a directory", got=root) from error
+    except PermissionError as error:
+        raise AccessDenied(
+            "model cannot be read", got=error.strerror, where=error.filename, do="Check its mode."
+        ) from error
     check_paths(file.path for file in found)
     if not any(file.size for file in found):
         got = f"{len(found)} empty files" if found else "no files"
@@ -202,8 +206,12 @@ class _Reader:
     def __enter__(self) -> _Reader:
         try:
             self._descriptor = os.open(self._where, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except PermissionError as error:
+            raise AccessDenied(
+                "file cannot be read", got=error.strerror, where=self._where, do="Check its mode."
+            ) from error
         except OSError as error:
-            raise self._changed(error) from error
+            raise self._changed(error.strerror) from error
         self._check()
         return self
 

@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import CorruptData, InvalidInput, InvalidManifest, SourceMissing
+from paceline.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    build_manifest,
+    choose_sizes,
+    parse_manifest,
+    verify_directory,
+    version_key,
+    write_manifest,
+)
+from paceline.manifest.layout import lay_out
+
+KIB, MIB = 1024, 1024 * 1024
+
+
+def make_model(directory: Path, sizes: dict[str, int]) -> Path:
+    for path, size in sizes.items():
+        file = directory / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(os.urandom(size))
+    return directory
+
+
+def build(directory: Path, **options: int) -> Manifest:
+    return build_manifest(directory, model_id="m", version="1", link_mbit=40, **options)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model(
+        tmp_path / "model",
+        {
+            "config.json": 700,
+            "empty": 0,
+            "model-1.safetensors": 5 * MIB + 17,
+            "model-2.safetensors": 3 * MIB,
+            "sub/dir/tokenizer.json": 70_000,
+        },
+    )
+
+
+def test_every_digest_is_of_the_bytes_it_names(model: Path) -> None:
+    manifest = build(model)
+    stream = b"".join((model / file.path).read_bytes() for file in manifest.files)
+
+    def sha256(data: bytes) -> str:
+        return hashlib.sha256(data).hexdigest()
+
+    assert manifest.total_size == len(stream)
+    assert [f.sha256 for f in manifest.files] == [
+        sha256((model / f.path).read_bytes()) for f in manifest.files
+    ]
+    for chunk in manifest.chunks:
+        assert chunk.checksum == sha256(stream[chunk.offset : chunk.offset + chunk.size])
+    end = 0
+    for piece in manifest.pieces:
+        assert piece.stream_offset == end
+        end += piece.length
+        assert piece.sha256 == sha256(stream[piece.stream_offset : end])
+        file = manifest.files[piece.file_index]
+        assert piece.file_offset + piece.length <= file.size
+        assert piece.index in manifest.chunk_pieces(piece.chunk_id)
+        assert piece.index in manifest.file_pieces(piece.file_index)
+    assert end == len(stream)
+
+
+def test_the_same_bytes_give_the_same_digest_and_other_bytes_another(model: Path) -> None:
+    first = build(model)
+    assert build(model) == first
+    config = bytearray((model / "config.json").read_bytes())
+    config[350] ^= 1
+    (model / "config.json").write_bytes(config)
+    assert build(model).digest != first.digest
+
+
+def test_a_longer_header_shifts_no_piece_of_another_file(model: Path) -> None:
+    before = build(model, piece_bytes=64 * KIB)
+    with (model / "config.json").open("ab") as file:
+        file.write(b"more")
+    after = build(model, piece_bytes=64 * KIB)
+    assert [f.pieces for f in before.files[1:]] == [f.pieces for f in after.files[1:]]
+
+
+def test_the_index_finds_pieces_from_every_side(model: Path) -> None:
+    manifest = build(model, piece_bytes=4 * KIB, chunk_bytes=64 * KIB)
+    for piece in manifest.pieces:
+        assert manifest.piece_at(piece.stream_offset) == piece.index
+        assert manifest.piece_at(piece.stream_offset + piece.length - 1) == piece.index
+    last = len(manifest.chunks) - 1
+    assert manifest.pieces_of_chunks(0, last) == range(manifest.piece_count)
+    for wrong in (-1, manifest.piece_count):
+        with pytest.raises(IndexError):
+            manifest.piece_of(wrong)
+    with pytest.raises(IndexError):
+        manifest.chunk_pieces(last + 1)
+
+
+def test_the_manifest_beside_the_model_is_not_part_of_it(model: Path) -> None:
+    before = build(model)
+    path = write_manifest(model, before)
+    assert path.name == MANIFEST_FILE
+    assert build(model) == before
+    assert parse_manifest(path.read_bytes()) == before
+
+
+@pytest.mark.parametrize("total", [1, 700_000, 20 * MIB, 500 * 10**9, 900 * 10**9])
+@pytest.mark.parametrize("link_mbit", [6.0, 40.0, 10_000.0, 400_000.0])
+def test_chosen_sizes_keep_their_bounds(total: int, link_mbit: float) -> None:
+    piece, chunk = choose_sizes(total, link_mbit)
+    assert 64 * KIB <= piece <= 16 * MIB
+    assert piece & (piece - 1) == 0
+    assert chunk >= piece
+    assert chunk % piece == 0
+    assert chunk <= max(link_mbit * 1e6 / 8, 64 * KIB, piece)  # at most a second of the link
+    assert total <= 16 * 64 * KIB or total / chunk >= 15
+
+
+def test_a_large_model_on_a_fast_link_has_chunks_of_a_gigabyte() -> None:
+    piece, chunk = choose_sizes(500 * 10**9, 10_000)
+    assert chunk == pytest.approx(1e9, rel=0.02)
+    assert 32 * piece / 1.25e9 <= 0.005 * 400
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"piece_bytes": 1023},
+        {"piece_bytes": 16 * MIB + 1},
+        {"piece_bytes": -1},
+        {"piece_bytes": 64 * KIB, "chunk_bytes": 32 * KIB},
+    ],
+)
+def test_sizes_out_of_range_are_refused(model: Path, options: dict[str, int]) -> None:
+    with pytest.raises(InvalidInput):
+        build(model, **options)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=40),
+    piece=st.integers(1, 300),
+    pieces_in_chunk=st.integers(1, 9),
+    more=st.integers(0, 299),
+)
+def test_chunks_are_whole_pieces_and_tile_the_stream(
+    sizes: list[int], piece: int, pieces_in_chunk: int, more: int
+) -> None:
+    chunk = piece * pieces_in_chunk + more % piece
+    strands = lay_out(sizes, piece, chunk)
+    assert [(s.first_file, s.last_file) for s in strands] == list(
+        zip(
+            [s.first_file for s in strands],
+            [*[s.first_file for s in strands[1:]], len(sizes)],
+            strict=True,
+        )
+    )
+    edges, offset = set(), 0  # where pieces begin
+    for size in sizes:
+        edges.update(range(offset, offset + size, piece))
+        offset += size
+    at = 0
+    for strand in strands:
+        assert sum(strand.chunk_sizes) == sum(sizes[strand.first_file : strand.last_file])
+        for size in strand.chunk_sizes:
+            assert 0 < size <= chunk
+            assert at in edges
+            at += size
+    assert at == offset
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    sizes=st.lists(st.integers(0, 40_000), min_size=1, max_size=8).filter(any),
+    pieces_in_chunk=st.integers(1, 5),
+)
+def test_any_model_survives_its_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], pieces_in_chunk: int
+) -> None:
+    files = {f"f{number}": size for number, size in enumerate(sizes)}
+    directory = make_model(tmp_path_factory.mktemp("model"), files)
+    manifest = build(directory, piece_bytes=KIB, chunk_bytes=KIB * pieces_in_chunk)
+    assert parse_manifest(manifest.to_bytes()) == manifest
+    verify_directory(directory, manifest)
+
+
+def test_symlinks_and_special_files_are_refused_by_name(model: Path) -> None:
+    link = model / "link.bin"
+    link.symlink_to("config.json")
+    with pytest.raises(InvalidManifest, match=r"symlink.*link\.bin"):
+        build(model)
+    link.unlink()
+    (model / "loop").symlink_to(".", target_is_directory=True)
+    with pytest.raises(InvalidManifest, match="symlink"):
+        build(model)
+    (model / "loop").unlink()
+    os.mkfifo(model / "pipe")
+    with pytest.raises(InvalidManifest, match=r"special file.*pipe"):
+        build(model)
+    (model / "pipe").unlink()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(model / "s"))
+        with pytest.raises(InvalidManifest, match="special file"):
+            build(model)
+
+
+@pytest.mark.parametrize(
+    "names", [("A.bin", "a.bin"), ("caf\u00e9", "cafe\u0301"), ("stra\u00dfe", "STRASSE")]
+)
+def test_names_that_collide_elsewhere_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+    make_model(tmp_path, dict.fromkeys(names, 5))
+    with pytest.raises(InvalidManifest, match="collide"):
+        build(tmp_path)
+
+
+def test_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"bad\xff")).write_bytes(b"x")
+    with pytest.raises(InvalidManifest, match="not Unicode"):
+        build(tmp_path)
+
+
+def test_a_model_without_bytes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidManifest, match="no files"):
+        build(tmp_path)
+    make_model(tmp_path, {"a": 0, MANIFEST_FILE: 5})
+    with pytest.raises(InvalidManifest, match="1 empty files"):
+        build(tmp_path)
+
+
+def test_a_missing_directory_and_a_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SourceMissing, match="nothing"):
+        build(tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidManifest, match="not a directory"):
+        build(tmp_path / "file")
+
+
+def test_a_bad_model_name_is_refused(model: Path) -> None:
+    for name in ("", "../x", "a/b", "a\n", "é", "x" * 200):
+        with pytest.raises(InvalidManifest, match="model_id"):
+            build_manifest(model, model_id=name, version="1", link_mbit=1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda d: (d / "empty").unlink(), "missing"),
+        (lambda d: (d / "config.json").write_bytes(b"x" * 700), "does not match"),
+        (lambda d: (d / "config.json").write_bytes(b"x" * 701), "another size"),
+        (lambda d: (d / "extra").touch(), "does not name"),
+        (lambda d: ((d / "empty").unlink(), (d / "empty").symlink_to("/dev/null")), "symlink"),
+    ],
+)
+def test_verification_names_what_is_wrong(model: Path, damage: object, says: str) -> None:
+    manifest = build(model)
+    verify_directory(model, manifest)
+    damage(model)  # type: ignore[operator]
+    with pytest.raises(CorruptData, match=says):
+        verify_directory(model, manifest)
+
+
+def test_extra_files_are_permitted_only_when_asked(model: Path) -> None:
+    manifest = build(model)
+    (model / "extra").touch()
+    verify_directory(model, manifest, allow_extra=True)
+
+
+def test_versions_sort_as_people_read_them() -> None:
+    ordered = ["1", "1.2", "1.9", "1.10", "2", "10"]
+    assert sorted(set(ordered), key=version_key) == ordered
+    assert version_key("v2") < version_key("v10")
+    assert version_key("20261120-1") < version_key("20261120-2")
+    assert sorted(["1.a", "1.1", "b", "a1"], key=version_key)  # mixed kinds compare

@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import InvalidManifest
+from paceline.manifest import Chunk, FileEntry, Manifest, parse_manifest
+from paceline.manifest import parse as parse_module
+from paceline.wire import canonical_json, digest_of
+
+H = "0123456789abcdef" * 4
+P = 1024
+
+
+def a_manifest() -> Manifest:
+    return Manifest.of(
+        model_id="m",
+        version="1.0",
+        piece_bytes=P,
+        chunk_bytes=2 * P,
+        files=(
+            FileEntry("a/weights", 3 * P + 5, H, (H,) * 4),
+            FileEntry("empty", 0, H, ()),
+            FileEntry("z", 7, H, (H,)),
+        ),
+        chunks=(Chunk(0, 0, 2 * P, H), Chunk(1, 2 * P, P + 12, H)),
+    )
+
+
+def document() -> dict[str, Any]:
+    return json.loads(a_manifest().to_bytes())
+
+
+def sealed(body: dict[str, Any]) -> bytes:
+    """Return ``body`` with a checksum that fits, so that only the lie in it can be found."""
+    body = {key: value for key, value in body.items() if key != "global_checksum"}
+    return canonical_json({**body, "global_checksum": digest_of(body)})
+
+
+def change(path: str, value: object) -> Callable[[dict[str, Any]], None]:
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+
+    def apply(body: dict[str, Any]) -> None:
+        at: Any = body
+        for part in parents:
+            at = at[part]
+        at[last] = value
+
+    return apply
+
+
+def test_a_manifest_survives_its_round_trip() -> None:
+    manifest = a_manifest()
+    assert parse_manifest(manifest.to_bytes()) == manifest
+    assert parse_manifest(json.dumps(document(), indent=2).encode()) == manifest
+    assert sealed(document()) == manifest.to_bytes()
+
+
+def test_the_checksum_covers_everything_but_itself() -> None:
+    body = document()
+    del body["global_checksum"]
+    assert digest_of(body) == a_manifest().digest
+
+
+LIES = {
+    "another format": change("format", "paceline-manifest/2"),
+    "bad model name": change("model_id", "../m"),
+    "bad version": change("version", ""),
+    "total too large": change("total_size", 3 * P + 13),
+    "total too small": change("total_size", 3 * P + 11),
+    "no total": change("total_size", 0),
+    "boolean for a number": change("total_size", True),
+    "float for a number": change("total_size", 3084.0),
+    "huge number": change("total_size", 10**30),
+    "negative size": change("files.0.size", -1),
+    "piece too small": change("piece_size", 1),
+    "piece too large": change("piece_size", 1 << 30),
+    "chunk smaller than a piece": change("chunk_size", 1000),
+    "chunk beyond its size": change("chunk_size", P),
+    "absolute path": change("files.0.path", "/etc/passwd"),
+    "path upwards": change("files.0.path", "a/../../b"),
+    "dot component": change("files.0.path", "a/./b"),
+    "empty component": change("files.0.path", "a//b"),
+    "trailing slash": change("files.0.path", "a/"),
+    "empty path": change("files.0.path", ""),
+    "NUL in path": change("files.0.path", "a\0b"),
+    "newline in path": change("files.0.path", "a\nb"),
+    "backslash in path": change("files.0.path", "a\\b"),
+    "long path": change("files.0.path", "a/" * 600 + "a"),
+    "long component": change("files.0.path", "a" * 256),
+    "deep path": change("files.0.path", "a/" * 40 + "a"),
+    "the manifest's path": change("files.0.path", "Manifest.json"),
+    "path twice": change("files.0.path", "z"),
+    "path but for case": change("files.0.path", "Z"),
+    "file is also a directory": change("files.0.path", "z/weights"),
+    "path no string": change("files.0.path", 5),
+    "short digest": change("files.0.sha256", H[:-1]),
+    "upper-case digest": change("files.0.sha256", H.upper()),
+    "digest with newline": change("files.0.sha256", H[:-1] + "\n"),
+    "piece digest not hex": change("files.0.pieces.1", "g" * 64),
+    "piece digest short": change("files.0.pieces", [H, H[:-1], H + "0", H]),
+    "piece digest no string": change("files.0.pieces.1", 7),
+    "too few pieces": change("files.0.pieces", [H] * 3),
+    "too many pieces": change("files.0.pieces", [H] * 5),
+    "no files": change("files", []),
+    "files no list": change("files", {}),
+    "file no object": change("files.0", []),
+    "no chunks": change("chunks", []),
+    "chunk id": change("chunks.1.chunk_id", 0),
+    "chunks with a gap": change("chunks.1.offset", 2 * P + 1),
+    "chunks overlap": change("chunks.1.offset", 2 * P - 1),
+    "chunk too long": change("chunks.1.size", P + 13),
+    "chunk without bytes": change("chunks.1.size", 0),
+    "chunk inside a piece": change(
+        "chunks",
+        [
+            {"chunk_id": 0, "offset": 0, "size": P + 1, "checksum": H},
+            {"chunk_id": 1, "offset": P + 1, "size": 2 * P, "checksum": H},
+            {"chunk_id": 2, "offset": 3 * P + 1, "size": 11, "checksum": H},
+        ],
+    ),
+    "chunk checksum": change("chunks.0.checksum", "sha512:" + H),
+    "unknown key": change("algorithm", "md5"),
+    "unknown key in a file": change("files.0.mode", 0o4755),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_each_lie_is_refused_although_the_checksum_fits(lie: str) -> None:
+    body = document()
+    LIES[lie](body)
+    with pytest.raises(InvalidManifest) as caught:
+        parse_manifest(sealed(body))
+    assert "checksum is wrong" not in str(caught.value), "another rule must find it"
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    raw = a_manifest().to_bytes().replace(b'"z"', b'"\\ud800"')
+    with pytest.raises(InvalidManifest, match="not Unicode"):
+        parse_manifest(raw)
+
+
+def test_a_missing_key_is_refused() -> None:
+    for key in document():
+        body = document()
+        del body[key]
+        with pytest.raises(InvalidManifest, match="keys"):
+            parse_manifest(canonical_json(body))
+
+
+def test_a_changed_digest_does_not_fit_the_checksum() -> None:
+    body = document()
+    body["files"][0]["pieces"][2] = H[::-1]
+    with pytest.raises(InvalidManifest, match=r"checksum is wrong.*global_checksum"):
+        parse_manifest(canonical_json(body))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b'"x',
+        b"\xff\xfe",
+        b"\xef\xbb\xbf{}",
+        b'{"format": NaN}',
+        b'{"format": -Infinity}',
+        b'{"format": 1e999}',
+        b'{"format": ' + b"9" * 100_000 + b"}",
+        b'{"format": "a", "format": "a"}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"a": [[[[[]]]]]}',
+    ],
+)
+def test_what_is_no_manifest_is_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidManifest):
+        parse_manifest(raw)
+
+
+def test_a_duplicate_key_deep_inside_is_refused() -> None:
+    raw = a_manifest().to_bytes().replace(b'"path":"z"', b'"path":"y","path":"z"')
+    with pytest.raises(InvalidManifest, match="duplicate key"):
+        parse_manifest(raw)
+
+
+def test_size_is_bounded_before_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parse_module, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(InvalidManifest, match="too large"):
+        parse_manifest(b"[" * 101)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"[" + b"0," * 3_000_000 + b"0]", b"[" + b"[]," * 600_000 + b"0]", b"[" * 3_000_000]
+)
+def test_many_values_cost_no_memory(raw: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidManifest):
+            parse_manifest(raw)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(raw)
+    finally:
+        tracemalloc.stop()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(H),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    found = [path] if path else []
+    if isinstance(value, dict):
+        for key, each in value.items():
+            found += places(each, (*path, key))
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            found += places(each, (*path, index))
+    return found
+
+
+@settings(deadline=None, max_examples=600)
+@given(st.data())
+def test_any_value_anywhere_is_parsed_or_refused(data: st.DataObject) -> None:
+    body = document()
+    for _ in range(data.draw(st.integers(1, 3))):
+        *parents, last = data.draw(st.sampled_from(places(body)))
+        at: Any = body
+        for part in parents:
+            at = at[part]
+        at[last] = data.draw(json_values)
+    raw = json.dumps(body).encode()
+    with contextlib.suppress(InvalidManifest):
+        parse_manifest(raw)
+    with contextlib.suppress(InvalidManifest, ValueError):  # NaN has no canonical form
+        parsed = parse_manifest(sealed(body))
+        assert parse_manifest(parsed.to_bytes()) == parsed
+
+
+@settings(deadline=None, max_examples=600)
+@given(st.data())
+def test_damaged_bytes_are_parsed_or_refused(data: st.DataObject) -> None:
+    raw = bytearray(a_manifest().to_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        end = data.draw(st.integers(at, min(len(raw), at + 20)))
+        raw[at:end] = data.draw(st.binary(max_size=20))
+        if not raw:
+            break
+    with contextlib.suppress(InvalidManifest):
+        assert parse_manifest(bytes(raw)) == a_manifest()
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=300) | st.text().map(lambda text: text.encode("utf-8", "surrogatepass")))
+def test_any_bytes_are_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidManifest):
+        parse_manifest(raw)
+
+
+def test_a_manifest_of_119_000_pieces_is_parsed_and_indexed() -> None:
+    files = tuple(FileEntry(f"model-{n:05}", 1 << 32, H, (H,) * 1024) for n in range(116))
+    chunks = tuple(Chunk(n, n << 30, 1 << 30, H) for n in range(464))
+    large = Manifest.of(
+        model_id="m",
+        version="1",
+        piece_bytes=1 << 22,
+        chunk_bytes=1 << 30,
+        files=files,
+        chunks=chunks,
+    )
+    parsed = parse_manifest(large.to_bytes())
+    assert parsed == large
+    assert parsed.piece_count == 118_784
+    assert parsed.piece_of(118_783).chunk_id == 463
+    assert parsed.chunk_pieces(463) == range(118_528, 118_784)

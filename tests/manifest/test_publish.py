@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import Conflict, InvalidInput, InvalidManifest, ServiceUnavailable
+from paceline.errors import SourceMissing as Missing
+from paceline.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    build_manifest,
+    fetch_manifest,
+    publish_model,
+    verify_directory,
+    write_manifest,
+)
+from paceline.objects import ObjectStore, join_url
+from tests.support.rclone import RcloneS3
+
+
+class Recorder(ObjectStore):
+    """A real store that remembers what it wrote, and fails to write what it is told to."""
+
+    def __init__(self, s3: RcloneS3) -> None:
+        super().__init__(
+            endpoint_url=s3.endpoint_url, access_key=s3.access_key, secret_key=s3.secret_key
+        )
+        self.written: list[str] = []
+        self.fail = ""
+
+    def upload_file(self, path: Path | str, url: str) -> object:  # type: ignore[override]
+        if self.fail and url.endswith(self.fail):
+            raise ServiceUnavailable("planted")
+        self.written.append(url)
+        return super().upload_file(path, url)
+
+    def put_bytes(self, url: str, data: bytes) -> object:  # type: ignore[override]
+        self.written.append(url)
+        return super().put_bytes(url, data)
+
+
+@pytest.fixture
+def store(s3: RcloneS3) -> Recorder:
+    store = Recorder(s3)
+    store.ensure_bucket("manifests")
+    return store
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest) -> str:
+    return f"s3://manifests/{request.node.name}/1"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    (directory / "sub").mkdir(parents=True)
+    for name, size in (("config.json", 300), ("weights", 200_000), ("sub/empty", 0)):
+        (directory / name).write_bytes(os.urandom(size))
+    return directory
+
+
+def publish(model: Path, url: str, store: ObjectStore, **options: object) -> Manifest:
+    given = {"model_id": "m", "version": "1", "link_mbit": 40.0, **options}
+    return publish_model(model, url, store=store, **given)  # type: ignore[arg-type]
+
+
+def test_a_published_model_comes_back_whole(
+    model: Path, url: str, store: Recorder, tmp_path: Path
+) -> None:
+    manifest = publish(model, url, store)
+    assert store.written[-1] == join_url(url, MANIFEST_FILE), "the manifest goes last"
+    fetched = fetch_manifest(url, store)
+    assert fetched == manifest
+    for file in fetched.files:
+        target = tmp_path / "back" / file.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        store.download_file(join_url(url, file.path), target)
+    verify_directory(tmp_path / "back", fetched)
+
+
+def test_publishing_twice_uploads_nothing_even_for_another_link(
+    model: Path, url: str, store: Recorder
+) -> None:
+    first = publish(model, url, store)
+    store.written.clear()
+    assert publish(model, url, store, link_mbit=10_000.0) == first
+    assert store.written == []
+
+
+def test_a_lost_file_is_restored(model: Path, url: str, store: Recorder) -> None:
+    publish(model, url, store)
+    store.delete(join_url(url, "weights"))
+    store.written.clear()
+    publish(model, url, store)
+    assert store.written == [join_url(url, "weights")]
+
+
+def test_other_bytes_at_a_version_are_a_conflict_and_change_nothing(
+    model: Path, url: str, store: Recorder
+) -> None:
+    first = publish(model, url, store)
+    (model / "config.json").write_bytes(b"other")
+    store.written.clear()
+    with pytest.raises(Conflict, match=first.digest):
+        publish(model, url, store)
+    assert store.written == []
+    assert fetch_manifest(url, store) == first
+
+
+def test_a_publish_that_broke_off_is_not_there_and_can_be_done_again(
+    model: Path, url: str, store: Recorder
+) -> None:
+    store.fail = "config.json"
+    with pytest.raises(ServiceUnavailable, match="planted"):
+        publish(model, url, store)
+    with pytest.raises(Missing):
+        fetch_manifest(url, store)
+    store.fail = ""
+    (model / "weights").write_bytes(b"z" * 200_000)  # what the first try uploaded is stale
+    manifest = publish(model, url, store)
+    assert store.get_bytes(join_url(url, "weights")) == b"z" * 200_000
+    assert fetch_manifest(url, store) == manifest
+
+
+def test_a_damaged_manifest_names_its_place(model: Path, url: str, store: Recorder) -> None:
+    publish(model, url, store)
+    store.put_bytes(join_url(url, MANIFEST_FILE), b"{}")
+    with pytest.raises(InvalidManifest, match="s3://manifests"):
+        fetch_manifest(url, store)
+
+
+def test_a_local_directory_is_a_source_too(model: Path) -> None:
+    with pytest.raises(Missing, match="Publish"):
+        fetch_manifest(str(model), None)
+    manifest = build_manifest(model, model_id="m", version="1", link_mbit=40)
+    write_manifest(model, manifest)
+    assert fetch_manifest(str(model), None) == manifest
+
+
+def test_an_object_url_wants_a_store() -> None:
+    with pytest.raises(InvalidInput, match="no object store"):
+        fetch_manifest("s3://bucket/model", None)
