@@ -40,7 +40,7 @@ def verify_copy(
 def shows_version(
     state_dir: str, model_id: str, version: str, manifest_digest: str, *, worker_id: str
 ) -> bool:
-    """Return whether ``worker_id`` shows this version with this digest (its name, not its bytes)."""
+    """Return whether ``worker_id`` shows this version with this digest (names, not bytes)."""
     path = _model_directory(state_dir, worker_id, model_id) / version / "manifest.json"
     return path.is_file() and parse_manifest(path.read_bytes()).digest == manifest_digest
 

@@ -1,0 +1,296 @@
+"""Whole relays over loopback sockets and real disks, in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import DeploymentFailed, NotReady
+from paceline.manifest import FileEntry, Manifest, verify_directory
+from paceline.relay.limits import SessionLimits
+from paceline.relay.local import LocalFleet, distribute
+from paceline.relay.origin import DirectoryReader
+from paceline.relay.session import RelaySession
+from paceline.wire.plan import Source, WorkerLanes
+from paceline.wire.records import WorkerStatus
+from tests.relay.kit import DEPLOYMENT, lanes, manifest_of, plan, worker, write_model
+
+NAMES = ["node-0", "node-1", "node-2", "node-3"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", 1_000_000)
+
+
+@pytest.fixture
+def manifest(model: Path) -> Manifest:
+    return manifest_of(model)
+
+
+def chain(
+    manifest: Manifest, model: Path, **more: object
+) -> Callable[[dict[str, str]], dict[str, WorkerLanes]]:
+    def made(addresses: dict[str, str]) -> dict[str, WorkerLanes]:
+        planned = plan(manifest, addresses, source_url=str(model), **more)  # type: ignore[arg-type]
+        return {each.worker_id: each for each in planned.workers}
+
+    return made
+
+
+def order(manifest: Manifest) -> list[str]:
+    return [each.worker_id for each in plan(manifest, dict.fromkeys(NAMES, "x:1")).workers]
+
+
+def until(what: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("topology", ["chain", "tree", "direct"])
+def test_every_worker_shows_the_model_and_the_origin_is_read_once(
+    tmp_path: Path, model: Path, manifest: Manifest, topology: str
+) -> None:
+    receipts = distribute(
+        tmp_path / "nodes", NAMES, manifest, chain(manifest, model, topology=topology)
+    )
+    for name, receipt in receipts.items():
+        assert receipt.path == str(tmp_path / "nodes" / name / "store/models/m/v1")
+        verify_directory(Path(receipt.path), manifest)
+        assert receipt.received_bytes + receipt.origin_bytes == manifest.total_size
+        assert receipt.refetched_bytes == receipt.corrupt_pieces == 0
+    once = 4 if topology == "direct" else 1
+    assert sum(r.origin_bytes for r in receipts.values()) == once * manifest.total_size
+
+
+def test_a_second_deployment_of_the_same_version_moves_nothing(
+    tmp_path: Path, model: Path, manifest: Manifest
+) -> None:
+    for deployment in ("d-1", "d-2"):
+        receipts = distribute(
+            tmp_path / "nodes",
+            NAMES[:2],
+            manifest,
+            chain(manifest, model, deployment_id=deployment),
+        )
+    assert all(r.received_bytes == r.origin_bytes == 0 for r in receipts.values())
+
+
+def test_a_new_version_moves_only_what_changed(
+    tmp_path: Path, model: Path, manifest: Manifest
+) -> None:
+    distribute(tmp_path / "nodes", NAMES[:2], manifest, chain(manifest, model))
+    with (model / "shards/a.bin").open("r+b") as file:
+        file.seek(100_000)
+        file.write(b"fine-tuned")
+    newer = manifest_of(model, version="v2")
+    receipts = distribute(tmp_path / "nodes", NAMES[:2], newer, chain(newer, model))
+    for receipt in receipts.values():
+        assert receipt.received_bytes + receipt.origin_bytes == newer.piece_bytes
+        assert receipt.reused_pieces == newer.piece_count - 1
+        verify_directory(Path(receipt.path), newer)
+
+
+@pytest.fixture
+def paced(tmp_path: Path) -> Iterator[LocalFleet]:
+    """Four workers whose links take a second and a half for the model: time to break things."""
+    limits = SessionLimits(window_bytes=131_072, give_up_s=10)
+    with LocalFleet(tmp_path / "nodes", NAMES, link_mbit=6, limits=limits) as fleet:
+        yield fleet
+
+
+def test_the_line_closes_up_when_its_second_worker_dies(
+    paced: LocalFleet, manifest: Manifest, model: Path
+) -> None:
+    first, second, *rest = order(manifest)
+    paced.deploy(manifest, chain(manifest, model, link_mbit=6)(paced.addresses))
+    until(lambda: (beat := paced.beat(second, DEPLOYMENT)) is not None and beat.pieces_held > 10)
+    paced.drivers[second].server.stop()
+    paced.drivers.pop(second).stop()
+    receipts = paced.receipts(DEPLOYMENT, [first, *rest])
+    assert sum(r.origin_bytes for r in receipts.values()) == manifest.total_size
+    for name in rest:
+        assert receipts[name].refetched_bytes <= 0.02 * manifest.total_size
+        verify_directory(Path(receipts[name].path), manifest)
+    beat = paced.beat(rest[0], DEPLOYMENT)
+    assert beat is not None
+    assert beat.lost_sources == (second,)
+
+
+def test_new_lanes_midway_lose_nothing(paced: LocalFleet, manifest: Manifest, model: Path) -> None:
+    paced.deploy(manifest, chain(manifest, model, link_mbit=6)(paced.addresses))
+    tail = order(manifest)[-1]
+    until(lambda: (beat := paced.beat(tail, DEPLOYMENT)) is not None and beat.pieces_held > 10)
+    paced.deploy(manifest, chain(manifest, model, link_mbit=6, epoch=2, seed=5)(paced.addresses))
+    receipts = paced.receipts(DEPLOYMENT)
+    for name, receipt in receipts.items():
+        assert receipt.refetched_bytes <= 4 * manifest.piece_bytes
+        assert (beat := paced.beat(name, DEPLOYMENT)) is not None
+        assert beat.epoch == 2
+
+
+def test_a_cancel_leaves_no_trace(paced: LocalFleet, manifest: Manifest, model: Path) -> None:
+    paced.deploy(manifest, chain(manifest, model, link_mbit=6)(paced.addresses))
+    until(lambda: all((b := paced.beat(n, DEPLOYMENT)) and b.pieces_held for n in NAMES))
+    for driver in paced.drivers.values():
+        driver.cancel(DEPLOYMENT)
+    until(lambda: all(paced.beat(name, DEPLOYMENT) is None for name in NAMES))
+    for driver in paced.drivers.values():
+        assert driver.store.versions() == []
+        assert list((driver.store.root / "staging").iterdir()) == []
+
+
+def test_activation_waits_for_completion(
+    paced: LocalFleet, manifest: Manifest, model: Path
+) -> None:
+    name = NAMES[0]
+    paced.deploy(manifest, {name: chain(manifest, model)(paced.addresses)[name]})
+    paced.drivers[name].activate(DEPLOYMENT)
+    paced.deploy(manifest, chain(manifest, model)(paced.addresses))
+    paced.receipts(DEPLOYMENT)
+    assert paced.drivers[name].store.active("m") is None
+    paced.drivers[name].activate(DEPLOYMENT)
+    until(lambda: (beat := paced.beat(name, DEPLOYMENT)) is not None and beat.activated)
+    assert paced.drivers[name].store.active("m") == "v1"
+
+
+def test_a_peer_with_a_rotten_disk_is_named_and_worked_around(
+    tmp_path: Path, manifest: Manifest, model: Path
+) -> None:
+    with LocalFleet(tmp_path / "nodes", NAMES) as fleet:
+        holders = {name: fleet.addresses[name] for name in NAMES[:2]}
+        fleet.deploy(manifest, chain(manifest, model)(holders))
+        receipts = fleet.receipts(DEPLOYMENT, NAMES[:2])
+        with Path(receipts["node-0"].path, "shards/b.bin").open("r+b") as file:
+            file.seek(50_000)
+            file.write(b"rot")
+        upstream = [worker(name, fleet.addresses[name]) for name in ("node-0", "node-1")]
+        third = worker("node-2", fleet.addresses["node-2"])
+        fleet.deploy(
+            manifest,
+            {
+                "node-2": lanes("node-2", manifest, *upstream, budget=0),
+                "node-3": lanes("node-3", manifest, third, budget=0),
+            },
+        )
+        receipts = fleet.receipts(DEPLOYMENT, ["node-2", "node-3"])
+        beats = {name: fleet.beat(name, DEPLOYMENT) for name in ("node-2", "node-3")}
+    assert beats["node-2"].corrupt_sources == ("node-0",)  # type: ignore[union-attr]
+    assert beats["node-3"].corrupt_sources == ()  # type: ignore[union-attr]
+    assert receipts["node-2"].corrupt_pieces == 1
+    assert receipts["node-3"].corrupt_pieces == 0
+    for receipt in receipts.values():
+        verify_directory(Path(receipt.path), manifest)
+
+
+def test_a_flipped_byte_at_the_origin_is_named_and_shown_to_nobody(
+    tmp_path: Path, manifest: Manifest, model: Path
+) -> None:
+    with (model / "shards/a.bin").open("r+b") as file:
+        file.seek(20_000)
+        file.write(b"!")
+    with LocalFleet(tmp_path / "nodes", NAMES) as fleet:
+        fleet.deploy(manifest, chain(manifest, model)(fleet.addresses))
+        head = order(manifest)[0]
+        with pytest.raises(DeploymentFailed):
+            fleet.receipts(DEPLOYMENT, [head])
+        beat = fleet.beat(head, DEPLOYMENT)
+        assert beat is not None
+        assert beat.failure is not None
+        assert beat.failure.code == "CorruptData"
+        assert str(model) in beat.failure.message
+        assert "piece 2" in beat.failure.message
+        assert all(driver.store.versions() == [] for driver in fleet.drivers.values())
+
+
+def test_a_source_that_changed_its_size_is_said_to_have_changed(
+    tmp_path: Path, manifest: Manifest, model: Path
+) -> None:
+    with (model / "shards/a.bin").open("ab") as file:
+        file.write(b"more")
+    with LocalFleet(tmp_path / "nodes", NAMES[:1]) as fleet:
+        fleet.deploy(manifest, chain(manifest, model)(fleet.addresses))
+        with pytest.raises(DeploymentFailed, match="SourceChanged"):
+            fleet.receipts(DEPLOYMENT)
+
+
+class StuckReader:
+    """A source that reads nothing for a while, as S3 does on a bad day."""
+
+    def __init__(self, directory: Path, gate: list[bool]) -> None:
+        self._reader, self._gate = DirectoryReader(directory), gate
+
+    def read(self, file: FileEntry, offset: int, view: memoryview) -> None:
+        until(lambda: self._gate[0])
+        self._reader.read(file, offset, view)
+
+
+def test_downstream_waits_while_its_upstream_waits_for_the_source(
+    tmp_path: Path, manifest: Manifest, model: Path
+) -> None:
+    gate = [False]
+
+    def slow(url: str) -> StuckReader:
+        return StuckReader(Path(url), gate)
+
+    with LocalFleet(tmp_path / "nodes", NAMES, open_source=slow) as fleet:
+        fleet.deploy(manifest, chain(manifest, model)(fleet.addresses))
+        time.sleep(2.5)  # two and a half piece deadlines
+        gate[0] = True
+        receipts = fleet.receipts(DEPLOYMENT)
+        assert sum(r.origin_bytes for r in receipts.values()) == manifest.total_size
+        for name in NAMES:
+            beat = fleet.beat(name, DEPLOYMENT)
+            assert beat is not None
+            assert beat.lost_sources == ()
+
+
+def test_two_deployments_of_one_model_at_once_do_not_mix(
+    paced: LocalFleet, manifest: Manifest, model: Path
+) -> None:
+    name = NAMES[0]
+    for deployment in ("d-1", "d-2"):
+        mine = chain(manifest, model, deployment_id=deployment)({name: paced.addresses[name]})
+        paced.deploy(manifest, mine)
+    receipts = paced.receipts("d-1", [name])
+    verify_directory(Path(receipts[name].path), manifest)
+    beat = paced.beat(name, "d-2")
+    assert beat is not None
+    assert beat.status is WorkerStatus.FAILED
+    assert beat.failure is not None
+    assert beat.failure.code == "Conflict"
+
+
+def test_a_planted_session_bug_is_caught_on_sockets_too(
+    paced: LocalFleet, manifest: Manifest, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = RelaySession._close
+
+    def forgets_what_was_in_flight(self: RelaySession, feed: object, actions: list[object]) -> None:
+        taken = self._taken.copy()
+        close(self, feed, actions)  # type: ignore[arg-type]
+        self._taken = taken
+
+    monkeypatch.setattr(RelaySession, "_close", forgets_what_was_in_flight)
+    _, second, third, *_ = order(manifest)
+    paced.deploy(manifest, chain(manifest, model, link_mbit=6)(paced.addresses))
+    until(lambda: (beat := paced.beat(second, DEPLOYMENT)) is not None and beat.pieces_held > 10)
+    paced.drivers.pop(second).stop()
+    with pytest.raises(NotReady):
+        paced.receipts(DEPLOYMENT, [third], timeout_s=4)
+
+
+def test_a_dead_source_without_spares_ends_in_a_clear_failure(
+    tmp_path: Path, manifest: Manifest
+) -> None:
+    limits = SessionLimits(give_up_s=1.0)
+    with LocalFleet(tmp_path / "nodes", ["node-0"], limits=limits) as fleet:
+        gone = Source(kind="worker", worker_id="gone", address="127.0.0.1:1")
+        fleet.deploy(manifest, {"node-0": lanes("node-0", manifest, gone)})
+        with pytest.raises(DeploymentFailed, match="PeerLost"):
+            fleet.receipts(DEPLOYMENT)

@@ -1,0 +1,269 @@
+"""What a disk keeps, shows and forgets."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import (
+    Cancelled,
+    Conflict,
+    CorruptData,
+    InvalidInput,
+    NotFound,
+    StateLocked,
+    StorageFailed,
+    StorageFull,
+)
+from paceline.manifest import Manifest, verify_directory
+from paceline.relay.extents import Extent
+from paceline.relay.staging import Staging
+from paceline.relay.store import Store
+from tests.relay.kit import manifest_of, write_model
+
+
+def fill(staging: Staging, source: Path, pieces: range | None = None) -> None:
+    manifest = staging.manifest
+    for index in pieces or range(manifest.piece_count):
+        piece = manifest.piece_of(index)
+        data = (source / manifest.files[piece.file_index].path).read_bytes()
+        assert staging.claim(index)
+        descriptor, offset, length = staging.location(index)
+        staging.write(descriptor, memoryview(data)[offset : offset + length], offset)
+        staging.hold(index)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", 300_000)
+
+
+@pytest.fixture
+def manifest(model: Path) -> Manifest:
+    return manifest_of(model)
+
+
+def test_nothing_is_visible_until_everything_is_and_then_all_of_it(
+    tmp_path: Path, model: Path, manifest: Manifest
+) -> None:
+    store = Store(tmp_path / "store")
+    staging = store.open(manifest)
+    final = store.final_path("m", "v1")
+    fill(staging, model, range(manifest.piece_count - 1))
+    with pytest.raises(Conflict, match="not complete"):
+        store.publish(staging)
+    assert not final.exists()
+    fill(staging, model, range(manifest.piece_count - 1, manifest.piece_count))
+    assert store.publish(staging) == final
+    verify_directory(final, manifest)
+    assert store.publish(staging) == final
+    assert list((tmp_path / "store/staging").iterdir()) == []
+    assert [(v.version, v.digest, v.active) for v in store.versions("m")] == [
+        ("v1", manifest.digest, False)
+    ]
+    # What was open stays readable for peers after the rename.
+    descriptor, offset, length = staging.location(0)
+    data = os.pread(descriptor, length, offset)
+    assert hashlib.sha256(data).hexdigest() == manifest.piece_of(0).sha256
+
+
+def test_only_durable_pieces_survive_the_process(
+    tmp_path: Path, model: Path, manifest: Manifest
+) -> None:
+    store = Store(tmp_path / "store")
+    staging = store.open(manifest)
+    fill(staging, model, range(5))
+    assert staging.commit() == [Extent(0, 5)]
+    assert staging.commit() == []
+    fill(staging, model, range(5, 8))  # verified, not committed
+    store.close()
+    again = Store(tmp_path / "store").open(manifest)
+    assert list(again.durable) == [Extent(0, 5)]
+
+
+def test_a_torn_mark_and_what_follows_it_is_not_trusted(
+    tmp_path: Path, model: Path, manifest: Manifest
+) -> None:
+    store = Store(tmp_path / "store")
+    staging = store.open(manifest)
+    for first in (0, 4, 8):
+        fill(staging, model, range(first, first + 2))
+        staging.commit()
+    store.close()
+    marks = staging.directory / "marks"
+    raw = bytearray(marks.read_bytes())
+    raw[13] ^= 1
+    marks.write_bytes(raw + b"\0\0\0")
+    again = Store(tmp_path / "store").open(manifest)
+    assert list(again.durable) == [Extent(0, 2)]
+
+
+def test_marks_without_their_file_are_not_trusted(
+    tmp_path: Path, model: Path, manifest: Manifest
+) -> None:
+    store = Store(tmp_path / "store")
+    staging = store.open(manifest)
+    fill(staging, model, range(5))
+    staging.commit()
+    store.close()
+    (staging.data / "shards/a.bin").unlink()
+    assert not Store(tmp_path / "store").open(manifest).durable
+
+
+def test_a_model_that_cannot_fit_is_refused_before_a_byte_moves(
+    tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "store")
+    room = os.statvfs(tmp_path)
+    full = os.statvfs_result([*room[:4], 10, *room[5:]])
+    monkeypatch.setattr(os, "statvfs", lambda _path: full)
+    with pytest.raises(StorageFull, match="does not fit"):
+        store.open(manifest)
+
+
+def test_a_disk_that_refuses_to_sync_publishes_nothing(
+    tmp_path: Path, model: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "store")
+    staging = store.open(manifest)
+    fill(staging, model)
+
+    def refuse(_descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", refuse)
+    with pytest.raises(StorageFailed):
+        store.publish(staging)
+    assert not store.final_path("m", "v1").exists()
+    store.discard(staging)
+    assert list((tmp_path / "store/staging").iterdir()) == []
+
+
+def test_pieces_of_an_older_version_are_reused_and_verified(
+    tmp_path: Path, model: Path, manifest: Manifest
+) -> None:
+    store = Store(tmp_path / "store")
+    staging = store.open(manifest)
+    fill(staging, model)
+    store.publish(staging)
+    with (model / "shards/b.bin").open("r+b") as file:
+        file.seek(40_000)
+        file.write(b"changed")
+    newer = manifest_of(model, version="v2")
+    next_one = store.open(newer)
+    store.reuse(next_one)
+    assert next_one.reused_pieces == newer.piece_count - 1
+    assert list(next_one.durable) == list(next_one.verified)
+    missing = [p for p in range(newer.piece_count) if p not in next_one.durable]
+    fill(next_one, model, range(missing[0], missing[0] + 1))
+    verify_directory(store.publish(next_one), newer)
+
+
+def test_a_rotten_older_version_is_not_reused(
+    tmp_path: Path, model: Path, manifest: Manifest
+) -> None:
+    store = Store(tmp_path / "store")
+    staging = store.open(manifest)
+    fill(staging, model)
+    final = store.publish(staging)
+    with (final / "shards/a.bin").open("r+b") as file:
+        file.write(b"rotten")
+    newer = manifest_of(write_model(tmp_path / "copy", 300_000), version="v2")
+    next_one = store.open(newer)
+    store.reuse(next_one)
+    assert 1 not in next_one.verified  # piece 0 is config.json, 1 the first of shards/a.bin
+    assert next_one.reused_pieces == newer.piece_count - 1
+    with pytest.raises(CorruptData):
+        store.verify("m", "v1")
+
+
+def test_one_name_never_has_two_contents(tmp_path: Path, model: Path, manifest: Manifest) -> None:
+    store = Store(tmp_path / "store")
+    staging = store.open(manifest)
+    fill(staging, model)
+    store.publish(staging)
+    assert store.open(manifest).published
+    (model / "config.json").write_text('{"layers": 3}')
+    with pytest.raises(Conflict, match="other content"):
+        store.open(manifest_of(model))
+
+
+def test_activation_switches_atomically_and_back(tmp_path: Path, model: Path) -> None:
+    store = Store(tmp_path / "store")
+    with pytest.raises(NotFound):
+        store.activate("m", "v1")
+    for version in ("v1", "v2", "v3"):
+        (model / "config.json").write_text(version)
+        staging = store.open(manifest_of(model, version=version))
+        fill(staging, model)
+        store.publish(staging)
+    assert store.active("m") is None
+    store.activate("m", "v2")
+    store.activate("m", "v1")
+    link = tmp_path / "store/models/m/active"
+    assert link.is_symlink()
+    assert (link / "config.json").read_text() == "v1"
+    assert store.active("m") == "v1"
+    assert {v.version for v in store.versions()} == {"v1", "v2", "v3"}
+    gone = store.collect(keep=1)
+    assert [v.version for v in gone] == ["v2"]  # v1 is active, v3 the newest
+    assert {v.version for v in store.versions()} == {"v1", "v3"}
+
+
+def test_a_discarded_version_leaves_nothing_and_its_streams_stop(
+    tmp_path: Path, model: Path, manifest: Manifest
+) -> None:
+    store = Store(tmp_path / "store")
+    staging = store.open(manifest)
+    fill(staging, model)
+    store.discard(staging)
+    with pytest.raises(Cancelled):
+        store.publish(staging)
+    with pytest.raises(Cancelled), staging.using():
+        pass
+    assert not store.final_path("m", "v1").exists()
+    assert list((tmp_path / "store/staging").iterdir()) == []
+
+
+def test_descriptors_stay_open_under_a_running_use(
+    tmp_path: Path, model: Path, manifest: Manifest
+) -> None:
+    staging = Store(tmp_path / "store").open(manifest)
+    with staging.using():
+        descriptor, _, _ = staging.location(0)
+        staging.close()
+        os.fstat(descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_one_process_owns_a_store(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    with pytest.raises(StateLocked):
+        Store(tmp_path / "store")
+    store.close()
+    Store(tmp_path / "store").close()
+
+
+@pytest.mark.parametrize("version", ["active", "..", ".hidden", "a/b", ""])
+def test_names_never_leave_the_store(tmp_path: Path, version: str) -> None:
+    with pytest.raises(InvalidInput):
+        Store(tmp_path / "store").final_path("m", version)
+
+
+def test_a_link_planted_in_staging_is_not_followed(
+    tmp_path: Path, model: Path, manifest: Manifest
+) -> None:
+    store = Store(tmp_path / "store")
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    data = tmp_path / "store/staging" / manifest.digest / "data"
+    data.mkdir(parents=True)
+    (data / "config.json").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        store.open(manifest)
+    assert victim.read_text() == "precious"
