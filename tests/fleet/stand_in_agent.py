@@ -22,7 +22,7 @@ before = json.loads(path.read_text())["incarnation"] if path.exists() else 0
 listener = socket.create_server(("127.0.0.1", 0))
 announcement = {
     "pid": os.getpid(),
-    "address": "127.0.0.1:%d" % listener.getsockname()[1],
+    "address": f"127.0.0.1:{listener.getsockname()[1]}",
     "incarnation": before + 1,
 }
 temporary = path.with_suffix(".tmp")

@@ -117,7 +117,7 @@ class Fleet:
         for answer in answers.values():
             if isinstance(answer, BaseException):
                 raise answer
-        return answers
+        return {each: answers[each] for each in wanted}
 
     def run_on(self, worker_id: str, fn: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
         """Return ``fn(*args)`` as run on ``worker_id``; its own error is raised here.

@@ -23,7 +23,7 @@ from paceline.fleet.remote import News, Order
 log = logging.getLogger(__name__)
 
 PRESENCE_EVERY_S = 0.5
-NEWS_WAIT_S = 1.0
+NEWS_WAIT_S = 0.5
 NEWS_PATIENCE_S = 15.0  # a node that does not answer for this long is frozen or cut off
 RESULT_TIMEOUT_S = 10.0
 

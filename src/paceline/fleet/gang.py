@@ -34,9 +34,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 LAUNCH_DEADLINE_S = 20.0
 FAILURE_GRACE_S = 1.0  # ranks that wait in a collective for a dead one do not hear SIGTERM
-SETTLE_S = (
-    0.4  # after a first failure: which rank was really first is known once all nodes answered
-)
+SETTLE_S = 1.5  # which rank was really first is known once all nodes have answered again
 CLAIM_RETRY_S = 0.2
 CLAIM_DEADLINE_S = 10.0
 
@@ -142,22 +140,19 @@ def run_gang(
         try:
             crew.start(LAUNCH_DEADLINE_S)
             started = time.monotonic()
+            silence = (start_deadline_s, silence_deadline_s)
             while fault is None and not all(each.over for each in crew.members):
                 _deliver(crew.follow(TICK_S), on_event)
                 _check_cancel(cancel, gang_id)
                 now = time.monotonic()
-                fault = (
-                    _failed(crew)
-                    or _silent(crew, now - started, start_deadline_s, silence_deadline_s)
-                    or _late(now - began, deadline_s)
-                )
+                fault = _failed(crew) or _late(now - began, deadline_s)
+                if fault is None and _silent(crew, now - started, *silence):
+                    # Judge by fresh news of all, not by what some said a moment ago.
+                    _settle(crew, on_event, now)
+                    fault = _failed(crew) or _silent(crew, now - started, *silence)
             fault = fault or _failed(crew)
             if fault is not None and fault.member is not None and fault.member.over:
-                settle = time.monotonic() + SETTLE_S
-                while (left := settle - time.monotonic()) > 0 and not all(
-                    each.over for each in crew.members
-                ):
-                    _deliver(crew.follow(left), on_event)
+                _settle(crew, on_event, time.monotonic())
                 fault = _failed(crew) or fault
             grace = FAILURE_GRACE_S
         finally:
@@ -196,30 +191,38 @@ def _silent(
     crew: Crew, running_s: float, start_deadline_s: float, silence_deadline_s: float
 ) -> Fault | None:
     living = [each for each in crew.members if not each.over]
-    now = time.monotonic()
     mute = [each for each in living if not each.news.spoke]
     if mute and running_s > start_deadline_s:
-        return Fault(
-            _likeliest(mute, now), f"said nothing within {start_deadline_s:.0f} s of its start"
-        )
+        return Fault(_likeliest(mute), f"said nothing within {start_deadline_s:.0f} s of its start")
     hanging = [
-        each for each in living if each.news.spoke and _silence(each, now) > silence_deadline_s
+        each for each in living if each.news.spoke and each.news.silent_s > silence_deadline_s
     ]
     if not hanging:
         return None
     # One frozen rank silences all that wait for it: blame a stopped one, else the one silent
     # longest.
-    guilty = _likeliest([each for each in living if each.news.spoke], now)
+    guilty = _likeliest([each for each in living if each.news.spoke])
     state = " (it is stopped)" if guilty.news.stopped else ""
-    return Fault(guilty, f"hung: no line for {_silence(guilty, now):.1f} s{state}")
+    return Fault(guilty, f"hung: no line for {guilty.news.silent_s:.1f} s{state}")
 
 
-def _silence(member: Member, now: float) -> float:
-    return member.news.silent_s + (now - member.seen if member.seen else 0.0)
+def _likeliest(members: Sequence[Member]) -> Member:
+    return max(members, key=lambda each: (each.news.stopped, each.news.silent_s))
 
 
-def _likeliest(members: Sequence[Member], now: float) -> Member:
-    return max(members, key=lambda each: (each.news.stopped, _silence(each, now)))
+def _settle(crew: Crew, on_event: OnEvent | None, since: float) -> None:
+    """Follow until every living rank's node has answered a question asked after ``since``."""
+    deadline = since + SETTLE_S
+    rounds = dict.fromkeys(crew.members, 0)
+    seen = {each: each.seen for each in crew.members}
+    while (left := deadline - time.monotonic()) > 0 and any(
+        not each.over and rounds[each] < 2 for each in crew.members
+    ):
+        _deliver(crew.follow(min(left, TICK_S)), on_event)
+        for each in crew.members:  # the first answer may be to a question asked before
+            if each.seen != seen[each]:
+                seen[each] = each.seen
+                rounds[each] += 1
 
 
 def _late(running_s: float, deadline_s: float | None) -> Fault | None:
