@@ -171,7 +171,7 @@ def test_garbage_ends_its_own_stream_only(port: Port) -> None:
             if random.random() < 0.5:
                 sock.sendall(encode(random.choice(list(Kind)), random.getrandbits(32), 40))
             sock.sendall(random.randbytes(random.randint(1, 200)))
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR)
                 while sock.recv(4096):
                     pass
@@ -187,7 +187,7 @@ def test_a_cancelled_model_ends_its_streams(port: Port) -> None:
         sock.sendall(encode(Kind.REQUEST, 0, 2))
         assert take_piece(sock)[0] == 0
         port.library.discard(staging)
-        with pytest.raises(PeerLost, match="clos|broke"):
+        with pytest.raises(PeerLost, match=r"clos|broke"):
             while True:
                 next_frame(sock)
 

@@ -1,0 +1,241 @@
+"""Real agent processes against a coordinator of forty lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.manifest import Manifest, verify_directory
+from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
+from paceline.wire.calls import Command
+from paceline.wire.records import WorkerStatus
+from tests.relay.fake_coordinator import TOKEN, FakeCoordinator
+from tests.relay.kit import DEPLOYMENT, manifest_of, write_model
+
+LINK_MBIT = 8.0  # of a model of 3 MB: three seconds to break things in
+NAMES = ["node-0", "node-1", "node-2", "node-3"]
+
+
+def until(what: Callable[[], object], why: str, timeout_s: float = 40.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < end, f"never came: {why}"
+        time.sleep(0.02)
+
+
+class Fleet:
+    """Agent processes of one state directory; it kills only those it started."""
+
+    def __init__(self, state: Path, coordinator: FakeCoordinator) -> None:
+        self.state, self.coordinator = state, coordinator
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        state.mkdir()
+        runtime = Runtime(
+            profile=Profile(),
+            state_dir=state,
+            endpoints=Endpoints(coordinator_url=coordinator.url),
+            secrets=Secrets(coordinator_token=TOKEN),
+        )
+        save_runtime(runtime)
+
+    def start(self, name: str, *before: str, **more: str) -> subprocess.Popen[bytes]:
+        given = {"state_dir": self.state, "worker_id": name, "link_mbit": LINK_MBIT, **more}
+        arguments = [f"{key}={value}" for key, value in given.items()]
+        with (self.state / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [*before, sys.executable, "-m", "paceline.relay.agent", *arguments],
+                stdout=log,
+                stderr=log,
+            )
+        self.processes[name] = process
+        return process
+
+    def kill(self, name: str) -> None:
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait(10)
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+        for process in self.processes.values():
+            process.wait(10)
+
+    def pieces(self, name: str) -> int:
+        beat = self.coordinator.beats.get(name)
+        return beat.pieces_held if beat else 0
+
+    def is_complete(self, name: str) -> bool:
+        beat = self.coordinator.beats.get(name)
+        return beat is not None and beat.status is WorkerStatus.COMPLETE
+
+    def final(self, name: str) -> Path:
+        return self.state / "nodes" / name / "store/models/m/v1"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", 3_000_000)
+
+
+@pytest.fixture
+def manifest(model: Path) -> Manifest:
+    return manifest_of(model)
+
+
+@pytest.fixture
+def coordinator(model: Path, manifest: Manifest) -> Iterator[FakeCoordinator]:
+    with FakeCoordinator(manifest, str(model), NAMES, LINK_MBIT) as fake:
+        yield fake
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, coordinator: FakeCoordinator) -> Iterator[Fleet]:
+    made = Fleet(tmp_path / "state", coordinator)
+    yield made
+    made.close()
+
+
+def test_agents_survive_the_death_of_the_second_and_it_resumes_from_its_disk(
+    fleet: Fleet, coordinator: FakeCoordinator, manifest: Manifest
+) -> None:
+    for name in NAMES:
+        fleet.start(name)
+    until(lambda: coordinator.plan is not None, "four agents")
+    assert coordinator.plan is not None
+    first, second, third, fourth = (each.worker_id for each in coordinator.plan.workers)
+    until(lambda: fleet.pieces(second) > 40, "pieces at the second")
+    fleet.kill(second)
+    survivors = (first, third, fourth)
+    until(lambda: all(map(fleet.is_complete, survivors)), "survivors complete")
+    for name in survivors:
+        receipt = coordinator.beats[name].receipt
+        assert receipt is not None
+        assert receipt.refetched_bytes <= 0.02 * manifest.total_size
+        verify_directory(fleet.final(name), manifest)
+    origin = sum(coordinator.beats[name].origin_bytes for name in survivors)
+    assert origin <= 1.02 * manifest.total_size
+    assert coordinator.beats[third].lost_sources == (second,)
+    # Back from its disk, as a new incarnation, with only the rest to fetch.
+    held = fleet.pieces(second)
+    del coordinator.beats[second]
+    fleet.start(second)
+    until(lambda: coordinator.registered[second].incarnation == 2, "the second is back")
+    until(lambda: fleet.is_complete(second), "the second completes")
+    receipt = coordinator.beats[second].receipt
+    assert receipt is not None
+    moved = receipt.received_bytes + receipt.origin_bytes
+    assert moved <= manifest.total_size - (held - 2) * manifest.piece_bytes
+    verify_directory(fleet.final(second), manifest)
+    # What the coordinator asks next, and a graceful end.
+    coordinator.commands = [Command(kind="activate", deployment_id=DEPLOYMENT, epoch=1)]
+    until(lambda: all(coordinator.beats[n].activated for n in NAMES), "activation")
+    coordinator.commands = []
+    assert (fleet.final(first).parent / "active").resolve() == fleet.final(first).resolve()
+    for process in fleet.processes.values():
+        process.terminate()
+    assert [process.wait(15) for process in fleet.processes.values()] == [0, 0, 0, 0]
+    assert not list(fleet.state.glob("nodes/*/agent.json"))
+
+
+def test_the_data_plane_goes_on_while_the_coordinator_is_away(
+    fleet: Fleet, coordinator: FakeCoordinator, manifest: Manifest
+) -> None:
+    coordinator.targets = NAMES[:2]
+    for name in NAMES[:2]:
+        fleet.start(name)
+    until(lambda: all(fleet.pieces(name) > 5 for name in NAMES[:2]), "pieces everywhere")
+    coordinator.server.shutdown()
+    coordinator.server.server_close()
+    until(lambda: all(fleet.final(name).exists() for name in NAMES[:2]), "completion without it")
+    for name in NAMES[:2]:
+        verify_directory(fleet.final(name), manifest)
+        assert fleet.processes[name].poll() is None
+
+
+def test_a_worker_that_was_given_up_comes_back_as_a_new_incarnation(
+    fleet: Fleet, coordinator: FakeCoordinator
+) -> None:
+    process = fleet.start("node-0")
+    until(lambda: "node-0" in coordinator.registered, "registration")
+    said = json.loads((fleet.state / "nodes/node-0/agent.json").read_text())
+    assert said["pid"] == process.pid
+    assert said["address"] == coordinator.registered["node-0"].address
+    assert said["incarnation"] == 1
+    coordinator.lost.add("node-0")
+    until(lambda: coordinator.registered["node-0"].incarnation == 2, "a new incarnation")
+    again = fleet.start("node-0")  # a second agent on one store
+    assert again.wait(15) == 1
+    assert b"another agent owns this store" in (fleet.state / "node-0.log").read_bytes()
+    process.terminate()
+    assert process.wait(15) == 0
+
+
+def test_an_agent_dies_with_the_process_that_started_it(fleet: Fleet) -> None:
+    script = (
+        "import subprocess, sys, time\n"
+        "p = subprocess.Popen([sys.executable, '-m', 'paceline.relay.agent', *sys.argv[1:]])\n"
+        "print(p.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    arguments = [f"state_dir={fleet.state}", "worker_id=node-0", "die_with_parent=true"]
+    with subprocess.Popen(
+        [sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        announced = fleet.state / "nodes/node-0/agent.json"
+        until(announced.exists, "the agent listens")
+        parent.kill()
+    until(lambda: not _runs(pid), "the agent ends", timeout_s=10)
+    assert not announced.exists()  # it ended gracefully
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_an_agent_is_lean() -> None:
+    heavy = ("prefect", "dask", "distributed", "torch", "mlflow", "boto3", "pandas", "numpy")
+    script = (
+        "import paceline.relay.agent, sys\n"
+        "from pathlib import Path\n"
+        f"print([name for name in {heavy!r} if name in sys.modules])\n"
+        # not ru_maxrss: a child begins with its parent's
+        "said = Path('/proc/self/status').read_text().split('VmHWM:')[1]\n"
+        "print(int(said.split()[0]) // 1024)\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.splitlines()
+    assert out[0] == "[]"
+    assert int(out[1]) < 60  # MiB
+
+
+def test_a_frozen_agent_is_worked_around_and_catches_up(
+    fleet: Fleet, coordinator: FakeCoordinator, manifest: Manifest
+) -> None:
+    coordinator.targets = NAMES[:3]
+    for name in NAMES[:3]:
+        fleet.start(name)
+    until(lambda: coordinator.plan is not None, "three agents")
+    assert coordinator.plan is not None
+    first, second, third = (each.worker_id for each in coordinator.plan.workers)
+    until(lambda: fleet.pieces(second) > 40, "pieces at the second")
+    os.kill(fleet.processes[second].pid, signal.SIGSTOP)
+    until(lambda: fleet.is_complete(first) and fleet.is_complete(third), "the others complete")
+    os.kill(fleet.processes[second].pid, signal.SIGCONT)
+    until(lambda: fleet.is_complete(second), "the thawed one completes")
+    verify_directory(fleet.final(second), manifest)
