@@ -97,6 +97,13 @@ def test_a_body_that_is_always_short_is_service_unavailable() -> None:
     assert len(asked) == ranges.ATTEMPTS
 
 
+def test_a_server_that_never_answers_is_asked_no_more_often_than_configured() -> None:
+    with serving(lambda h, n, a, b: refuse(h, 503, "SlowDown")) as (store, asked):
+        with pytest.raises(ServiceUnavailable):
+            read(store)
+    assert len(asked) == client.MAX_ATTEMPTS
+
+
 def test_another_etag_midway_is_source_changed() -> None:
     def answer(handler: BaseHTTPRequestHandler, n: int, first: int, last: int) -> None:
         send(handler, first, last, cut=20_000 if n == 1 else 0, etag="e" if n == 1 else "f")
@@ -130,7 +137,9 @@ def test_each_refusal_has_its_error(status: int, code: str, error: type[Exceptio
             read(store)
 
 
-def test_a_server_that_recovers_is_read() -> None:
+def test_a_server_that_recovers_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "MAX_ATTEMPTS", 3)
+
     def answer(handler: BaseHTTPRequestHandler, n: int, first: int, last: int) -> None:
         if n < 3:
             refuse(handler, 503, "SlowDown")

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0
-MAX_ATTEMPTS = 4  # the first try included; botocore's standard mode jitters its backoff
+MAX_ATTEMPTS = 3  # the first try included; botocore's standard mode jitters its backoff
 POOL = 32
 
 _creating = threading.Lock()  # creating botocore sessions is not thread-safe

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,52 +39,42 @@ def read_range(
 ) -> None:
     """Fill ``view`` with the object's bytes from ``offset`` on.
 
-    Raises SourceChanged, SourceMissing, AccessDenied, or ServiceUnavailable after ``ATTEMPTS``.
+    Raises SourceChanged, SourceMissing, AccessDenied, or ServiceUnavailable: at once where the
+    request itself fails (botocore tried that again already), after ``ATTEMPTS`` broken bodies.
     """
     target = view.cast("B")
-    done = 0
-    for attempt in range(1, ATTEMPTS + 1):
+    done = attempt = 0
+    while done < len(target):
+        attempt += 1
         start = done
+        with translated(endpoint_url, pinned.url):
+            answer = _request(client, pinned, offset + done, len(target) - done)
         try:
-            with translated(endpoint_url, pinned.url):
-                for step in _body(client, pinned, offset + done, target[done:]):
-                    done += step
-            if done == len(target):
-                return
-            raise ServiceUnavailable(
-                "S3 sent a short body",
-                got=f"{done} bytes",
-                wanted=f"{len(target)} bytes from {offset}",
-                where=f"{pinned.url} on {endpoint_url}",
-                do="Try again; if it stays, check the server and what stands before it.",
-            )
+            with translated(endpoint_url, pinned.url), closing(answer["Body"]) as body:
+                _check(answer, pinned, offset + done, len(target) - done)
+                while done < len(target) and (got := body.readinto(target[done : done + STEP])):
+                    done += got
+            if done < len(target):
+                raise ServiceUnavailable(
+                    "S3 sent a short body",
+                    got=f"{done} bytes",
+                    wanted=f"{len(target)} bytes from {offset}",
+                    where=f"{pinned.url} on {endpoint_url}",
+                    do="Try again; if it stays, check the server and what stands before it.",
+                )
         except ServiceUnavailable:
-            if attempt == ATTEMPTS:
+            if attempt >= ATTEMPTS:
                 raise
-        if done == start:  # no progress: back off; a body cut midway may go on at once
-            time.sleep(BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+            if done == start:  # no progress: back off; a body cut midway may go on at once
+                time.sleep(BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
 
 
-def _body(client: Any, pinned: PinnedObject, offset: int, target: memoryview) -> Iterator[int]:
-    """Yield how many bytes arrived, step by step, until ``target`` is full or the body ends."""
-    if not len(target):
-        return
+def _request(client: Any, pinned: PinnedObject, offset: int, length: int) -> dict[str, Any]:
     bucket, key = parse_url(pinned.url)
     pin = {"IfMatch": f'"{pinned.etag}"'} if pinned.etag else {}
-    wanted = f"bytes={offset}-{offset + len(target) - 1}"
-    answer = client.get_object(Bucket=bucket, Key=key, Range=wanted, **pin)
-    body = answer["Body"]
-    try:
-        _check(answer, pinned, offset, len(target))
-        done = 0
-        while done < len(target):
-            got = body.readinto(target[done : done + STEP])
-            if not got:
-                return
-            done += got
-            yield got
-    finally:
-        body.close()
+    wanted = f"bytes={offset}-{offset + length - 1}"
+    answer: dict[str, Any] = client.get_object(Bucket=bucket, Key=key, Range=wanted, **pin)
+    return answer
 
 
 def _check(answer: dict[str, Any], pinned: PinnedObject, offset: int, length: int) -> None:
