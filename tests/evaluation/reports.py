@@ -1,0 +1,54 @@
+"""Reports for the gate's tests: whole and passing, to be broken one way at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.wire.training import EvaluationReport, Interval, ModelScore
+
+SNAPSHOT = "5" * 64
+LINEAGE: dict[str, str | None] = {
+    "manifest_digest": "a" * 64,
+    "snapshot_digest": SNAPSHOT,
+    "config_digest": "c" * 64,
+    "code_version": "paceline 0.1.0",
+    "job_id": "job-1",
+}
+
+
+def interval(value: float, half: float = 0.05) -> Interval:
+    return Interval(value=value, low=value - half, high=value + half)
+
+
+def transformer(name: str, bits: float, **changes: Any) -> ModelScore:
+    facts: dict[str, Any] = {
+        "name": name,
+        "kind": "transformer",
+        "bits_per_byte": interval(bits),
+        "latency_ms": 20.0,
+        "weights_digest": name[0] * 64,
+        "dtype": "float32",
+        "format": "safetensors",
+        "model_bytes": 8_000_000,
+    }
+    return ModelScore(**facts | changes)
+
+
+def passing(**changes: Any) -> EvaluationReport:
+    """Return a report whose candidate passes; ``changes`` replace the candidate's fields."""
+    gains = {"base": interval(-0.4), "champion": interval(-0.1), "ngram": interval(0.3)}
+    candidate = transformer("candidate", 2.4, **{"gain_over": gains} | changes)
+    ngram = ModelScore(name="ngram", kind="ngram", bits_per_byte=interval(2.1))
+    return EvaluationReport(
+        snapshot_digest=SNAPSHOT,
+        documents=40,
+        bytes=100_000,
+        scores=(candidate, transformer("base", 2.8), transformer("champion", 2.5), ngram),
+        slices=(
+            {"slice": "size", "name": "1 to 900 bytes", "documents": 20, "bytes": 9000,
+             "bits_per_byte": {"candidate": 2.5, "base": 2.9, "champion": 2.6, "ngram": 2.2}},
+            {"slice": "size", "name": "901 to 9000 bytes", "documents": 20, "bytes": 91_000,
+             "bits_per_byte": {"candidate": 2.3, "base": 2.7, "champion": 2.4, "ngram": 2.0}},
+        ),
+        seconds=1.0,
+    )  # fmt: skip
