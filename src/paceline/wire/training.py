@@ -74,6 +74,8 @@ class TrainResult(Record):
     restarts: tuple[Restart, ...]
     seconds: float
     config_digest: Sha256
+    code_version: str = ""
+    quarantined_shards: tuple[str, ...] = ()  # not empty: the job needs review
 
 
 class EvaluationSpec(Record):

@@ -1,0 +1,22 @@
+"""Training: a gang of ranks, one loop, checkpoints that survive it, and a driver that restarts it.
+
+``run_job`` drives a job through a launcher that is handed in (a port: this package knows neither
+Dask nor Prefect); ``python -m paceline.training.rank`` is one rank; ``train_base`` makes the demo's
+base model. torch is imported by the ranks, not by this package.
+"""
+
+from paceline.training.driver import run_job
+from paceline.training.gang import GangLauncher, GangMember, GangOutcome, GangResult
+from paceline.training.identity import code_version, config_digest
+from paceline.training.local import LocalLauncher
+
+__all__ = [
+    "GangLauncher",
+    "GangMember",
+    "GangOutcome",
+    "GangResult",
+    "LocalLauncher",
+    "code_version",
+    "config_digest",
+    "run_job",
+]

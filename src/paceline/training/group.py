@@ -1,0 +1,120 @@
+"""The ranks as one group: joining it, agreeing on numbers, averaging gradients.
+
+One process alone is a group of one and needs no torch.distributed. Knows nothing of models beyond
+their gradients; NCCL would be chosen here, and only gloo has been run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.errors import PeerLost
+
+BUCKET_MB = 4  # several buckets even for small models, so that sending overlaps the backward pass
+
+
+@dataclass(frozen=True)
+class Group:
+    """This rank's place among the others."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Return the sum over ranks of each value."""
+        if self.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        with _translated():
+            dist.all_reduce(tensor)
+        return [float(value) for value in tensor]
+
+    def all(self, flag: bool) -> bool:
+        """Return whether ``flag`` is true on every rank."""
+        return self.sums([0.0 if flag else 1.0])[0] == 0.0
+
+    def from_first(self, value: int) -> int:
+        """Return rank 0's ``value``."""
+        if self.world_size == 1:
+            return value
+        tensor = torch.tensor([value], dtype=torch.int64)
+        with _translated():
+            dist.broadcast(tensor, src=0)
+        return int(tensor[0])
+
+    def parallelise(self, model: nn.Module) -> nn.Module:
+        """Return ``model`` with its gradients averaged over ranks, in buckets, while they come."""
+        if self.world_size == 1:
+            return model
+        with _translated():
+            return DistributedDataParallel(
+                model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True
+            )
+
+
+@contextlib.contextmanager
+def join_group(
+    rank: int, world_size: int, host: str, port: int, attempt: int, timeout_s: float
+) -> Iterator[Group]:
+    """Join the gang's group; each attempt has a name space of its own, so no old rank disturbs it.
+
+    Raises PeerLost where the others do not come within ``timeout_s``.
+    """
+    if world_size == 1:
+        yield Group()
+        return
+    timeout = timedelta(seconds=timeout_s)
+    if host in ("127.0.0.1", "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with _translated():
+        store = TCPStore(
+            host,
+            port,
+            world_size,
+            rank == 0,
+            timeout,
+            wait_for_workers=False,
+            # torch would listen on every interface; the gang's rendezvous is nobody else's business
+            master_listen_fd=_listen(host, port) if rank == 0 else None,
+        )
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(f"attempt-{attempt}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+    yield Group(rank, world_size)
+    dist.destroy_process_group()  # only after success: with a dead peer it could wait for ever
+
+
+def flatten_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return all gradients as one vector (tests compare layouts with it)."""
+    return torch.cat([each.grad.flatten() for each in parameters if each.grad is not None])
+
+
+def _listen(host: str, port: int) -> int:
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the launcher holds it reserved
+    server.bind((host, port))
+    server.listen(1024)
+    return server.detach()
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch raises DistError subclasses and bare RuntimeErrors
+        raise PeerLost("another rank is gone", got=str(error).splitlines()[0][:300]) from error

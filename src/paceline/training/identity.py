@@ -1,0 +1,56 @@
+"""What makes two trainings the same: the job's configuration and the code that ran it.
+
+Only what changes the numbers counts: ranks, deadlines and restarts may differ between the attempts
+of one job. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+import paceline
+from paceline.wire.base import digest_of
+from paceline.wire.training import TrainJob
+
+_NUMBERLESS = {
+    "ranks",
+    "threads_per_rank",
+    "checkpoint_every_steps",
+    "keep_checkpoints",
+    "max_restarts",
+    "start_deadline_s",
+    "step_deadline_s",
+}
+
+
+def config_digest(job: TrainJob) -> str:
+    """Return the digest of everything in ``job`` that decides what is learned."""
+    return digest_of(
+        {
+            "model_id": job.model_id,
+            "manifest_digest": job.manifest_digest,
+            "snapshot_digest": job.snapshot_digest,
+            "purpose": job.purpose,
+            "labels": job.labels,
+            "settings": job.settings.model_dump(mode="json", exclude=_NUMBERLESS),
+        }
+    )
+
+
+@functools.cache
+def code_version() -> str:
+    """Return the package's version and a digest of the sources that decide what is learned."""
+    root = Path(paceline.__file__).parent
+    sources = {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for package in ("models", "data", "training")
+        for path in sorted((root / package).glob("*.py"))
+    }
+    return f"{paceline.__version__}+src.{digest_of(sources)[:16]}"
+
+
+def stream_seed(purpose: str, seed: int) -> int:
+    """Return a seed of its own for each use, so that base and fine-tuning see other orders."""
+    return int.from_bytes(hashlib.sha256(f"{purpose}:{seed}".encode()).digest()[:7])

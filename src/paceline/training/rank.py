@@ -1,0 +1,350 @@
+"""One rank of a training job: ``python -m paceline.training.rank``.
+
+Reads one line of JSON, a TrainJob, on standard input, and RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT, PACELINE_ATTEMPT and PACELINE_WORKER_ID from its environment; writes RankEvent lines on
+standard output. The base model is the one on this node's own disk, checked byte by byte.
+
+Exit codes: 0 done; 143 stopped as asked, state saved; 70 the parent died; else the error's own (75:
+try again, 1: it will not work).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import InvalidInput, PacelineError, PeerLost
+from paceline.training.watch import STOPPED_EXIT, StopFlag, die_with_parent
+from paceline.wire.training import RankEvent, TrainJob
+
+if TYPE_CHECKING:
+    from paceline.models import ByteTransformer, ModelConfig
+    from paceline.training.checkpoint import Checkpointer
+    from paceline.training.loop import Progress
+
+FOLLOWER_BEAT_S = 0.5  # ranks other than 0 speak this often, so that a hang is noticed on any
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who this process is, as its launcher said."""
+
+    rank: int
+    world_size: int
+    master_host: str
+    master_port: int
+    attempt: int
+    worker_id: str
+
+    @classmethod
+    def from_environment(cls) -> Place:
+        """Return the place in the environment; raises InvalidInput where a variable is missing."""
+        try:
+            return cls(
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+                master_host=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+                master_port=int(os.environ.get("MASTER_PORT", "0")),
+                attempt=int(os.environ.get("PACELINE_ATTEMPT", "1")),
+                worker_id=os.environ["PACELINE_WORKER_ID"],
+            )
+        except (KeyError, ValueError) as error:
+            raise InvalidInput(
+                "rank was started without its environment",
+                got=repr(error),
+                wanted="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, PACELINE_WORKER_ID",
+            ) from error
+
+
+class Voice:
+    """Writes this rank's events, one line each."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._lock = threading.Lock()
+
+    def say(self, event: Any, step: int = 0, **data: object) -> None:
+        """Write one event."""
+        place = self._place
+        record = RankEvent(
+            event=event, rank=place.rank, attempt=place.attempt, step=step, data=data
+        )
+        with self._lock:
+            sys.stdout.write(record.model_dump_json() + "\n")
+            sys.stdout.flush()
+
+
+def main() -> int:
+    """Run this rank and return its exit code."""
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
+    stop = StopFlag()
+    stop.install()
+    die_with_parent()
+    place = Place.from_environment()
+    voice = Voice(place)
+    try:
+        voice.say("started", worker_id=place.worker_id, pid=os.getpid())
+        job = TrainJob.model_validate_json(sys.stdin.readline())
+        return run_rank(job, place, voice, stop)
+    except PacelineError as error:
+        traceback.print_exc()
+        voice.say("failed", code=error.code, message=error.one_line())
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - a process's last word
+        traceback.print_exc()
+        # A collective inside the backward pass fails as a bare RuntimeError of gloo's.
+        lost = isinstance(error, RuntimeError) and "gloo" in str(error)
+        code = PeerLost.__name__ if lost else type(error).__name__
+        voice.say("failed", code=code, message=str(error)[:2000])
+        return PeerLost.exit_code if lost else 1
+
+
+def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
+    """Train as ``place`` in ``job``: load, resume, train, save, export."""
+    import torch
+
+    from paceline.data import SampleStream, ShardCache, load_snapshot, require_purpose
+    from paceline.objects import ObjectStore, join_url
+    from paceline.profile import load_runtime
+    from paceline.training.checkpoint import Checkpointer, Generations
+    from paceline.training.group import join_group
+    from paceline.training.identity import code_version, config_digest, stream_seed
+    from paceline.training.loop import Progress, train
+    from paceline.training.recipe import new_optimizer
+    from paceline.training.recovery import resume_newest_healthy
+
+    settings = job.settings
+    torch.set_num_threads(settings.threads_per_rank)
+    torch.use_deterministic_algorithms(job.deterministic)
+    runtime = load_runtime(job.state_dir)
+    node = runtime.node_dir(place.worker_id)
+    work_dir = node / "work" / job.job_id / f"rank-{place.rank}"
+    work_dir.mkdir(parents=True, exist_ok=True)
+    store = ObjectStore.from_runtime(runtime)
+
+    model, config = load_base(node, job)
+    snapshot = load_snapshot(job.snapshot_url, store)
+    if snapshot.digest != job.snapshot_digest:
+        raise InvalidInput(
+            "another snapshot than the job's",
+            got=snapshot.digest,
+            wanted=job.snapshot_digest,
+            where=job.snapshot_url,
+        )
+    require_purpose(snapshot, job.purpose)
+    digest = config_digest(job)
+    optimizer = new_optimizer(model, settings)
+    generations = Generations(store, join_url(job.checkpoint_url, job.job_id))
+    progress = Progress()
+
+    with join_group(
+        place.rank,
+        place.world_size,
+        place.master_host,
+        place.master_port,
+        place.attempt,
+        settings.step_deadline_s,
+    ) as group:
+        restored = resume_newest_healthy(
+            generations,
+            group,
+            model,
+            optimizer,
+            config_digest=digest,
+            work_dir=work_dir,
+            on_rejected=lambda step, why: voice.say("checkpoint", step, rejected=True, why=why),
+        )
+        cursor = 0
+        if restored is not None:
+            progress.step, cursor = restored.step, restored.cursor
+            progress.first_loss = restored.metrics.get("first_loss")
+            progress.loss = restored.metrics.get("loss")
+        resumed_from = progress.step
+        voice.say("resumed", progress.step, cursor=cursor)
+
+        saver = Checkpointer(
+            generations,
+            model,
+            optimizer,
+            job_id=job.job_id,
+            config_digest=digest,
+            code_version=code_version(),
+            every_steps=settings.checkpoint_every_steps,
+            keep=settings.keep_checkpoints,
+            work_dir=work_dir,
+        )
+        stream = SampleStream.of_snapshot(
+            snapshot,
+            "train",
+            ShardCache(snapshot, store, node / "cache"),
+            purpose=job.purpose,
+            context=config.context,
+            global_batch=settings.batch_sequences,
+            seed=stream_seed("job", settings.seed),
+            rank=place.rank,
+            world_size=place.world_size,
+            cursor=cursor,
+        )
+        stop.listening = True
+        with stream:
+            train(
+                model,
+                optimizer,
+                stream,
+                settings,
+                group,
+                progress=progress,
+                labels=job.labels,
+                saver=saver if place.rank == 0 else None,
+                on_step=_Teller(voice, saver, progress, place.rank, stream.quarantined),
+                should_stop=stop,
+            )
+        if progress.stopped:
+            return _stopped(voice, saver, progress, stream.cursor, place.rank)
+        quarantined = sorted(stream.quarantined)
+
+    if place.rank == 0:
+        saver.finish()
+        _tell_saved(voice, saver)
+        result = export(job, model, config, store, work_dir)
+        voice.say(
+            "result",
+            progress.step,
+            **result,
+            steps=progress.step,
+            resumed_from_step=resumed_from,
+            first_loss=progress.first_loss,
+            final_loss=progress.loss,
+            tokens_per_second=progress.tokens / progress.seconds if progress.seconds else 0.0,
+            data_wait_share=progress.share(progress.data_wait_s),
+            checkpoint_stall_share=progress.share(progress.stall_s),
+            checkpoints=[each.model_dump() for each in saver.kept()],
+            checkpoints_put_off=saver.put_off,
+            quarantined_shards=quarantined,
+            config_digest=digest,
+            code_version=code_version(),
+        )
+    return 0
+
+
+def load_base(node: Path, job: TrainJob) -> tuple[ByteTransformer, ModelConfig]:
+    """Return the base model from this node's own store, after checking every byte of it."""
+    from paceline.manifest import MANIFEST_FILE, parse_manifest, verify_directory
+    from paceline.models import load_model
+
+    directory = node / "store" / "models" / job.model_id / job.version
+    try:
+        manifest = parse_manifest((directory / MANIFEST_FILE).read_bytes())
+    except OSError as error:
+        raise InvalidInput(
+            "base model is not on this node",
+            got=error.strerror,
+            wanted=f"{job.model_id} {job.version}",
+            where=directory,
+            do="Distribute it first: `paceline distribute`.",
+        ) from error
+    if manifest.digest != job.manifest_digest:
+        raise InvalidInput(
+            "another model than the job's is on this node",
+            got=manifest.digest,
+            wanted=job.manifest_digest,
+            where=directory,
+        )
+    verify_directory(directory, manifest)
+    return load_model(directory)
+
+
+def export(
+    job: TrainJob, model: ByteTransformer, config: ModelConfig, store: Any, work_dir: Path
+) -> dict[str, Any]:
+    """Upload the trained model as safetensors and config, and return its URL and digest."""
+    import shutil
+
+    from paceline.models import save_model, weights_digest
+    from paceline.objects import join_url
+
+    directory = work_dir / "export"
+    shutil.rmtree(directory, ignore_errors=True)
+    save_model(model, config, directory)
+    url = join_url(job.checkpoint_url, job.job_id, "export")
+    for path in sorted(directory.iterdir()):
+        store.upload_file(path, join_url(url, path.name))
+    digest = weights_digest(directory)
+    shutil.rmtree(directory, ignore_errors=True)
+    return {"export_url": url, "weights_digest": digest}
+
+
+class _Teller:
+    """Says each step of rank 0, and enough of the others' to show that they live."""
+
+    def __init__(
+        self,
+        voice: Voice,
+        saver: Checkpointer,
+        progress: Progress,
+        rank: int,
+        quarantined: dict[str, str],
+    ) -> None:
+        self._voice = voice
+        self._saver = saver
+        self._progress = progress
+        self._rank = rank
+        self._quarantined = quarantined
+        self._said_at = 0.0
+
+    def __call__(self, report: Any) -> None:
+        now = time.monotonic()
+        if self._rank != 0 and now - self._said_at < FOLLOWER_BEAT_S:
+            return
+        self._said_at = now
+        progress = self._progress
+        more: dict[str, object] = {}
+        if self._quarantined:
+            more["quarantined_shards"] = sorted(self._quarantined)
+        self._voice.say(
+            "step",
+            report.step,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            lr=report.learning_rate,
+            step_seconds=report.seconds,
+            tokens_per_second=report.tokens_per_second,
+            data_wait_share=progress.share(progress.data_wait_s),
+            checkpoint_stall_share=progress.share(progress.stall_s),
+            checkpoints_put_off=self._saver.put_off,
+            **more,
+        )
+        if self._rank == 0:
+            _tell_saved(self._voice, self._saver)
+
+
+def _tell_saved(voice: Voice, saver: Checkpointer) -> None:
+    for ref in saver.report():
+        voice.say("checkpoint", ref.step, url=ref.url, digest=ref.digest, bytes=ref.bytes)
+
+
+def _stopped(voice: Voice, saver: Checkpointer, progress: Progress, cursor: int, rank: int) -> int:
+    """Make sure that the last step is saved, say so, and return the exit code."""
+    if rank == 0:
+        saver.finish()
+        if progress.step not in saver.saved:
+            saver.save(progress.step, cursor, progress.metrics())
+            saver.finish()
+        _tell_saved(voice, saver)
+    voice.say("failed", progress.step, code="Stopped", message="stopped as asked, state saved")
+    return STOPPED_EXIT
+
+
+if __name__ == "__main__":
+    # Not through interpreter shutdown: a collective with a dead peer may never return its thread.
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,55 @@
+"""A rank's ties to the world: a request to stop, a parent that may die, stacks on demand.
+
+SIGTERM only sets a flag (saving inside a signal handler deadlocks); the loop agrees on it at the
+next step's end. Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+
+STOPPED_EXIT = 143  # 128 + SIGTERM: stopped as asked, state saved
+ORPHAN_EXIT = 70
+POLL_S = 0.5
+
+
+class StopFlag:
+    """Set by SIGTERM; before the loop listens there is nothing to save, and the process ends."""
+
+    def __init__(self) -> None:
+        self.listening = False
+        self._asked = False
+
+    def install(self) -> None:
+        """Take over SIGTERM; SIGUSR1 writes every thread's stack to standard error."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+
+    def __call__(self) -> bool:
+        return self._asked
+
+    def _on_signal(self, *_: object) -> None:
+        if not self.listening:
+            os._exit(STOPPED_EXIT)
+        self._asked = True
+
+
+def die_with_parent() -> None:
+    """End this process within a second of its parent's death.
+
+    By polling, because Linux's parent-death signal fires when the *thread* that started us ends,
+    and launchers start processes from pools of threads.
+    """
+    parent = os.getppid()
+
+    def poll() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_S)
+        os._exit(ORPHAN_EXIT)
+
+    threading.Thread(target=poll, name="parent-watch", daemon=True).start()
