@@ -32,9 +32,9 @@ def fill(staging: Staging, source: Path, pieces: range | None = None) -> None:
         piece = manifest.piece_of(index)
         data = (source / manifest.files[piece.file_index].path).read_bytes()
         assert staging.claim(index)
-        descriptor, offset, length = staging.location(index)
-        staging.write(descriptor, memoryview(data)[offset : offset + length], offset)
-        staging.hold(index)
+        part = memoryview(data)[piece.file_offset :][: piece.length]
+        staging.write(staging.descriptor(piece.file_index), part, piece.file_offset)
+        staging.hold(piece)
 
 
 @pytest.fixture
@@ -66,9 +66,9 @@ def test_nothing_is_visible_until_everything_is_and_then_all_of_it(
         ("v1", manifest.digest, False)
     ]
     # What was open stays readable for peers after the rename.
-    descriptor, offset, length = staging.location(0)
-    data = os.pread(descriptor, length, offset)
-    assert hashlib.sha256(data).hexdigest() == manifest.piece_of(0).sha256
+    piece = manifest.piece_of(0)
+    data = os.pread(staging.descriptor(piece.file_index), piece.length, piece.file_offset)
+    assert hashlib.sha256(data).hexdigest() == piece.sha256
 
 
 def test_only_durable_pieces_survive_the_process(
@@ -234,7 +234,7 @@ def test_descriptors_stay_open_under_a_running_use(
 ) -> None:
     staging = Store(tmp_path / "store").open(manifest)
     with staging.using():
-        descriptor, _, _ = staging.location(0)
+        descriptor = staging.descriptor(0)
         staging.close()
         os.fstat(descriptor)
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -77,9 +77,8 @@ class Port:
         path = self.model / self.manifest.files[piece.file_index].path
         data = path.read_bytes()[piece.file_offset :][: piece.length]
         assert staging.claim(index)
-        descriptor, offset, _ = staging.location(index)
-        staging.write(descriptor, memoryview(data), offset)
-        staging.hold(index)
+        staging.write(staging.descriptor(piece.file_index), memoryview(data), piece.file_offset)
+        staging.hold(piece)
 
 
 def next_frame(sock: socket.socket) -> tuple[Header, bytes]:

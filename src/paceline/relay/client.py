@@ -23,6 +23,7 @@ from paceline.errors import (
     StorageFailed,
     StorageFull,
 )
+from paceline.manifest import Piece
 from paceline.relay.counters import Counters
 from paceline.relay.events import (
     LocalFailed,
@@ -35,7 +36,6 @@ from paceline.relay.events import (
 from paceline.relay.extents import Extent, Extents
 from paceline.relay.frames import (
     HEADER,
-    MAX_PIECE_BYTES,
     NONCE_BYTES,
     PROTOCOL_VERSION,
     Hello,
@@ -191,52 +191,59 @@ class PeerStream:
             case _:
                 raise InvalidFrame("unexpected frame", got=header.kind.name, wanted="PIECE")
 
-    def _take_piece(self, sock: socket.socket, piece: int, length: int) -> None:
-        manifest = self._staging.manifest
+    def _take_piece(self, sock: socket.socket, index: int, length: int) -> None:
+        staging = self._staging
         with self._lock:
-            asked = self._asked.remove(Extent(piece, piece + 1))
-        if not asked or piece >= manifest.piece_count or length > MAX_PIECE_BYTES:
-            raise InvalidFrame("a piece nobody asked for", got=piece, where=self._source.key)
-        wanted = manifest.piece_of(piece)
-        if length != wanted.length:
-            raise InvalidFrame("piece of another length", got=length, wanted=wanted.length)
+            asked = self._asked.remove(Extent(index, index + 1))
+        if not asked or index >= staging.manifest.piece_count:
+            raise InvalidFrame("a piece nobody asked for", got=index, where=self._source.key)
+        piece = staging.manifest.piece_of(index)
+        if length != piece.length:
+            raise InvalidFrame("piece of another length", got=length, wanted=piece.length)
         try:
-            mine = self._staging.claim(piece)
+            mine = staging.claim(index)
         except TimeoutError as error:
             raise PeerLost(str(error), where=self._source.key) from error
-        digest = hashlib.sha256()
-        done = 0
         try:
-            descriptor, offset, _ = self._staging.location(piece)
+            matches = self._receive_piece(sock, piece, mine)
+            if mine and matches:
+                staging.hold(piece)
+                mine = False
+        finally:
+            if mine:
+                staging.release(index)
+        if matches:
+            extent = Extent(index, index + 1)
+            self._report(PieceVerified(self._source.key, self._stream, extent))
+        else:
+            send(sock, encode(Kind.CORRUPT, index))
+            self._report(PieceRejected(self._source.key, self._stream, index))
+
+    def _receive_piece(self, sock: socket.socket, piece: Piece, mine: bool) -> bool:
+        """Receive, hash and (where it is ``mine`` to write) write; return whether it is wanted.
+
+        One that is held already is a duplicate: counted and dropped, never written.
+        """
+        descriptor = self._staging.descriptor(piece.file_index)
+        digest, done, length = hashlib.sha256(), 0, piece.length
+        deadline_s = time.monotonic() + SILENCE_S
+        try:
             while done < length:
                 block = self._block[: min(len(self._block), length - done)]
-                receive(sock, block, time.monotonic() + SILENCE_S, self._alive_now)
-                self._counters.add(received=len(block))
+                receive(sock, block, deadline_s, self._alive_now)
                 if mine:
                     digest.update(block)
-                    self._staging.write(descriptor, block, offset + done)
+                    self._staging.write(descriptor, block, piece.file_offset + done)
                 done += len(block)
                 self._pacer.take(len(block))
                 if done < length:
                     self._alive(self._hello.keepalive_s)
-            if not mine:  # held already: a duplicate is counted and dropped, never written
-                self._counters.add(refetched=length)
-                self._verified(piece)
-            elif digest.hexdigest() == wanted.sha256:
-                self._staging.hold(piece)
-                mine = False
-                self._verified(piece)
-            else:
-                self._counters.add(refetched=length)
-                send(sock, encode(Kind.CORRUPT, piece))
-                self._report(PieceRejected(self._source.key, self._stream, piece))
         finally:
-            if mine:
-                self._staging.release(piece)
-
-    def _verified(self, piece: int) -> None:
-        extent = Extent(piece, piece + 1)
-        self._report(PieceVerified(self._source.key, self._stream, extent))
+            self._counters.add(received=done)
+        matches = not mine or digest.hexdigest() == piece.sha256
+        if not (mine and matches):
+            self._counters.add(refetched=length)
+        return matches
 
     def _alive_now(self) -> None:
         self._alive(0.0)

@@ -31,12 +31,14 @@ from paceline.relay.events import (
     Fail,
     Fetch,
     LanesAssigned,
+    PieceVerified,
     ReportCorrupt,
     ReportSourceLost,
     SessionAction,
     SessionEvent,
     Tick,
 )
+from paceline.relay.extents import Extents
 from paceline.relay.library import Library
 from paceline.relay.limits import SessionLimits
 from paceline.relay.origin import LazyReader, OriginStream, RangeReader
@@ -239,11 +241,34 @@ class RelayDriver:
         )
 
     def _reporter(self, share: Share) -> Callable[[SessionEvent], None]:
+        """Return what byte threads report with; verified pieces wait together for the owner, so
+        that small pieces cost it one event a look and not one each.
+        """
+        lock = threading.Lock()
+        waiting: dict[tuple[str, int], Extents] = {}
+
+        def deliver(now_s: float) -> None:
+            with lock:
+                taken = list(waiting.items())
+                waiting.clear()
+            for (key, stream), extents in taken:
+                for run in extents:
+                    self._tell(share, PieceVerified(key, stream, run), now_s)
+
         def report(event: SessionEvent) -> None:
-            if not self._stop.is_set():
-                self._post(lambda now: self._tell(share, event, now))
+            if self._stop.is_set():
+                return
+            if isinstance(event, PieceVerified):
+                with lock:
+                    first = not waiting
+                    mine = waiting.setdefault((event.source_key, event.stream), Extents())
+                    mine.add(event.extent)
+                if first:
+                    self._post(deliver)
                 if share.committer is not None:
                     share.committer.look()
+            else:
+                self._post(lambda now: self._tell(share, event, now))
 
         return report
 

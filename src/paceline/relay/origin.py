@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.errors import PacelineError, SourceChanged, SourceMissing, StorageFailed, StorageFull
-from paceline.manifest import FileEntry, Manifest
+from paceline.manifest import FileEntry, Manifest, Piece
 from paceline.relay.counters import Counters
 from paceline.relay.events import (
     LocalFailed,
@@ -217,25 +217,24 @@ class OriginStream:
                 self._pacer.take(min(self._pacer.block_bytes, piece.length - at))
                 if self._closed:
                     return
-            self._keep(piece.index, piece.sha256, view)
+            self._keep(piece, view)
 
-    def _keep(self, piece: int, sha256: str, view: memoryview) -> None:
-        key = self._source.key
-        if hashlib.sha256(view).hexdigest() != sha256:
+    def _keep(self, piece: Piece, view: memoryview) -> None:
+        key, staging = self._source.key, self._staging
+        if hashlib.sha256(view).hexdigest() != piece.sha256:
             self._counters.add(refetched=len(view))
-            self._report(PieceRejected(key, self._stream, piece))
+            self._report(PieceRejected(key, self._stream, piece.index))
             return
-        if self._staging.claim(piece):
+        if staging.claim(piece.index):
             try:
-                descriptor, offset, _ = self._staging.location(piece)
-                self._staging.write(descriptor, view, offset)
+                staging.write(staging.descriptor(piece.file_index), view, piece.file_offset)
             except BaseException:
-                self._staging.release(piece)
+                staging.release(piece.index)
                 raise
-            self._staging.hold(piece)
+            staging.hold(piece)
         else:
             self._counters.add(refetched=len(view))
-        self._report(PieceVerified(key, self._stream, Extent(piece, piece + 1)))
+        self._report(PieceVerified(key, self._stream, Extent(piece.index, piece.index + 1)))
 
 
 def range_bytes(manifest: Manifest) -> int:

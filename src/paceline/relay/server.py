@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from paceline.errors import AccessDenied, InvalidFrame, PacelineError, PeerLost
+from paceline.manifest import Piece
 from paceline.relay.extents import Extent, Extents
 from paceline.relay.frames import (
     NONCE_BYTES,
@@ -41,6 +42,7 @@ HELLO_DEADLINE_S = 5.0
 UNKNOWN_DIGEST_S = 30.0  # a peer may hear of a deployment before this agent does
 IDLE_S = 120.0  # without any request
 FRAME_DEADLINE_S = 10.0
+RUN_PIECES = 16  # sent between two looks at what the peer asks
 
 
 class PeerServer:
@@ -180,10 +182,9 @@ class _Stream:
             self._read_requests(wait_s=0.0 if self._wanted else IDLE_S)
             if not self._wanted:
                 continue
-            piece = self._staging.next_held(self._wanted, self._hello.keepalive_s)
-            if piece is not None:
-                self._wanted.remove(Extent(piece, piece + 1))
-                self._send_piece(piece)
+            run = self._staging.next_held(self._wanted, self._hello.keepalive_s)
+            if run is not None:
+                self._send(Extent(run.first, min(run.stop, run.first + RUN_PIECES)))
             elif self._staging.closed:
                 raise PeerLost("the model is no longer open here")
             else:
@@ -208,18 +209,24 @@ class _Stream:
         if wait_s:
             raise PeerLost("the peer asks for nothing")
 
-    def _send_piece(self, piece: int) -> None:
-        descriptor, offset, length = self._staging.location(piece)
-        out = self._sock.fileno()
-        send(self._sock, encode(Kind.PIECE, piece, length))
-        stop = offset + length
-        while offset < stop:
-            block = min(self._pacer.block_bytes, stop - offset)
-            try:
-                sent = os.sendfile(out, descriptor, offset, block)
-            except OSError as error:
-                raise PeerLost("the connection broke", got=error.strerror) from error
-            if sent == 0:
-                raise PeerLost("a file became shorter while it was served")
-            offset += sent
-            self._pacer.take(sent)
+    def _send(self, run: Extent) -> None:
+        manifest, staging = self._staging.manifest, self._staging
+        self._wanted.remove(run)
+        for index in range(*run):
+            piece = manifest.piece_of(index)
+            self._send_piece(staging.descriptor(piece.file_index), piece)
+
+    def _send_piece(self, descriptor: int, piece: Piece) -> None:
+        out, pacer = self._sock.fileno(), self._pacer
+        try:
+            # MSG_MORE: the header leaves in one segment with the first bytes.
+            self._sock.sendall(encode(Kind.PIECE, piece.index, piece.length), socket.MSG_MORE)
+            offset, stop = piece.file_offset, piece.file_offset + piece.length
+            while offset < stop:
+                sent = os.sendfile(out, descriptor, offset, min(pacer.block_bytes, stop - offset))
+                if sent == 0:
+                    raise PeerLost("a file became shorter while it was served")
+                offset += sent
+                pacer.take(sent)
+        except OSError as error:
+            raise PeerLost("the connection broke", got=error.strerror or error) from error

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.errors import Cancelled, StorageFailed, StorageFull
-from paceline.manifest import Manifest
+from paceline.manifest import Manifest, Piece
 from paceline.relay.extents import Extent, Extents
 
 _MARK = struct.Struct(">III")  # first piece, stop, CRC-32 of both
@@ -140,17 +140,15 @@ class Staging:
 
     # ── pieces ───────────────────────────────────────────────────────────────────────────────────
 
-    def location(self, piece: int) -> tuple[int, int, int]:
-        """Return the descriptor, offset and length where ``piece`` lies."""
-        found = self.manifest.piece_of(piece)
-        return self.descriptor(found.file_index), found.file_offset, found.length
-
     def claim(self, piece: int) -> bool:
         """Return True when the caller alone may write ``piece``, False when it is verified already.
 
         Waits for another writer of the same piece; raises TimeoutError after ``CLAIM_S``.
         """
         with self._lock:
+            if piece not in self._claims and piece not in self.verified:
+                self._claims.add(piece)
+                return True
             free = self._lock.wait_for(
                 lambda: piece in self.verified or piece not in self._claims, CLAIM_S
             )
@@ -174,30 +172,29 @@ class Staging:
                 done = os.pwrite(descriptor, data, offset)
                 data, offset = data[done:], offset + done
 
-    def hold(self, piece: int) -> None:
+    def hold(self, piece: Piece) -> None:
         """Count a claimed and written ``piece`` as verified: its digest matched."""
-        found = self.manifest.piece_of(piece)
+        extent = Extent(piece.index, piece.index + 1)
         with self._lock:
-            self._claims.discard(piece)
-            extent = Extent(piece, piece + 1)
+            self._claims.discard(piece.index)
             if self.verified.add(extent):
                 self._fresh.add(extent)
-                self._dirty.add(found.file_index)
-                self.pending_bytes += found.length
+                self._dirty.add(piece.file_index)
+                self.pending_bytes += piece.length
             self._lock.notify_all()
 
-    def next_held(self, wanted: Extents, wait_s: float) -> int | None:
-        """Return the first verified piece of ``wanted``, waiting up to ``wait_s`` for one."""
+    def next_held(self, wanted: Extents, wait_s: float) -> Extent | None:
+        """Return the first run of verified pieces of ``wanted``; waits up to ``wait_s`` for it."""
 
-        def first() -> int | None:
-            for run in wanted:
-                for common in self.verified.common(run):
-                    return common.first
-            return None
+        def first() -> Extent | None:
+            return next((run for want in wanted for run in self.verified.common(want)), None)
 
         with self._lock:
-            self._lock.wait_for(lambda: self.closed or first() is not None, wait_s)
-            return None if self.closed else first()
+            found = first()
+            if found is None and not self.closed:
+                self._lock.wait_for(lambda: self.closed or first() is not None, wait_s)
+                found = first()
+            return None if self.closed else found
 
     @property
     def all_verified(self) -> bool:
@@ -272,7 +269,12 @@ class Staging:
             self._marks = -1
 
     def descriptor(self, index: int) -> int:
-        """Return the open descriptor of file ``index``; raises Cancelled after ``close``."""
+        """Return the open descriptor of file ``index``; raises Cancelled after ``close``.
+
+        Inside ``using`` it stays open; a known one costs a look-up.
+        """
+        if (known := self._files.get(index)) is not None:
+            return known
         with self._lock:
             if self.closed:
                 raise Cancelled("the model is no longer open here", where=self.directory)

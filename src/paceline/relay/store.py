@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import Conflict, InvalidInput, InvalidManifest, NotFound, StateLocked
-from paceline.manifest import MANIFEST_FILE, Manifest, parse_manifest, verify_directory
+from paceline.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    Piece,
+    parse_manifest,
+    verify_directory,
+)
 from paceline.relay.staging import Staging, disk_errors
 
 ACTIVE = "active"
@@ -163,11 +169,10 @@ class Store:
             if not staging.claim(piece.index):
                 continue
             with staging.using():
-                descriptor, at, length = staging.location(piece.index)
-                if _copy(source, offset, descriptor, at, length, piece.sha256, buffer):
-                    staging.hold(piece.index)
+                if _copy(source, offset, staging.descriptor(piece.file_index), piece, buffer):
+                    staging.hold(piece)
                     staging.reused_pieces += 1
-                    staging.reused_bytes += length
+                    staging.reused_bytes += piece.length
                 else:
                     staging.release(piece.index)
         staging.commit()
@@ -296,12 +301,11 @@ def _write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _copy(
-    source: Path, offset: int, target: int, at: int, length: int, sha256: str, buffer: bytearray
-) -> bool:
+def _copy(source: Path, offset: int, target: int, piece: Piece, buffer: bytearray) -> bool:
     """Copy one piece between files (sharing blocks where the filesystem can) and return whether
-    what arrived has the digest ``sha256``.
+    what arrived has its digest.
     """
+    at, length = piece.file_offset, piece.length
     try:
         descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -318,7 +322,7 @@ def _copy(
             return False
         digest.update(view[:got])
         done += got
-    return digest.hexdigest() == sha256
+    return digest.hexdigest() == piece.sha256
 
 
 def _copied(
