@@ -68,11 +68,15 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
         trained = train_base(
             directory,
             profile.model,
-            snapshot_url=snapshot["url"],
-            store=run.store,
-            cache_dir=run.work_dir / "cache",
-            on_step=lambda step, total, loss: run.tell(
-                "base", step / max(total, 1), f"step {step}/{total}, loss {loss:.3f}"
+            load_snapshot(snapshot["url"], run.store),
+            run.store,
+            run.work_dir / "cache",
+            training=profile.training,
+            purpose=profile.data.purpose,
+            on_step=lambda report: run.tell(
+                "base",
+                report.step / max(profile.model.base_steps, 1),
+                f"step {report.step}/{profile.model.base_steps}, loss {report.loss:.3f}",
             ),
         )
         manifest = publish_model(

@@ -79,7 +79,7 @@ def train(
             result = run_job(
                 job,
                 nodes[: settings.ranks],
-                fleet.run_gang,
+                fleet,
                 on_event=_follow(run, settings.steps, page),
                 store=run.store,
             )

@@ -75,6 +75,7 @@ class Adapter:
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES": str(self._limits.retries),
             "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
             "MLFLOW_DISABLE_TELEMETRY": "true",
+            "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # a program reads our output
             "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
         }
         if self._auth:
