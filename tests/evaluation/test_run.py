@@ -1,0 +1,99 @@
+"""The evaluation process, whole: a snapshot and models in a real S3 server, JSON lines out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.data import build_snapshot
+from paceline.models import config_for, new_model, save_model, weights_digest
+from paceline.profile import (
+    DataSettings,
+    Endpoints,
+    EvaluationSettings,
+    Profile,
+    Runtime,
+    Secrets,
+    save_runtime,
+)
+from paceline.wire.training import EvaluationReport, EvaluationSpec
+from tests.support.rclone import RcloneS3
+
+BUCKET = "evaluation-run"
+
+
+@pytest.fixture
+def spec(s3: RcloneS3, tmp_path: Path) -> EvaluationSpec:
+    store = s3.store()
+    store.ensure_bucket(BUCKET)
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(40):
+        text = f"def function_{number}():\n    return {number}\n" * 40
+        (source / f"module_{number}.py").write_text(text)
+    settings = DataSettings(source=str(source), held_out_share=0.3)
+    snapshot = build_snapshot(str(source), f"s3://{BUCKET}/data", settings, store)
+    config = config_for(20_000, 32)
+    for name, seed in (("base", 0), ("candidate", 1)):
+        save_model(new_model(config, seed), config, tmp_path / name)
+    for file in (tmp_path / "candidate").iterdir():
+        store.upload_file(file, f"s3://{BUCKET}/jobs/1/export/{file.name}")
+    save_runtime(
+        Runtime(
+            profile=Profile(),
+            state_dir=tmp_path,
+            endpoints=Endpoints(s3_url=s3.endpoint_url),
+            secrets=Secrets(s3_access_key=s3.access_key, s3_secret_key=s3.secret_key),
+        )
+    )
+    return EvaluationSpec(
+        run_id="run-20261120-153600-9f3a1c",
+        state_dir=str(tmp_path),
+        snapshot_url=snapshot.url,
+        snapshot_digest=snapshot.digest,
+        models={"candidate": f"s3://{BUCKET}/jobs/1/export", "base": str(tmp_path / "base")},
+        settings=EvaluationSettings(held_out_bytes=4096, bootstrap_samples=100, ngram_order=3),
+    )
+
+
+def evaluate(stdin: str) -> tuple[int, list[dict[str, object]], str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline.evaluation.run"],
+        input=stdin, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def test_the_process_reports_on_models_from_disk_and_s3(
+    spec: EvaluationSpec, tmp_path: Path
+) -> None:
+    code, lines, stderr = evaluate(spec.model_dump_json())
+    assert code == 0, stderr
+    assert {line["event"] for line in lines[:-1]} == {"progress"}
+    assert lines[-1]["event"] == "result"
+    report = EvaluationReport.model_validate(lines[-1]["data"])
+    assert [each.name for each in report.scores] == ["candidate", "base", "ngram", "gzip", "xz"]
+    candidate = report.score("candidate")
+    assert candidate is not None
+    assert candidate.weights_digest == weights_digest(tmp_path / "candidate")
+    assert set(candidate.gain_over) == {"base", "ngram", "gzip", "xz"}
+    assert report.documents >= 2
+    assert not list((tmp_path / "work").iterdir()), "scratch is gone"
+
+
+def test_a_wrong_snapshot_and_a_malformed_spec_are_one_clear_line(spec: EvaluationSpec) -> None:
+    swapped = spec.model_copy(update={"snapshot_digest": "0" * 64})
+    for stdin, error, told in (
+        (swapped.model_dump_json(), "CorruptData", "not the snapshot"),
+        ('{"run_id": 7}', "InvalidInput", "not an evaluation spec"),
+    ):
+        code, lines, stderr = evaluate(stdin)
+        assert code != 0
+        assert lines[-1]["event"] == "failed"
+        assert lines[-1]["data"]["code"] == error  # type: ignore[index]
+        assert told in stderr
+        assert stderr.count("\n") == 1
