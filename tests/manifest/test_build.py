@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import CorruptData, InvalidInput, InvalidManifest, SourceMissing
@@ -154,6 +154,7 @@ def test_sizes_out_of_range_are_refused(model: Path, options: dict[str, int]) ->
     pieces_in_chunk=st.integers(1, 9),
     more=st.integers(0, 299),
 )
+@example(sizes=[50, 251], piece=100, pieces_in_chunk=3, more=0)
 def test_chunks_are_whole_pieces_and_tile_the_stream(
     sizes: list[int], piece: int, pieces_in_chunk: int, more: int
 ) -> None:

@@ -100,6 +100,7 @@ LIES = {
     "path twice": change("files.0.path", "z"),
     "path but for case": change("files.0.path", "Z"),
     "file is also a directory": change("files.0.path", "z/weights"),
+    "directory is also a file": change("files.2.path", "A/weights/more"),
     "path no string": change("files.0.path", 5),
     "short digest": change("files.0.sha256", H[:-1]),
     "upper-case digest": change("files.0.sha256", H.upper()),

@@ -57,7 +57,7 @@ def url(request: pytest.FixtureRequest) -> str:
 def model(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
     (directory / "sub").mkdir(parents=True)
-    for name, size in (("config.json", 300), ("weights", 200_000), ("sub/empty", 0)):
+    for name, size in (("config.json", 300), ("weights", 4_000_000), ("sub/empty", 0)):
         (directory / name).write_bytes(os.urandom(size))
     return directory
 
@@ -86,7 +86,9 @@ def test_publishing_twice_uploads_nothing_even_for_another_link(
 ) -> None:
     first = publish(model, url, store)
     store.written.clear()
-    assert publish(model, url, store, link_mbit=10_000.0) == first
+    slow = build_manifest(model, model_id="m", version="1", link_mbit=1)
+    assert slow.chunk_bytes != first.chunk_bytes
+    assert publish(model, url, store, link_mbit=1.0) == first
     assert store.written == []
 
 
@@ -119,9 +121,9 @@ def test_a_publish_that_broke_off_is_not_there_and_can_be_done_again(
     with pytest.raises(Missing):
         fetch_manifest(url, store)
     store.fail = ""
-    (model / "weights").write_bytes(b"z" * 200_000)  # what the first try uploaded is stale
+    (model / "weights").write_bytes(b"z" * 4_000_000)  # what the first try uploaded is stale
     manifest = publish(model, url, store)
-    assert store.get_bytes(join_url(url, "weights")) == b"z" * 200_000
+    assert store.get_bytes(join_url(url, "weights")) == b"z" * 4_000_000
     assert fetch_manifest(url, store) == manifest
 
 
