@@ -194,6 +194,9 @@ class Agent:
             case "fetch_lanes":
                 self._fetch_lanes(deployment_id)
             case "activate":
+                known = any(b.deployment_id == deployment_id for b in self.driver.beats())
+                if not known:  # completed by an earlier process: from disk it is so at once
+                    self._fetch_lanes(deployment_id)
                 self.driver.activate(deployment_id)
             case "cancel":
                 self._manifests.pop(deployment_id, None)

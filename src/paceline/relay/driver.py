@@ -389,8 +389,13 @@ class RelayDriver:
         share = self._shares.get(deployment_id)
         if share is None or share.receipt is None:
             return
-        self.store.activate(share.receipt.model_id, share.receipt.version)
-        share.activated = True
+        try:
+            self.store.activate(share.receipt.model_id, share.receipt.version)
+        except (PacelineError, OSError) as error:
+            log.warning("cannot activate %s: %s", share.deployment_id, error)
+            share.failure = as_failure(_as_error(error))
+        else:
+            share.activated, share.failure = True, None
         self._refresh(share, now_s)
 
     def _forget_old(self) -> None:

@@ -1,0 +1,141 @@
+"""The kernel's own faults: a full disk, an fsync that fails, death at a system call."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import DeploymentFailed
+from paceline.manifest import Manifest, verify_directory, write_manifest
+from paceline.relay.local import LocalFleet
+from tests.relay.kit import DEPLOYMENT, manifest_of, plan, write_model
+
+NODE = Path(__file__).with_name("one_node.py")
+
+
+def missing(what: str) -> None:
+    """Skip, or fail where the environment says that nothing may be skipped."""
+    if "netns" in os.environ.get("PACELINE_REQUIRE", ""):
+        pytest.fail(f"required but missing: {what}")
+    pytest.skip(what)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", 600_000)
+
+
+@pytest.fixture
+def manifest(model: Path) -> Manifest:
+    made = manifest_of(model)
+    write_manifest(model, made)
+    return made
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        missing("mounting a tmpfs needs root")
+    disk = tmp_path / "nodes/node-1"
+    disk.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        missing("this machine does not allow mounting a tmpfs")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_fails_its_worker_with_the_reason_and_nobody_else(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    model = write_model(tmp_path / "model", 2_000_000)
+    manifest = manifest_of(model)
+    names = ["node-0", "node-1", "node-2"]
+    with LocalFleet(tmp_path / "nodes", names) as fleet:
+        planned = plan(manifest, fleet.addresses, source_url=str(model))
+        fleet.deploy(manifest, {each.worker_id: each for each in planned.workers})
+        with pytest.raises(DeploymentFailed, match="StorageFull"):
+            fleet.receipts(DEPLOYMENT, ["node-1"])
+        fleet.receipts(DEPLOYMENT, ["node-0", "node-2"])
+        assert list((small_disk / "store/staging").glob("*/data/**/*.bin")) == []
+
+
+def test_a_disk_that_fills_up_midway_leaves_nothing_behind(
+    tmp_path: Path, small_disk: Path, manifest: Manifest, model: Path
+) -> None:
+    with LocalFleet(tmp_path / "nodes", ["node-1"]) as fleet:
+        store = fleet.drivers["node-1"].store
+        staging = store.open(manifest)  # preallocated: a neighbour cannot take this room any more
+        neighbour = small_disk / "neighbour"
+        with pytest.raises(OSError, match="No space"):
+            neighbour.write_bytes(bytes(1_000_000))
+        staging.close()
+        planned = plan(manifest, fleet.addresses, source_url=str(model))
+        fleet.deploy(manifest, {each.worker_id: each for each in planned.workers})
+        with pytest.raises(DeploymentFailed, match="StorageFull"):
+            fleet.receipts(DEPLOYMENT)  # not even the marks fit now
+        assert store.versions() == []
+        assert list((small_disk / "store/staging").iterdir()) == []
+
+
+def node(tmp_path: Path, model: Path, *strace: str) -> subprocess.CompletedProcess[str]:
+    """Run one node of its own process that reads the model from its directory, to the end."""
+    return subprocess.run(
+        [*strace, sys.executable, str(NODE), str(tmp_path / "nodes"), str(model)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture
+def strace() -> list[str]:
+    if shutil.which("strace") is None:
+        missing("strace is not installed")
+    probe = subprocess.run(["strace", "-f", "true"], check=False, capture_output=True)
+    if probe.returncode != 0:
+        missing("this machine does not allow strace")
+    return ["strace", "-f", "-qq", "-o", "/dev/null"]
+
+
+def test_a_failing_sync_publishes_nothing_and_discards_the_file(
+    tmp_path: Path, model: Path, manifest: Manifest, strace: list[str]
+) -> None:
+    done = node(tmp_path, model, *strace, "-e", "inject=fdatasync:error=EIO:when=1")
+    assert done.returncode == 1, done.stderr
+    assert "StorageFailed" in done.stdout
+    assert not list((tmp_path / "nodes").glob("*/store/models/*/*/manifest.json"))
+    assert not list((tmp_path / "nodes").glob("*/store/staging/*"))
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "fdatasync:signal=KILL:when=1",
+        "fdatasync:signal=KILL:when=2",
+        "fsync:signal=KILL:when=1",
+        "fsync:signal=KILL:when=3",
+        "pwrite64:signal=KILL:when=20",
+        "/^rename:signal=KILL:when=1",
+        "fallocate:signal=KILL:when=2",
+    ],
+)
+def test_a_kill_at_any_system_call_of_the_store_shows_all_or_nothing(
+    tmp_path: Path, model: Path, manifest: Manifest, strace: list[str], point: str
+) -> None:
+    killed = node(tmp_path, model, *strace, "-e", f"inject={point}")
+    assert killed.returncode in (-9, 137), killed.stderr
+    final = tmp_path / "nodes/node-0/store/models/m/v1"
+    if final.exists():
+        verify_directory(final, manifest)
+    again = node(tmp_path, model)
+    assert again.returncode == 0, again.stdout + again.stderr
+    verify_directory(final, manifest)
+    assert not list((tmp_path / "nodes").glob("*/store/staging/*"))
