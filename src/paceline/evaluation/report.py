@@ -70,7 +70,7 @@ def plot_report(report: EvaluationReport, path: Path) -> Path:
 
     ranked = sorted(report.scores, key=lambda each: -each.bits_per_byte.value)
     by_size = [row for row in report.slices if row["slice"] == "size"]
-    figure = Figure(figsize=(11, 1.6 + 0.45 * max(len(ranked), 5)), layout="constrained")
+    figure = Figure(figsize=(12, 1.6 + 0.45 * max(len(ranked), 5)), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     for place, score in enumerate(ranked):
@@ -95,7 +95,7 @@ def plot_report(report: EvaluationReport, path: Path) -> Path:
     right.set_ylabel("bits per byte")
     right.grid(alpha=0.3)
     if by_size:
-        right.legend(fontsize=8, frameon=False)
+        right.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=110)
     return path
 

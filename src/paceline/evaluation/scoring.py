@@ -21,6 +21,7 @@ from paceline.evaluation.heldout import HeldOutDocument
 from paceline.evaluation.intervals import Resampler
 from paceline.evaluation.slices import slice_rows
 from paceline.evaluation.transformer import TransformerScore, score
+from paceline.models import weights_digest
 from paceline.profile import EvaluationSettings
 from paceline.wire.training import EvaluationReport, ModelScore
 
@@ -92,8 +93,6 @@ def _score_once(
     by_digest: dict[str, TransformerScore],
     show: Callable[[float], None],
 ) -> TransformerScore:
-    from paceline.models import weights_digest
-
     digest = weights_digest(directory)  # base and champion are often the same weights
     if digest not in by_digest:
         by_digest[digest] = score(directory, texts, show)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CorruptData
-from paceline.models import ModelConfig, load_model, weights_digest
+from paceline.models import ModelConfig, weights_digest
 from paceline.models.files import weight_files
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ def score(
     Raises CorruptData where its predictions are not numbers, InvalidInput where it is not in
     safetensors.
     """
+    from paceline.models import load_model
+
     files = weight_files(directory)
     model, config = load_model(directory)
     model.eval()
