@@ -6,6 +6,7 @@ Knows how to start, check, restart and stop a process; not which services there 
 
 from __future__ import annotations
 
+import base64
 import http.client
 import logging
 import socket
@@ -23,7 +24,7 @@ from paceline.fleet.spec import Ready, ServiceSpec, ServiceStatus
 log = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 0.1
-CHECK_TIMEOUT_S = 2.0
+CHECK_TIMEOUT_S = 10.0
 ALIVE_AFTER_S = 0.5  # a service without a check counts as ready when it has lived this long
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 RESTART_WINDOW_S = 300.0
@@ -229,7 +230,7 @@ class Service:
 
 def check(ready: Ready, guard_pid: int) -> bool:
     """Return whether ``ready`` holds now, and by a process of ours below ``guard_pid``."""
-    if ready.kind == "http" and not _answers(ready.url):
+    if ready.kind == "http" and not _answers(ready.url, ready.authorization):
         return False
     if ready.kind == "port" and not _accepts(ready.port):
         return False
@@ -246,11 +247,16 @@ def _accepts(port: int) -> bool:
     return True
 
 
-def _answers(url: str) -> bool:
+def _answers(url: str, authorization: str) -> bool:
     parts = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(parts.netloc, timeout=CHECK_TIMEOUT_S)
     try:
-        connection.request("GET", parts.path or "/")
+        headers = {}
+        if authorization:
+            encoded = base64.b64encode(authorization.encode()).decode()
+            headers["Authorization"] = f"Basic {encoded}"
+        target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
+        connection.request("GET", target, headers=headers)
         return 200 <= connection.getresponse().status < 300
     except (OSError, http.client.HTTPException):
         return False

@@ -22,6 +22,7 @@ class Ready(Record):
 
     kind: Literal["http", "port", "file", "exit", "alive"] = "alive"
     url: str = ""
+    authorization: str = ""  # "user:password" to ask with
     port: int = 0
     path: str = ""
 
