@@ -9,7 +9,7 @@ import pytest
 from paceline.errors import CorruptData, OriginBudgetExceeded
 from paceline.relay.limits import SessionLimits
 from paceline.relay.memory import Faults, MemoryFleet
-from paceline.relay.session import RelaySession
+from paceline.relay.pulling import Puller
 from tests.relay.kit import paper_manifest, plan
 
 MANIFEST = paper_manifest(96, chunk_pieces=8)
@@ -177,14 +177,14 @@ def test_a_failing_seed_replays_exactly() -> None:
 
 
 def forgets_what_was_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    close = RelaySession._close
+    close = Puller.close
 
-    def buggy(self: RelaySession, feed: object, actions: list[object]) -> None:
+    def buggy(self: Puller, feed: object, actions: list[object]) -> None:
         taken = self._taken.copy()
         close(self, feed, actions)  # type: ignore[arg-type]
         self._taken = taken
 
-    monkeypatch.setattr(RelaySession, "_close", buggy)
+    monkeypatch.setattr(Puller, "close", buggy)
 
 
 def test_a_planted_session_bug_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

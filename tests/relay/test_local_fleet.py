@@ -13,7 +13,7 @@ from paceline.manifest import FileEntry, Manifest, verify_directory
 from paceline.relay.limits import SessionLimits
 from paceline.relay.local import LocalFleet, distribute
 from paceline.relay.origin import DirectoryReader
-from paceline.relay.session import RelaySession
+from paceline.relay.pulling import Puller
 from paceline.wire.plan import Source, WorkerLanes
 from paceline.wire.records import WorkerStatus
 from tests.relay.kit import DEPLOYMENT, lanes, manifest_of, plan, worker, write_model
@@ -188,6 +188,24 @@ def test_a_peer_with_a_rotten_disk_is_named_and_worked_around(
         verify_directory(Path(receipt.path), manifest)
 
 
+def test_a_worker_whose_unfinished_copy_rots_repairs_itself(
+    paced: LocalFleet, manifest: Manifest, model: Path
+) -> None:
+    first, second, *_ = order(manifest)
+    paced.deploy(manifest, {first: chain(manifest, model, link_mbit=6)(paced.addresses)[first]})
+    until(lambda: (beat := paced.beat(first, DEPLOYMENT)) is not None and beat.pieces_held > 20)
+    staging = next((paced.drivers[first].store.root / "staging").iterdir())
+    with (staging / "data/shards/a.bin").open("r+b") as file:
+        file.seek(50_000)
+        file.write(b"rot")
+    paced.deploy(manifest, chain(manifest, model, link_mbit=6, epoch=2)(paced.addresses))
+    receipts = paced.receipts(DEPLOYMENT)
+    for receipt in receipts.values():
+        verify_directory(Path(receipt.path), manifest)
+    assert receipts[second].corrupt_pieces == 1
+    assert receipts[first].origin_bytes == manifest.total_size + manifest.piece_bytes
+
+
 def test_a_flipped_byte_at_the_origin_is_named_and_shown_to_nobody(
     tmp_path: Path, manifest: Manifest, model: Path
 ) -> None:
@@ -269,14 +287,14 @@ def test_two_deployments_of_one_model_at_once_do_not_mix(
 def test_a_planted_session_bug_is_caught_on_sockets_too(
     paced: LocalFleet, manifest: Manifest, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    close = RelaySession._close
+    close = Puller.close
 
-    def forgets_what_was_in_flight(self: RelaySession, feed: object, actions: list[object]) -> None:
+    def forgets_what_was_in_flight(self: Puller, feed: object, actions: list[object]) -> None:
         taken = self._taken.copy()
         close(self, feed, actions)  # type: ignore[arg-type]
         self._taken = taken
 
-    monkeypatch.setattr(RelaySession, "_close", forgets_what_was_in_flight)
+    monkeypatch.setattr(Puller, "close", forgets_what_was_in_flight)
     _, second, third, *_ = order(manifest)
     paced.deploy(manifest, chain(manifest, model, link_mbit=6)(paced.addresses))
     until(lambda: (beat := paced.beat(second, DEPLOYMENT)) is not None and beat.pieces_held > 10)

@@ -26,6 +26,7 @@ from paceline.relay.events import (
     LocalFailed,
     PieceRejected,
     PiecesDurable,
+    PiecesRotten,
     PieceVerified,
     ReportCorrupt,
     ReportSourceLost,
@@ -303,6 +304,18 @@ def test_a_replaced_source_object_fails_the_head_at_once() -> None:
     assert isinstance(failure(actions), SourceChanged)
     actions = relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), epoch=2)), 0.2)
     assert fetches(actions) == [("up", 0, 4)]  # a new plan revives it
+
+
+def test_a_piece_that_rotted_on_this_disk_is_fetched_again_before_completion() -> None:
+    relay = session(limits=SessionLimits())
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"))), 0)
+    arrive(relay, "up", 0, 15, 0.1)
+    durable(relay, 0, 15, 0.1)
+    assert fetches(relay.handle(PiecesRotten(Extent(3, 4)), 0.2)) == [("up", 3, 4)]
+    arrive(relay, "up", 15, 16, 0.3)
+    assert Complete() not in durable(relay, 15, 16, 0.3)
+    arrive(relay, "up", 3, 4, 0.3)
+    assert Complete() in durable(relay, 3, 4, 0.3)
 
 
 def test_a_full_disk_fails_the_worker_and_stops_its_streams() -> None:

@@ -85,6 +85,29 @@ def test_only_durable_pieces_survive_the_process(
     assert list(again.durable) == [Extent(0, 5)]
 
 
+def test_a_rotten_piece_loses_its_mark_and_cannot_be_published(
+    tmp_path: Path, model: Path, manifest: Manifest
+) -> None:
+    store = Store(tmp_path / "store")
+    staging = store.open(manifest)
+    fill(staging, model)
+    staging.commit()
+    assert not staging.distrust(7)
+    piece = manifest.piece_of(7)
+    with (staging.data / manifest.files[piece.file_index].path).open("r+b") as file:
+        file.seek(piece.file_offset)
+        file.write(b"rot")
+    assert staging.distrust(7)
+    with pytest.raises(Conflict, match="not complete"):
+        store.publish(staging)
+    store.close()
+    again = Store(tmp_path / "store").open(manifest)
+    assert list(again.durable.gaps(Extent(0, manifest.piece_count))) == [Extent(7, 8)]
+    fill(again, model, range(7, 8))
+    again.commit()
+    assert again.durable.count == manifest.piece_count
+
+
 def test_a_torn_mark_and_what_follows_it_is_not_trusted(
     tmp_path: Path, model: Path, manifest: Manifest
 ) -> None:

@@ -31,6 +31,7 @@ from paceline.relay.events import (
     Fail,
     Fetch,
     LanesAssigned,
+    PiecesRotten,
     PieceVerified,
     ReportCorrupt,
     ReportSourceLost,
@@ -38,7 +39,7 @@ from paceline.relay.events import (
     SessionEvent,
     Tick,
 )
-from paceline.relay.extents import Extents
+from paceline.relay.extents import Extent, Extents
 from paceline.relay.library import Library
 from paceline.relay.limits import SessionLimits
 from paceline.relay.origin import LazyReader, OriginStream, RangeReader
@@ -98,6 +99,9 @@ class RelayDriver:
             token=token,
             find=self._library.find,
             pacer=self.nic_out,
+            on_rotten=lambda digest, piece: self._post(
+                lambda now: self._rotten(digest, piece, now)
+            ),
         )
         self._owner = threading.Thread(target=self._run, name="relay-owner", daemon=True)
 
@@ -397,6 +401,11 @@ class RelayDriver:
         else:
             share.activated, share.failure = True, None
         self._refresh(share, now_s)
+
+    def _rotten(self, digest: str, piece: int, now_s: float) -> None:
+        for share in self._shares.values():
+            if share.manifest.digest == digest:
+                self._tell(share, PiecesRotten(Extent(piece, piece + 1)), now_s)
 
     def _forget_old(self) -> None:
         """Close the oldest ended deployments beyond those worth keeping open."""

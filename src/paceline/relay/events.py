@@ -66,6 +66,13 @@ class PiecesDurable:
 
 
 @dataclass(frozen=True, slots=True)
+class PiecesRotten:
+    """Pieces that were held and no longer match their digests on this disk."""
+
+    extent: Extent
+
+
+@dataclass(frozen=True, slots=True)
 class LocalFailed:
     """This worker cannot go on: its disk is full or refuses writes."""
 
@@ -89,6 +96,7 @@ SessionEvent = (
     | SourceAlive
     | SourceFailed
     | PiecesDurable
+    | PiecesRotten
     | LocalFailed
     | Tick
     | Cancelled

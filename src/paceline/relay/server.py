@@ -57,13 +57,13 @@ class PeerServer:
         token: str,
         find: Callable[[str, float], Staging | None],
         pacer: Pacer,
-        on_corrupt: Callable[[str, int], None] = lambda _digest, _piece: None,
+        on_rotten: Callable[[str, int], None] = lambda _digest, _piece: None,
     ) -> None:
         self._worker_id = worker_id
         self._token = token
         self._find = find
         self._pacer = pacer
-        self._on_corrupt = on_corrupt
+        self._on_rotten = on_rotten
         self._lock = threading.Lock()
         self._streams: set[socket.socket] = set()
         self._stopping = threading.Event()
@@ -121,7 +121,7 @@ class PeerServer:
             who = hello.worker_id
             staging = self._await_model(sock, hello)
             with staging.using():
-                _Stream(sock, hello, staging, self._pacer, self._on_corrupt).run()
+                _Stream(sock, hello, staging, self._pacer, self._on_rotten).run()
         except PeerLost:
             log.debug("stream of %s ended", who)
         except (PacelineError, OSError) as error:
@@ -165,14 +165,15 @@ class _Stream:
         hello: Hello,
         staging: Staging,
         pacer: Pacer,
-        on_corrupt: Callable[[str, int], None],
+        on_rotten: Callable[[str, int], None],
     ) -> None:
         self._sock = sock
         self._hello = hello
         self._staging = staging
         self._pacer = pacer
-        self._on_corrupt = on_corrupt
+        self._on_rotten = on_rotten
         self._wanted = Extents()
+        self._sent = Extents()  # a peer may complain once of each piece it was sent
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
@@ -196,7 +197,7 @@ class _Stream:
             deadline_s = time.monotonic() + FRAME_DEADLINE_S
             header, _ = read_frame(self._sock, deadline_s, Kind.REQUEST, Kind.CORRUPT)
             if header.kind is Kind.CORRUPT:
-                self._on_corrupt(self._hello.digest, header.first)
+                self._look_at(header.first)
                 continue
             extent = Extent(header.first, header.first + header.second)
             if extent.stop > self._staging.manifest.piece_count:
@@ -209,9 +210,16 @@ class _Stream:
         if wait_s:
             raise PeerLost("the peer asks for nothing")
 
+    def _look_at(self, index: int) -> None:
+        """A peer says that a piece of ours is corrupt: was it the wire, or is it this disk?"""
+        if self._sent.remove(Extent(index, index + 1)) and self._staging.distrust(index):
+            log.error("piece %d of %s rotted on this disk", index, self._hello.digest[:12])
+            self._on_rotten(self._hello.digest, index)
+
     def _send(self, run: Extent) -> None:
         manifest, staging = self._staging.manifest, self._staging
         self._wanted.remove(run)
+        self._sent.add(run)
         for index in range(*run):
             piece = manifest.piece_of(index)
             self._send_piece(staging.descriptor(piece.file_index), piece)

@@ -9,11 +9,12 @@ loss exactly the durable pieces are trusted. Which pieces to fetch from whom is 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -183,6 +184,27 @@ class Staging:
                 self.pending_bytes += piece.length
             self._lock.notify_all()
 
+    def distrust(self, index: int) -> bool:
+        """Read a verified piece again and return whether it is rotten; then it counts for nothing
+        any more: it is neither served nor published, and its mark is gone.
+        """
+        piece = self.manifest.piece_of(index)
+        with self._commit_lock, self.using(), disk_errors(self.directory):
+            if index not in self.verified:
+                return False
+            descriptor = self.descriptor(piece.file_index)
+            data = os.pread(descriptor, piece.length, piece.file_offset)
+            if hashlib.sha256(data).hexdigest() == piece.sha256:
+                return False
+            extent = Extent(index, index + 1)
+            with self._lock:
+                for extents in (self.verified, self.durable, self._fresh):
+                    extents.remove(extent)
+            if self._marks >= 0:
+                os.ftruncate(self._marks, 0)
+                self._mark(self.durable)
+            return True
+
     def next_held(self, wanted: Extents, wait_s: float) -> Extent | None:
         """Return the first run of verified pieces of ``wanted``; waits up to ``wait_s`` for it."""
 
@@ -217,17 +239,20 @@ class Staging:
                 return []
             for index in dirty:
                 os.fdatasync(self.descriptor(index))
-            record = b"".join(
-                _MARK.pack(first, stop, zlib.crc32(struct.pack(">II", first, stop)))
-                for first, stop in fresh
-            )
-            os.lseek(self._marks, 0, os.SEEK_END)
-            os.write(self._marks, record)
-            os.fdatasync(self._marks)
+            self._mark(fresh)
             with self._lock:
                 for extent in fresh:
                     self.durable.add(extent)
             return fresh
+
+    def _mark(self, runs: Iterable[Extent]) -> None:
+        record = b"".join(
+            _MARK.pack(first, stop, zlib.crc32(struct.pack(">II", first, stop)))
+            for first, stop in runs
+        )
+        os.lseek(self._marks, 0, os.SEEK_END)
+        os.write(self._marks, record)
+        os.fdatasync(self._marks)
 
     def moved(self, directory: Path) -> None:
         """Take note that the files were published at ``directory``; open descriptors stay good."""
