@@ -128,9 +128,10 @@ def main() -> int:
     from paceline.data import load_snapshot
     from paceline.errors import InvalidInput
     from paceline.profile import load_runtime
-    from paceline.training.watch import die_with_parent
+    from paceline.training.watch import die_with_parent, share_cores
 
     die_with_parent()
+    share_cores()
     try:
         spec = BaseSpec.model_validate_json(sys.stdin.readline())
         runtime = load_runtime(spec.state_dir)

@@ -232,6 +232,13 @@ class Checkpointer:
         finally:
             self.stall_s += time.perf_counter() - started
 
+    def save_last(self, step: int, cursor: int, metrics: dict[str, float]) -> None:
+        """Return once ``step`` is saved, whatever was in flight or put off."""
+        self.finish()
+        if step not in self.saved:
+            self.save(step, cursor, metrics)
+            self.finish()
+
     def finish(self) -> None:
         """Wait for the save in flight; raises what made it fail."""
         self._join()

@@ -22,6 +22,7 @@ from paceline.objects import ObjectStore, join_url
 from paceline.profile import load_runtime
 from paceline.training.gang import GangLauncher, GangMember, GangOutcome, GangResult
 from paceline.training.identity import config_digest
+from paceline.training.watch import STOPPED_EXIT
 from paceline.wire.base import canonical_json
 from paceline.wire.training import RankEvent, Restart, TrainJob, TrainResult
 
@@ -127,11 +128,12 @@ def _launch(
 
 
 def _without_bad(workers: list[str], failures: Counter[str], outcome: GangOutcome) -> list[str]:
-    worker = outcome.failed_worker
-    if worker is None:
+    worker, rank = outcome.failed_worker, outcome.failed_rank
+    code = 0 if rank is None else outcome.exit_codes.get(rank)
+    if worker is None or code == STOPPED_EXIT:  # stopped as asked: no fault of the node's
         return workers
     failures[worker] += 1
-    lost = outcome.failed_rank is not None and outcome.exit_codes.get(outcome.failed_rank) is None
+    lost = code is None
     if not lost and failures[worker] < FAILURES_PER_WORKER:
         return workers
     others = [each for each in workers if each != worker]

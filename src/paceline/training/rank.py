@@ -10,25 +10,33 @@ try again, 1: it will not work).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import InvalidInput, PacelineError, PeerLost
-from paceline.training.watch import STOPPED_EXIT, StopFlag, die_with_parent
+from paceline.training.watch import STOPPED_EXIT, StopFlag, die_with_parent, share_cores
 from paceline.wire.training import RankEvent, TrainJob
 
 if TYPE_CHECKING:
+    from paceline.data import Snapshot
     from paceline.models import ByteTransformer, ModelConfig
-    from paceline.training.checkpoint import Checkpointer
+    from paceline.objects import ObjectStore
+    from paceline.training.checkpoint import Checkpointer, Generations
+    from paceline.training.group import Group
     from paceline.training.loop import Progress
 
+PHASE_BEAT_S = 1.0
+FINISH_S = 600.0  # to save the last state, and again to export it
 FOLLOWER_BEAT_S = 0.5  # ranks other than 0 speak this often, so that a hang is noticed on any
 
 
@@ -80,6 +88,28 @@ class Voice:
             sys.stdout.write(record.model_dump_json() + "\n")
             sys.stdout.flush()
 
+    @contextlib.contextmanager
+    def beating(self, phase: str, deadline_s: float) -> Iterator[None]:
+        """Say ``started`` again and again through a phase without steps, ``deadline_s`` at most.
+
+        The silence deadline can then be a step's: loading and exporting may take longer, and a
+        process that is frozen in them falls silent all the same.
+        """
+        over = threading.Event()
+
+        def beat() -> None:
+            until = time.monotonic() + deadline_s
+            while not over.wait(PHASE_BEAT_S) and time.monotonic() < until:
+                self.say("started", phase=phase)
+
+        thread = threading.Thread(target=beat, name="phase-beat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
 
 def main() -> int:
     """Run this rank and return its exit code."""
@@ -87,6 +117,7 @@ def main() -> int:
     stop = StopFlag()
     stop.install()
     die_with_parent()
+    share_cores()
     place = Place.from_environment()
     voice = Voice(place)
     try:
@@ -106,86 +137,65 @@ def main() -> int:
         return PeerLost.exit_code if lost else 1
 
 
+@dataclass
+class Loaded:
+    """All that a rank has before it meets the others."""
+
+    job: TrainJob
+    place: Place
+    node: Path
+    work_dir: Path
+    store: ObjectStore
+    model: ByteTransformer
+    config: ModelConfig
+    snapshot: Snapshot
+    optimizer: Any
+    generations: Generations
+    config_digest: str
+
+
 def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
     """Train as ``place`` in ``job``: load, resume, train, save, export."""
-    import torch
-
-    from paceline.data import SampleStream, ShardCache, load_snapshot, require_purpose
-    from paceline.objects import ObjectStore, join_url
-    from paceline.profile import load_runtime
-    from paceline.training.checkpoint import Checkpointer, Generations
+    from paceline.data import SampleStream, ShardCache
+    from paceline.training.checkpoint import Checkpointer
     from paceline.training.group import join_group
-    from paceline.training.identity import code_version, config_digest, stream_seed
-    from paceline.training.loop import Progress, train
-    from paceline.training.recipe import new_optimizer
-    from paceline.training.recovery import resume_newest_healthy
+    from paceline.training.identity import code_version, stream_seed
+    from paceline.training.loop import train
 
     settings = job.settings
-    torch.set_num_threads(settings.threads_per_rank)
-    torch.use_deterministic_algorithms(job.deterministic)
-    runtime = load_runtime(job.state_dir)
-    node = runtime.node_dir(place.worker_id)
-    work_dir = node / "work" / job.job_id / f"rank-{place.rank}"
-    work_dir.mkdir(parents=True, exist_ok=True)
-    store = ObjectStore.from_runtime(runtime)
-
-    model, config = load_base(node, job)
-    snapshot = load_snapshot(job.snapshot_url, store)
-    if snapshot.digest != job.snapshot_digest:
-        raise InvalidInput(
-            "another snapshot than the job's",
-            got=snapshot.digest,
-            wanted=job.snapshot_digest,
-            where=job.snapshot_url,
-        )
-    require_purpose(snapshot, job.purpose)
-    digest = config_digest(job)
-    optimizer = new_optimizer(model, settings)
-    generations = Generations(store, join_url(job.checkpoint_url, job.job_id))
-    progress = Progress()
-
-    with join_group(
-        place.rank,
-        place.world_size,
-        place.master_host,
-        place.master_port,
-        place.attempt,
-        settings.step_deadline_s,
-    ) as group:
-        restored = resume_newest_healthy(
-            generations,
-            group,
-            model,
-            optimizer,
-            config_digest=digest,
-            work_dir=work_dir,
-            on_rejected=lambda step, why: voice.say("checkpoint", step, rejected=True, why=why),
-        )
-        cursor = 0
-        if restored is not None:
-            progress.step, cursor = restored.step, restored.cursor
-            progress.first_loss = restored.metrics.get("first_loss")
-            progress.loss = restored.metrics.get("loss")
+    with contextlib.ExitStack() as stack:
+        with voice.beating("loading", settings.start_deadline_s):
+            its = load(job, place)
+            group = stack.enter_context(
+                join_group(
+                    place.rank,
+                    place.world_size,
+                    place.master_host,
+                    place.master_port,
+                    place.attempt,
+                    settings.step_deadline_s,
+                )
+            )
+            progress, cursor = resume(its, group, voice)
         resumed_from = progress.step
         voice.say("resumed", progress.step, cursor=cursor)
-
         saver = Checkpointer(
-            generations,
-            model,
-            optimizer,
+            its.generations,
+            its.model,
+            its.optimizer,
             job_id=job.job_id,
-            config_digest=digest,
+            config_digest=its.config_digest,
             code_version=code_version(),
             every_steps=settings.checkpoint_every_steps,
             keep=settings.keep_checkpoints,
-            work_dir=work_dir,
+            work_dir=its.work_dir,
         )
         stream = SampleStream.of_snapshot(
-            snapshot,
+            its.snapshot,
             "train",
-            ShardCache(snapshot, store, node / "cache"),
+            ShardCache(its.snapshot, its.store, its.node / "cache"),
             purpose=job.purpose,
-            context=config.context,
+            context=its.config.context,
             global_batch=settings.batch_sequences,
             seed=stream_seed("job", settings.seed),
             rank=place.rank,
@@ -195,8 +205,8 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
         stop.listening = True
         with stream:
             train(
-                model,
-                optimizer,
+                its.model,
+                its.optimizer,
                 stream,
                 settings,
                 group,
@@ -206,14 +216,17 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
                 on_step=_Teller(voice, saver, progress, place.rank, stream.quarantined),
                 should_stop=stop,
             )
+        if place.rank == 0 and progress.step > resumed_from:
+            with voice.beating("saving", FINISH_S):
+                saver.save_last(progress.step, stream.cursor, progress.metrics())
+            _tell_saved(voice, saver)
         if progress.stopped:
-            return _stopped(voice, saver, progress, stream.cursor, place.rank)
-        quarantined = sorted(stream.quarantined)
+            voice.say("failed", progress.step, code="Stopped", message="stopped, state saved")
+            return STOPPED_EXIT
 
     if place.rank == 0:
-        saver.finish()
-        _tell_saved(voice, saver)
-        result = export(job, model, config, store, work_dir)
+        with voice.beating("exporting", FINISH_S):
+            result = export(its)
         voice.say(
             "result",
             progress.step,
@@ -227,11 +240,77 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             checkpoint_stall_share=progress.share(progress.stall_s),
             checkpoints=[each.model_dump() for each in saver.kept()],
             checkpoints_put_off=saver.put_off,
-            quarantined_shards=quarantined,
-            config_digest=digest,
+            quarantined_shards=sorted(stream.quarantined),
+            config_digest=its.config_digest,
             code_version=code_version(),
         )
     return 0
+
+
+def load(job: TrainJob, place: Place) -> Loaded:
+    """Return base model, snapshot and optimiser, each checked against what the job names."""
+    import torch
+
+    from paceline.data import load_snapshot, require_purpose
+    from paceline.objects import ObjectStore, join_url
+    from paceline.profile import load_runtime
+    from paceline.training.checkpoint import Generations
+    from paceline.training.identity import config_digest
+    from paceline.training.recipe import new_optimizer
+
+    torch.set_num_threads(job.settings.threads_per_rank)
+    torch.use_deterministic_algorithms(job.deterministic)
+    runtime = load_runtime(job.state_dir)
+    node = runtime.node_dir(place.worker_id)
+    work_dir = node / "work" / job.job_id / f"rank-{place.rank}"
+    work_dir.mkdir(parents=True, exist_ok=True)
+    store = ObjectStore.from_runtime(runtime)
+    snapshot = load_snapshot(job.snapshot_url, store)
+    if snapshot.digest != job.snapshot_digest:
+        raise InvalidInput(
+            "another snapshot than the job's",
+            got=snapshot.digest,
+            wanted=job.snapshot_digest,
+            where=job.snapshot_url,
+        )
+    require_purpose(snapshot, job.purpose)
+    model, config = load_base(node, job)
+    return Loaded(
+        job=job,
+        place=place,
+        node=node,
+        work_dir=work_dir,
+        store=store,
+        model=model,
+        config=config,
+        snapshot=snapshot,
+        optimizer=new_optimizer(model, job.settings),
+        generations=Generations(store, join_url(job.checkpoint_url, job.job_id)),
+        config_digest=config_digest(job),
+    )
+
+
+def resume(its: Loaded, group: Group, voice: Voice) -> tuple[Progress, int]:
+    """Restore the newest healthy checkpoint, if any; return progress and data cursor."""
+    from paceline.training.loop import Progress
+    from paceline.training.recovery import resume_newest_healthy
+
+    restored = resume_newest_healthy(
+        its.generations,
+        group,
+        its.model,
+        its.optimizer,
+        config_digest=its.config_digest,
+        work_dir=its.work_dir,
+        on_rejected=lambda step, why: voice.say("checkpoint", step, rejected=True, why=why),
+    )
+    if restored is None:
+        return Progress(), 0
+    metrics = restored.metrics
+    progress = Progress(
+        step=restored.step, first_loss=metrics.get("first_loss"), loss=metrics.get("loss")
+    )
+    return progress, restored.cursor
 
 
 def load_base(node: Path, job: TrainJob) -> tuple[ByteTransformer, ModelConfig]:
@@ -261,21 +340,17 @@ def load_base(node: Path, job: TrainJob) -> tuple[ByteTransformer, ModelConfig]:
     return load_model(directory)
 
 
-def export(
-    job: TrainJob, model: ByteTransformer, config: ModelConfig, store: Any, work_dir: Path
-) -> dict[str, Any]:
+def export(its: Loaded) -> dict[str, Any]:
     """Upload the trained model as safetensors and config, and return its URL and digest."""
-    import shutil
-
     from paceline.models import save_model, weights_digest
     from paceline.objects import join_url
 
-    directory = work_dir / "export"
+    directory = its.work_dir / "export"
     shutil.rmtree(directory, ignore_errors=True)
-    save_model(model, config, directory)
-    url = join_url(job.checkpoint_url, job.job_id, "export")
+    save_model(its.model, its.config, directory)
+    url = join_url(its.job.checkpoint_url, its.job.job_id, "export")
     for path in sorted(directory.iterdir()):
-        store.upload_file(path, join_url(url, path.name))
+        its.store.upload_file(path, join_url(url, path.name))
     digest = weights_digest(directory)
     shutil.rmtree(directory, ignore_errors=True)
     return {"export_url": url, "weights_digest": digest}
@@ -328,18 +403,6 @@ class _Teller:
 def _tell_saved(voice: Voice, saver: Checkpointer) -> None:
     for ref in saver.report():
         voice.say("checkpoint", ref.step, url=ref.url, digest=ref.digest, bytes=ref.bytes)
-
-
-def _stopped(voice: Voice, saver: Checkpointer, progress: Progress, cursor: int, rank: int) -> int:
-    """Make sure that the last step is saved, say so, and return the exit code."""
-    if rank == 0:
-        saver.finish()
-        if progress.step not in saver.saved:
-            saver.save(progress.step, cursor, progress.metrics())
-            saver.finish()
-        _tell_saved(voice, saver)
-    voice.say("failed", progress.step, code="Stopped", message="stopped as asked, state saved")
-    return STOPPED_EXIT
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A rank's ties to the world: a request to stop, a parent that may die, stacks on demand.
+"""A rank's ties to the world: a request to stop, a parent that may die, stacks, threads' manners.
 
 SIGTERM only sets a flag (saving inside a signal handler deadlocks); the loop agrees on it at the
 next step's end. Knows nothing of training.
@@ -37,6 +37,15 @@ class StopFlag:
         if not self.listening:
             os._exit(STOPPED_EXIT)
         self._asked = True
+
+
+def share_cores() -> None:
+    """Let threads that wait for each other sleep; call it before torch is imported.
+
+    Spinning costs 3 x on a busy machine (2 threads, 1 M parameters: 7 s a step against 2.3 s at a
+    load of 12 on 2 cores) and saves nothing worth having on a quiet one.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def die_with_parent() -> None:

@@ -1,0 +1,141 @@
+"""A camp: a state directory, a small snapshot in real S3, a tiny base model on two nodes' disks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from paceline.data import Snapshot, build_snapshot
+from paceline.manifest import build_manifest, write_manifest
+from paceline.models import config_for, load_model, new_model, save_model, weights_digest
+from paceline.objects import ObjectStore
+from paceline.profile import (
+    DataSettings,
+    Endpoints,
+    Profile,
+    Runtime,
+    Secrets,
+    TrainingSettings,
+    save_runtime,
+)
+from paceline.training.rank import Place, Voice, run_rank
+from paceline.training.watch import StopFlag
+from paceline.wire.training import RankEvent, TrainJob
+from tests.support.rclone import RcloneS3
+
+PARAMETERS, CONTEXT, BATCH = 50_000, 32, 6
+BUCKET = "training"
+SETTINGS = TrainingSettings(
+    ranks=1,
+    steps=12,
+    batch_sequences=BATCH,
+    learning_rate=3e-3,
+    warmup_steps=3,
+    checkpoint_every_steps=4,
+    keep_checkpoints=3,
+    max_restarts=3,
+    start_deadline_s=60,
+    step_deadline_s=60,
+)
+
+
+class Listener(Voice):
+    """Keeps what a rank says."""
+
+    def __init__(self) -> None:
+        self.events: list[RankEvent] = []
+
+    def say(self, event, step=0, **data):
+        self.events.append(RankEvent(event=event, rank=0, attempt=1, step=step, data=data))
+
+    def of(self, kind: str) -> list[RankEvent]:
+        return [each for each in self.events if each.event == kind]
+
+    @property
+    def losses(self) -> list[float]:
+        return [each.data["loss"] for each in self.of("step")]
+
+
+@dataclass
+class Camp:
+    runtime: Runtime
+    store: ObjectStore
+    snapshot: Snapshot
+    manifest_digest: str
+    base_digest: str
+    nodes: tuple[str, ...] = ("node-0", "node-1")
+    purpose: str = "tests"
+    finished: dict[str, Listener] = field(default_factory=dict)
+
+    def job(self, job_id: str, **changes: object) -> TrainJob:
+        fields = {
+            "job_id": job_id,
+            "run_id": "run-20260101-000000-abcdef",
+            "state_dir": str(self.runtime.state_dir),
+            "model_id": "tiny",
+            "version": "v1",
+            "manifest_digest": self.manifest_digest,
+            "snapshot_url": self.snapshot.url,
+            "snapshot_digest": self.snapshot.digest,
+            "purpose": self.purpose,
+            "checkpoint_url": f"s3://{BUCKET}/checkpoints",
+            "settings": SETTINGS,
+        }
+        settings = {k: v for k, v in changes.items() if k in TrainingSettings.model_fields}
+        rest = {k: v for k, v in changes.items() if k not in settings}
+        fields |= rest
+        job = TrainJob.model_validate(fields)
+        return job.model_copy(
+            update={
+                "settings": TrainingSettings.model_validate(job.settings.model_dump() | settings)
+            }
+        )
+
+    def run_alone(self, job: TrainJob, stop: StopFlag | None = None) -> tuple[int, Listener]:
+        """One rank in this process: no launch, so cheap."""
+        listener = Listener()
+        place = Place(0, 1, "127.0.0.1", 0, 1, "node-0")
+        code = run_rank(job, place, listener, stop or StopFlag())
+        return code, listener
+
+
+@pytest.fixture(scope="session")
+def camp(s3: RcloneS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Camp]:
+    root = tmp_path_factory.mktemp("camp")
+    store = s3.store()
+    store.ensure_bucket(BUCKET)
+    runtime = Runtime(
+        profile=Profile(),
+        state_dir=root,
+        endpoints=Endpoints(s3_url=s3.endpoint_url),
+        secrets=Secrets(s3_access_key=s3.access_key, s3_secret_key=s3.secret_key),
+    )
+    save_runtime(runtime)
+    texts = root / "texts"
+    texts.mkdir()
+    for number in range(30):
+        body = "".join(f"line {n} of file {number} is {n * number}\n" for n in range(30))
+        (texts / f"{number}.txt").write_text(body)
+    snapshot = build_snapshot(
+        str(texts),
+        f"s3://{BUCKET}/data",
+        DataSettings(shard_bytes=4096, purpose="tests", held_out_share=0.2),
+        store,
+    )
+    directory = runtime.node_dir("node-0") / "store" / "models" / "tiny" / "v1"
+    config = config_for(PARAMETERS, CONTEXT)
+    save_model(new_model(config, 0), config, directory)
+    manifest = build_manifest(directory, model_id="tiny", version="v1", link_mbit=100)
+    write_manifest(directory, manifest)
+    shutil.copytree(runtime.node_dir("node-0"), runtime.node_dir("node-1"))
+    assert load_model(directory)[1] == config
+    yield Camp(runtime, store, snapshot, manifest.digest, weights_digest(directory))
+
+
+@pytest.fixture
+def base_dir(camp: Camp) -> Path:
+    return camp.runtime.node_dir("node-0") / "store" / "models" / "tiny" / "v1"

@@ -1,0 +1,170 @@
+"""One rank, in this process: what it trains on, what it refuses, what it leaves behind."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.data import SampleStream, ShardCache, build_snapshot
+from paceline.errors import (
+    CorruptData,
+    DataRejected,
+    InvalidInput,
+    InvalidSnapshot,
+    TrainingFailed,
+)
+from paceline.models import load_model, weights_digest
+from paceline.profile import DataSettings
+from paceline.training.checkpoint import Generations
+from paceline.training.loop import shuffled
+from paceline.training.watch import STOPPED_EXIT, StopFlag
+from tests.training.conftest import BUCKET, Camp
+
+
+def exported(camp: Camp, url: str, directory: Path) -> Path:
+    directory.mkdir()
+    for info in camp.store.list(url):
+        camp.store.download_file(info.url, directory / info.url.rsplit("/", 1)[1])
+    return directory
+
+
+def test_training_lowers_the_loss_and_exports_a_loadable_model(camp: Camp, tmp_path: Path) -> None:
+    code, said = camp.run_alone(camp.job("alone", steps=30))
+    assert code == 0
+    losses = said.losses
+    assert len(losses) == 30
+    assert losses[0] == pytest.approx(math.log(256), rel=0.1)
+    assert losses[-1] < losses[0] - 1
+    result = said.of("result")[0].data
+    directory = exported(camp, str(result["export_url"]), tmp_path / "e")
+    load_model(directory)
+    assert weights_digest(directory) == result["weights_digest"] != camp.base_digest
+    kept = Generations(camp.store, f"s3://{BUCKET}/checkpoints/alone").steps()
+    assert len(kept) == 3, "as many generations as asked for"
+    assert kept[0] == 30, "the last step is saved, even where an earlier save was in its way"
+    assert said.of("step")[0].data.keys() >= {
+        "loss",
+        "tokens_per_second",
+        "grad_norm",
+        "lr",
+        "data_wait_share",
+    }
+
+
+def test_zero_steps_export_the_base_unchanged(camp: Camp) -> None:
+    code, said = camp.run_alone(camp.job("zero", steps=0))
+    assert code == 0
+    result = said.of("result")[0].data
+    assert result["weights_digest"] == camp.base_digest
+    assert result["first_loss"] is None
+
+
+def test_the_same_job_gives_the_same_bits_and_other_seeds_do_not(camp: Camp) -> None:
+    digests = [
+        camp.run_alone(camp.job(name, steps=3, seed=seed))[1].of("result")[0].data["weights_digest"]
+        for name, seed in (("same-a", 0), ("same-b", 0), ("same-c", 1))
+    ]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_the_control_learns_from_the_same_bytes_in_another_order(camp: Camp) -> None:
+    shards = camp.snapshot.of_split("train")
+    cache = ShardCache(camp.snapshot, camp.store, camp.runtime.state_dir / "control")
+    parts = [
+        SampleStream(shards, cache.token_bytes, 32, 6, 0, rank=rank, world_size=world).batch_at(12)
+        for rank, world in ((0, 1), (0, 2), (1, 2))
+    ]
+    whole, *halves = [shuffled(part, seed=5) for part in parts]
+    assert np.array_equal(whole, np.concatenate(halves)), "whatever the number of ranks"
+    assert np.array_equal(np.sort(whole), np.sort(parts[0].targets_BT))
+    assert (whole != parts[0].targets_BT).mean() > 0.5
+    control = camp.run_alone(camp.job("control", steps=2, labels="shuffled"))[1]
+    true = camp.run_alone(camp.job("true", steps=2))[1]
+    assert control.losses != true.losses
+
+
+def test_a_request_to_stop_saves_the_step_and_a_restart_continues_it(camp: Camp) -> None:
+    whole = camp.run_alone(camp.job("whole"))[1]
+    stop = StopFlag()
+    stop._asked = True  # as SIGTERM would have
+    code, said = camp.run_alone(camp.job("stopped"), stop)
+    assert code == STOPPED_EXIT
+    assert said.of("failed")[0].step == 1
+    assert Generations(camp.store, f"s3://{BUCKET}/checkpoints/stopped").steps() == [1]
+    code, resumed = camp.run_alone(camp.job("stopped"))
+    assert code == 0
+    assert resumed.of("resumed")[0].step == 1
+    assert said.losses + resumed.losses == whole.losses, "bit for bit"
+    digest = whole.of("result")[0].data["weights_digest"]
+    assert resumed.of("result")[0].data["weights_digest"] == digest
+    assert resumed.of("result")[0].data["first_loss"] == whole.losses[0]
+
+
+def test_divergence_stops_with_a_reason_and_leaves_the_last_checkpoint(camp: Camp) -> None:
+    with pytest.raises(TrainingFailed, match=r"diverged|not finite"):
+        camp.run_alone(
+            camp.job("nan", learning_rate=1e30, warmup_steps=0, checkpoint_every_steps=1)
+        )
+    generations = Generations(camp.store, f"s3://{BUCKET}/checkpoints/nan")
+    for step in generations.steps():
+        assert step < 12
+
+
+def test_another_purpose_is_refused_by_the_rank_too(camp: Camp) -> None:
+    with pytest.raises(InvalidSnapshot, match="another purpose"):
+        camp.run_alone(camp.job("purpose", purpose="advertising"))
+
+
+def test_another_snapshot_than_the_jobs_is_refused(camp: Camp) -> None:
+    with pytest.raises(InvalidInput, match="another snapshot"):
+        camp.run_alone(camp.job("snapshot", snapshot_digest="0" * 64))
+
+
+def test_another_model_or_a_damaged_one_is_refused(camp: Camp, base_dir: Path) -> None:
+    with pytest.raises(InvalidInput, match="another model"):
+        camp.run_alone(camp.job("model", manifest_digest="0" * 64))
+    with pytest.raises(InvalidInput, match="not on this node"):
+        camp.run_alone(camp.job("version", version="v2"))
+    damaged = base_dir.with_name("v3")
+    shutil.copytree(base_dir, damaged)
+    try:
+        victim = max(damaged.glob("*.safetensors"))
+        data = bytearray(victim.read_bytes())
+        data[-1] ^= 1
+        victim.write_bytes(bytes(data))
+        with pytest.raises(CorruptData):
+            camp.run_alone(camp.job("damaged", version="v3"))
+    finally:
+        shutil.rmtree(damaged)
+
+
+def test_a_checkpoint_of_other_settings_is_not_continued(camp: Camp) -> None:
+    camp.run_alone(camp.job("settings", steps=2))
+    with pytest.raises(TrainingFailed, match="another configuration"):
+        camp.run_alone(camp.job("settings", steps=2, learning_rate=1e-4))
+
+
+def test_a_bad_data_shard_is_passed_over_and_named(camp: Camp, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(30):
+        body = "".join(f"other {n} of file {number} is {n * number}\n" for n in range(30))
+        (texts / f"{number}.txt").write_text(body)
+    settings = DataSettings(shard_bytes=4096, purpose="tests", held_out_share=0.2)
+    snapshot = build_snapshot(str(texts), f"s3://{BUCKET}/bad-data", settings, camp.store)
+    victim = snapshot.of_split("train")[0]
+    where = {"snapshot_url": snapshot.url, "snapshot_digest": snapshot.digest}
+    camp.store.put_bytes(snapshot.shard_url(victim), b"x" * victim.bytes)
+    code, said = camp.run_alone(camp.job("bad-shard", **where))
+    assert code == 0
+    assert said.of("result")[0].data["quarantined_shards"] == [victim.sha256]
+    assert len(said.losses) == 12
+    for shard in snapshot.of_split("train"):
+        camp.store.delete(snapshot.shard_url(shard))
+    shutil.rmtree(camp.runtime.node_dir("node-0") / "cache")
+    with pytest.raises(DataRejected, match="too many"):
+        camp.run_alone(camp.job("bad-shards", **where))
