@@ -144,7 +144,11 @@ class CoordinatorClient:
         return self._call(StageRecord, "PUT", path, record)
 
     def events(self, after: int = 0, wait_s: float = 0.0) -> EventList:
-        """Return the events after number ``after``, waiting up to ``wait_s`` for the first."""
+        """Return the events after number ``after``, waiting up to ``wait_s`` for the first.
+
+        They come in pages: go on from ``last``. An ``after`` beyond the newest (``2**62``) returns
+        no events and the newest one's number, which is where to begin if the past is of no interest.
+        """
         query = urlencode({"after": after, "wait_s": wait_s})
         timeout_s = self._timeout_s + wait_s
         return self._call(EventList, "GET", f"/events?{query}", timeout_s=timeout_s)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from paceline.coordinator.messages import Create, Register
 from paceline.coordinator.settings import Patience
 from paceline.errors import (
     Cancelled,
@@ -11,6 +12,7 @@ from paceline.errors import (
     NotFound,
     StaleEpoch,
 )
+from paceline.wire.calls import CreateDeployment, RegisterWorker
 from paceline.wire.events import EventName
 from paceline.wire.records import Failure, WorkerStatus
 
@@ -262,10 +264,6 @@ def test_unknown_worker_and_lost_worker_are_told_to_register(world):
 
 def test_two_processes_cannot_share_an_incarnation(world):
     world.register("node-0")
-    world.state.fleet.find("node-0")
-    from paceline.coordinator.messages import Register
-    from paceline.wire.calls import RegisterWorker
-
     call = RegisterWorker(
         worker_id="node-0", hostname="h", rack="r0", available_storage=1, address="127.0.0.1:9"
     )
@@ -376,13 +374,54 @@ def test_direct_topology_has_no_fuse(world):
     assert world.status(d) == "downloading"
 
 
-def test_worker_out_of_origin_budget_stalls_until_somebody_can_feed_it(world):
-    d = started(world, *NODES)
+def short_of_budget(world, d, worker_id):
     reason = Failure(code="OriginBudgetExceeded", message="share spent")
-    world.receive(d, "node-0", 1, status=WorkerStatus.FAILED, failure=reason)
-    world.tick()
+    return world.receive(d, worker_id, 1, failure=reason)
+
+
+def test_origin_bytes_of_one_process_are_counted_once_over_its_incarnations(world):
+    d = started(world, "node-0", "node-1")
+    mib = 1024 * 1024
+    for incarnation in (1, 2, 3):  # thought lost and back, but the same process: one counter
+        call = RegisterWorker(
+            worker_id="node-0",
+            hostname="h",
+            rack="r",
+            available_storage=1,
+            address="127.0.0.1:7",
+            pid=7,
+            incarnation=incarnation + 1,
+        )
+        world.give(Register(call=call))
+        world.incarnations["node-0"] = incarnation + 1
+        world.receive(d, "node-0", 1, origin_bytes=40 * mib)
+    assert world.state.view(d).deployment.origin_bytes == 40 * mib
+
+
+def test_worker_out_of_origin_budget_gets_a_new_plan_before_anything_is_called_stalled(world):
+    d = started(world, *NODES)
+    for _ in range(8):
+        world.wait(0.5, beating=False)
+        for each in NODES:
+            short_of_budget(world, d, "node-0") if each == "node-0" else world.beat(each)
+    assert world.epoch(d) == 2
+    assert world.status(d) == "downloading"
+    world.receive(d, "node-0", 2)
+    world.wait(20)
+    assert world.epoch(d) == 2, "the new plan helped"
+
+
+def test_worker_that_stays_out_of_origin_budget_stalls_until_somebody_can_feed_it(world):
+    d = started(world, *NODES)
+    for _ in range(40):
+        world.wait(0.5, beating=False)
+        for each in NODES:
+            short_of_budget(world, d, "node-0") if each == "node-0" else world.beat(each)
     assert world.status(d) == "stalled"
-    assert world.state.view(d).workers_failed == ()
+    assert world.epoch(d) == 4, "rescues are bounded"
+    view = world.state.view(d)
+    assert view.workers_failed == ()
+    assert view.deployment.failure.code == "OriginBudgetExceeded"
     world.receive(d, "node-0", 2)
     world.tick()
     assert world.status(d) == "downloading"
@@ -467,6 +506,26 @@ def test_only_a_complete_deployment_is_activated_and_told_once_all_did(world):
     assert all(each.activated for each in world.state.progress(d))
 
 
+def test_activation_can_be_repeated_and_reaches_a_worker_that_was_planned_out(world):
+    d = started(world, "node-0", "node-1")
+    world.finish(d, "node-0")
+    world.silent.add("node-0")
+    world.wait(4)
+    world.finish(d, "node-1")
+    world.tick()
+    assert world.status(d) == "complete"
+    assert world.state.plan(d).lanes_of("node-0") is None
+    for repeat in (1, 2):
+        world.activate(d)
+        world.register("node-0")
+        assert commands(world.beat("node-0")) == ["activate"]
+        assert world.lanes(d, "node-0").lanes == (), "an agent that forgot learns of it again"
+        assert commands(world.beat("node-1")) == ["activate"]
+        world.finish(d, "node-0", "node-1", activated=True)
+        world.tick()
+        assert len(world.names(EventName.DEPLOYMENT_ACTIVATED)) == repeat
+
+
 def test_rollback_activates_the_older_deployment_again(world):
     ids = []
     for version in ("v1", "v2"):
@@ -505,9 +564,6 @@ def test_same_key_same_body_is_the_same_deployment_and_another_body_a_conflict(w
 
 
 def test_source_that_holds_another_model_is_refused_and_changes_nothing(world, make_manifest):
-    from paceline.coordinator.messages import Create
-    from paceline.wire.calls import CreateDeployment
-
     call = CreateDeployment(
         model_id="m", version="v2", source_url="s3://b/m", target_workers=("node-0",)
     )

@@ -46,7 +46,7 @@ def test_everything_that_was_kept_is_read_back_equal(tmp_path):
     store.commit(world.kept)
     loaded = store.load(0.0)
     assert loaded == read_back(world.kept)
-    assert loaded.deployments[0].memo.spent == {"node-0/1": 5_000}
+    assert loaded.deployments[0].memo.spent == {"node-0 127.0.0.1:1001 0": 5_000}
     store.close()
 
 

@@ -18,18 +18,20 @@ from paceline.manifest import Manifest
 from paceline.plan import origin_cap_bytes
 from paceline.wire.calls import DeploymentBeat, DeploymentView
 from paceline.wire.events import EventName
-from paceline.wire.plan import Plan, Topology
+from paceline.wire.plan import Plan, Topology, WorkerLanes
 from paceline.wire.records import (
     Deployment,
     DeploymentStatus,
     Failure,
     Receipt,
+    Worker,
     WorkerProgress,
     WorkerStatus,
 )
 
 FAILED = (WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
 ORIGIN_STEP = 0.05  # origin bytes are kept each time they grew by this share of the model
+RESCUES = 3  # then it is stalled until an operator or the deadline ends it
 NAMED = 20  # workers named in one message; the rest is counted
 
 
@@ -87,6 +89,8 @@ class DeploymentRun:
             self.parts[worker_id].status = WorkerStatus.FAILED
         self.replan = False  # membership changed since the plan was made
         self.unkept = False  # the memo changed since it was kept
+        self._short_since_s: float | None = None  # somebody needs the origin and may not read it
+        self._rescues = 0  # plans made because of that
 
     @cached_property
     def manifest_bytes(self) -> bytes:
@@ -132,9 +136,22 @@ class DeploymentRun:
         part.ready = True
         part.lanes_s = now_s if part.lanes_s is None else part.lanes_s
 
+    def lanes_of(self, worker_id: str) -> WorkerLanes | None:
+        """Return the worker's lanes; whoever finished gets lanes without work even if planned out.
+
+        An agent that was restarted after it finished learns of the deployment this way.
+        """
+        if self.plan is None or worker_id not in self.parts:
+            return None
+        lanes = self.plan.lanes_of(worker_id)
+        if lanes is None and self.parts[worker_id].receipt is not None:
+            idle = {"worker_id": worker_id, "lanes": (), "origin_budget_bytes": 0}
+            return self.plan.workers[0].model_copy(update=idle)
+        return lanes
+
     def adopt(self, plan: Plan, now_s: float) -> None:
         """Follow a new plan."""
-        self.plan, self.replan = plan, False
+        self.plan, self.replan, self._short_since_s = plan, False, None
         update: dict[str, object] = {"epoch": plan.epoch}
         if self.memo.planned_s is None:
             self.memo = replace(self.memo, planned_s=now_s)
@@ -179,9 +196,10 @@ class DeploymentRun:
         return floor(self.deployment.max_failed * len(self.parts) + 1e-9)
 
     def report(
-        self, worker_id: str, incarnation: int, beat: DeploymentBeat, now_s: float, at: float
+        self, worker: Worker, beat: DeploymentBeat, now_s: float, at: float
     ) -> list[KeepReceipt | Observed]:
         """Take one worker's report and return what must be kept and told."""
+        worker_id, incarnation = worker.worker_id, worker.incarnation
         part = self.parts[worker_id]
         if incarnation != part.incarnation:
             part.begin_again(incarnation)
@@ -193,7 +211,8 @@ class DeploymentRun:
         part.pieces_held, part.bytes_held = beat.pieces_held, beat.bytes_held
         part.chunks = beat.chunks_received
         part.activated = beat.activated and part.command_sent
-        key = f"{worker_id}/{incarnation}"
+        # By process, not incarnation: one that was thought lost goes on counting where it was.
+        key = f"{worker_id} {worker.address} {worker.pid}"
         if beat.origin_bytes > self.memo.spent.get(key, 0):
             self.memo.spent[key] = beat.origin_bytes
             if (
@@ -299,7 +318,7 @@ class DeploymentRun:
         self, tally: Tally, now_s: float, patience: Patience
     ) -> tuple[DeploymentStatus, Failure | None]:
         """Return the status that the facts amount to, with its reason where there is one."""
-        stall = self._stall(tally)
+        stall = self._stall(tally, now_s, patience)
         if now_s - self.memo.created_s > patience.deadline_s:
             waiting = _names([*tally.pending, *tally.dead, *tally.failed])
             message = f"not complete within {patience.deadline_s:g} s; waiting for {waiting}"
@@ -335,16 +354,36 @@ class DeploymentRun:
             return DeploymentStatus.DISTRIBUTING
         return DeploymentStatus.DOWNLOADING
 
-    def _stall(self, tally: Tally) -> Failure | None:
+    def rescue(self, tally: Tally, now_s: float, patience: Patience) -> None:
+        """Ask for a new plan where somebody may not read what only the origin has.
+
+        For a moment that is normal: the head died, and its heir has a small share until the loss
+        is noticed. Then a new plan shares out what the fuse still allows.
+        """
+        if self._short(tally) is None:
+            self._short_since_s = None
+        elif self._short_since_s is None:
+            self._short_since_s = now_s
+        elif self._rescues < RESCUES and now_s - self._short_since_s > patience.lost_s:
+            self._rescues += 1
+            self.replan = True
+
+    def _short(self, tally: Tally) -> Failure | None:
+        for worker_id in tally.pending:
+            failure = self.parts[worker_id].failure
+            if failure is not None and failure.code == "OriginBudgetExceeded":
+                message = f"{worker_id}: {failure.message}"[:2000]
+                return Failure(code=failure.code, message=message)
+        return None
+
+    def _stall(self, tally: Tally, now_s: float, patience: Patience) -> Failure | None:
         fuse = origin_cap_bytes(self.deployment.total_bytes)
         read = self.origin_bytes
         if self.deployment.topology is not Topology.DIRECT and read > fuse:
             message = f"the origin fuse: got {read} bytes read, wanted at most {fuse}"
             return Failure(code="OriginBudgetExceeded", message=message)
-        for worker_id in tally.pending:
-            failure = self.parts[worker_id].failure
-            if failure is not None and failure.code == "OriginBudgetExceeded":
-                return Failure(code=failure.code, message=f"{worker_id}: {failure.message}"[:2000])
+        if self._short_since_s is not None and now_s - self._short_since_s > 2 * patience.lost_s:
+            return self._short(tally)
         return None
 
     def _too_many(self, dead: list[str], failed: list[str], allowed: int) -> Failure:

@@ -78,13 +78,13 @@ class Membership:
         self._members[call.worker_id] = Member(worker, now_s, self.beat_interval_s())
         return worker
 
-    def hear(self, beat: Heartbeat, at: float, now_s: float) -> bool:
-        """Take a beat; return False where its sender must register (again) first."""
+    def hear(self, beat: Heartbeat, at: float, now_s: float) -> Worker | None:
+        """Take a beat and return its sender, or None where that must register (again) first."""
         member = self._members.get(beat.worker_id)
         if member is None or not member.record.alive:
-            return False
+            return None
         if member.record.incarnation != beat.incarnation:
-            return False
+            return None
         member.heard_s, member.suspected, member.beat_s = now_s, False, self.beat_interval_s()
         member.record = member.record.model_copy(
             update={
@@ -94,7 +94,7 @@ class Membership:
                 "available_storage": beat.available_storage or member.record.available_storage,
             }
         )
-        return True
+        return member.record
 
     def suspect(self, worker_id: str) -> None:
         """Take a peer's word that it lost this worker: a beat refutes it, silence confirms it."""

@@ -92,7 +92,7 @@ class Memo:
     done_s: float | None = None  # the last verified rename seen so far
     activating: bool = False
     activated_told: bool = False
-    # Origin bytes by "worker/incarnation": a restarted agent counts from zero again.
+    # Origin bytes by agent process: a restarted one counts from zero again.
     spent: dict[str, int] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)  # by worker, as they reported
 

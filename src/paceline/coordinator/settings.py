@@ -16,8 +16,13 @@ class Patience:
     suspect_beats: float = 2.0  # silence that confirms a peer's word that a worker is gone
     return_grace_s: float = 60.0  # how long a dead target may take to come back
     deadline_s: float = 600.0  # one whole deployment
-    beats_per_second: float = 500.0  # beyond this the interval grows with the fleet
+    beats_per_second: float = 250.0  # beyond this the interval grows with the fleet
     link_mbit: float = 80.0  # of a target that has not registered yet, for the estimate only
+
+    @property
+    def lost_s(self) -> float:
+        """Return how long a loss may go unnoticed."""
+        return self.lost_after_beats * self.beat_s
 
     @classmethod
     def of(cls, profile: Profile) -> Patience:

@@ -199,7 +199,8 @@ class CoordinatorState:
     def _beat(self, event: Beat, now_s: float) -> list[Effect]:
         beat = event.beat
         interval_s = self.fleet.beat_interval_s()
-        if not self.fleet.hear(beat, event.at, now_s):
+        worker = self.fleet.hear(beat, event.at, now_s)
+        if worker is None:
             self.beats_refused += 1
             stranger = {"continue": False, "epoch": self.leader_epoch, "next_beat_s": interval_s}
             return [Answer(HeartbeatAnswer.model_validate(stranger))]
@@ -210,7 +211,7 @@ class CoordinatorState:
             run = self._runs.get(deployment_id)
             if run is None or beat.worker_id not in run.parts:
                 continue
-            effects += run.report(beat.worker_id, beat.incarnation, each, now_s, event.at)
+            effects += run.report(worker, each, now_s, event.at)
             for key in each.lost_sources:
                 self.fleet.suspect(key)
         commands = []
@@ -254,7 +255,7 @@ class CoordinatorState:
             raise Cancelled("the deployment was cancelled", where=where)
         if deployment.status is DeploymentStatus.FAILED:
             raise DeploymentFailed("the deployment has failed", where=where)
-        lanes = run.plan.lanes_of(event.worker_id) if run.plan else None
+        lanes = run.lanes_of(event.worker_id)
         member = self.fleet.find(event.worker_id)
         if lanes is None or member is None:
             raise NotFound(
@@ -344,13 +345,18 @@ class CoordinatorState:
                 where=event.deployment_id,
                 do="Wait until it is complete.",
             )
-        if run.memo.activating:
-            return [Answer(Success())]
+        if run.memo.activating and not run.memo.activated_told:
+            return [Answer(Success())]  # on its way; once it was told, asking again repeats it
         effects: list[Effect] = []
         for other in self._runs.values():
             # One version of a model is active on a worker: a late agent must not switch back.
             same = other.deployment.model_id == deployment.model_id
-            if same and other.memo.activating and not run.parts.keys().isdisjoint(other.parts):
+            if (
+                other is not run
+                and same
+                and other.memo.activating
+                and not run.parts.keys().isdisjoint(other.parts)
+            ):
                 other.set_activating(False)
                 self._ticking.discard(other.deployment.deployment_id)
                 effects.append(KeepDeployment(other.deployment, other.memo))
@@ -386,6 +392,7 @@ class CoordinatorState:
         if run.final:
             return self._finish_activation(run, tally, at)
         effects: list[Effect] = []
+        run.rescue(tally, now_s, self.patience)
         try:
             effects += self._replan(run, tally, at, now_s)
             status, failure = run.assess(tally, now_s, self.patience)
