@@ -287,6 +287,8 @@ class RelayDriver:
             self._tell(known, LanesAssigned(lanes), now_s)
             if known.session and known.session.progress().status is WorkerStatus.RECEIVING:
                 known.status, known.failure, known.ended_s = WorkerStatus.RECEIVING, None, None
+                if known.staging is not None:
+                    known.staging.give_up(False)
             self._refresh(known, now_s)
             return
         self._forget_old()
@@ -315,6 +317,7 @@ class RelayDriver:
             self._library.discard(staging)  # cancelled meanwhile
             return
         share.staging = staging
+        staging.give_up(False)
         share.session = RelaySession(
             worker_id=self.worker_id,
             manifest=staging.manifest,
@@ -367,6 +370,9 @@ class RelayDriver:
         share.refresh(share.ended_s)  # before the session goes: what was held is still reported
         if verification or isinstance(error, StorageFull | StorageFailed | DeploymentFailed):
             self._drop(share)  # nothing on this disk may be trusted or take up room any more
+        if share.staging is not None:
+            share.staging.give_up(True)
+        self._library.refuse(share.manifest.digest)
         with self._changed:
             self._changed.notify_all()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from paceline.errors import PacelineError
+from paceline.errors import NotFound, PacelineError
 from paceline.manifest import Manifest
 from paceline.relay.staging import Staging
 from paceline.relay.store import Store
@@ -22,11 +22,17 @@ class Library:
         self._changed = threading.Condition()
         self._opening = threading.Lock()
         self._open: dict[str, Staging] = {}
+        self._refused: set[str] = set()
         self._on_disk = {each.digest: each for each in store.versions()}
 
     def find(self, digest: str, wait_s: float) -> Staging | None:
-        """Return the open model, waiting up to ``wait_s`` for somebody to open it."""
+        """Return the open model, waiting up to ``wait_s`` for somebody to open it.
+
+        Raises NotFound where this node gave the model up.
+        """
         with self._changed:
+            if digest in self._refused and digest not in self._open:
+                raise NotFound("this worker gave the model up", got=digest[:12])
             self._changed.wait_for(lambda: digest in self._open or digest in self._on_disk, wait_s)
             if digest in self._open or digest not in self._on_disk:
                 return self._open.get(digest)
@@ -43,6 +49,7 @@ class Library:
         """
         with self._opening:
             with self._changed:
+                self._refused.discard(manifest.digest)
                 found = self._open.get(manifest.digest)
             if found is not None and not found.closed:
                 return found
@@ -56,6 +63,12 @@ class Library:
                 self._open[manifest.digest] = staging
                 self._changed.notify_all()
             return staging
+
+    def refuse(self, digest: str) -> None:
+        """Tell peers at once that this model will not come here, until it is opened again."""
+        with self._changed:
+            if digest not in self._open:
+                self._refused.add(digest)
 
     def discard(self, staging: Staging) -> None:
         """Forget a model and drop what is on the disk of it, unless it is published."""

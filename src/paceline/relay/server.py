@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from paceline.errors import AccessDenied, InvalidFrame, PacelineError, PeerLost
+from paceline.errors import AccessDenied, InvalidFrame, NotFound, PacelineError, PeerLost
 from paceline.manifest import Piece
 from paceline.relay.extents import Extent, Extents
 from paceline.relay.frames import (
@@ -188,6 +188,8 @@ class _Stream:
                 self._send(Extent(run.first, min(run.stop, run.first + RUN_PIECES)))
             elif self._staging.closed:
                 raise PeerLost("the model is no longer open here")
+            elif self._staging.gave_up:
+                raise NotFound("this worker gave the model up", got=self._hello.digest[:12])
             else:
                 send(self._sock, encode(Kind.WAITING))
 

@@ -61,6 +61,7 @@ class Staging:
         self.pending_bytes = 0  # verified, not yet durable
         self.reused_pieces = self.reused_bytes = 0
         self.closed = False
+        self.gave_up = False  # what is missing will not come: peers should ask elsewhere
         self._lock = threading.Condition()
         self._commit_lock = threading.Lock()
         self._claims: set[int] = set()
@@ -214,7 +215,9 @@ class Staging:
         with self._lock:
             found = first()
             if found is None and not self.closed:
-                self._lock.wait_for(lambda: self.closed or first() is not None, wait_s)
+                self._lock.wait_for(
+                    lambda: self.closed or self.gave_up or first() is not None, wait_s
+                )
                 found = first()
             return None if self.closed else found
 
@@ -253,6 +256,12 @@ class Staging:
         os.lseek(self._marks, 0, os.SEEK_END)
         os.write(self._marks, record)
         os.fdatasync(self._marks)
+
+    def give_up(self, gave_up: bool) -> None:
+        """Say whether what is missing will not come here (it may yet, with a new plan)."""
+        with self._lock:
+            self.gave_up = gave_up
+            self._lock.notify_all()
 
     def moved(self, directory: Path) -> None:
         """Take note that the files were published at ``directory``; open descriptors stay good."""
