@@ -22,7 +22,12 @@ def make_evidence(
     model_id: str, seed: str, *, passed: bool = True, approver: str | None = None
 ) -> Evidence:
     bits = Interval(value=2.5, low=2.4, high=2.6)
-    score = ModelScore(name="candidate", kind="transformer", bits_per_byte=bits, dtype="float32")
+    score = ModelScore(
+        name="candidate",
+        kind="transformer",
+        bits_per_byte=bits,
+        weights_digest=digest(f"weights {seed}"),
+    )
     check = GateCheck(name="better than base", passed=passed, got="-0.3", wanted="below 0")
     return Evidence(
         run_id="run-20261120-153600-9f3a1c",

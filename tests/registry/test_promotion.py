@@ -178,10 +178,12 @@ def test_only_the_bound_evidence_promotes(registry: Registry) -> None:
     ours = story.evidence["1"]
     nothing_checked = ours.model_copy(update={"gate": GateDecision(passed=True, checks=())})
     for forged, told in (
-        (ours.model_copy(update={"manifest_digest": digest("other bytes")}), "manifest digest"),
+        (ours.model_copy(update={"manifest_digest": digest("other bytes")}), "another manifest"),
         (ours.model_copy(update={"job_id": "another-job"}), "another evidence"),
         (ours.model_copy(update={"model_id": "another"}), "another model"),
-        (story.evidence["2"], "another manifest digest"),
+        (ours.model_copy(update={"weights_digest": digest("others")}), "another set of weights"),
+        (ours.model_copy(update={"snapshot_digest": digest("other data")}), "another snapshot"),
+        (story.evidence["2"], "another manifest"),
         (nothing_checked, "did not pass"),
     ):
         with pytest.raises(GateRefused, match=told):
@@ -192,7 +194,7 @@ def test_only_the_bound_evidence_promotes(registry: Registry) -> None:
 def test_a_rebound_manifest_is_refused(registry: Registry) -> None:
     story = Story(registry, 1)
     registry.call("set_model_version_tag", story.model_id, "1", TAG_MANIFEST, digest("swapped"))
-    with pytest.raises(GateRefused, match="another manifest digest"):
+    with pytest.raises(GateRefused, match="another manifest"):
         story.promote("1")
 
 

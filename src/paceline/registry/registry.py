@@ -1,4 +1,4 @@
-"""Versions and their aliases: who is champion, who was, and the evidence each is bound to.
+"""The registry as everybody sees it: who is champion, who was, and how that changes.
 
 An alias names only a version that passed its gate on the manifest digest it carries (I10). MLflow
 sets one alias at a time and cannot compare and swap, so a promotion writes down what it is about to
@@ -9,142 +9,25 @@ once are told by the read-back, not prevented: the flows hold a lock for that.
 
 from __future__ import annotations
 
-import hashlib
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from paceline.errors import Conflict, CorruptData, GateRefused, InvalidInput, NotFound
+from paceline.errors import Conflict, CorruptData, GateRefused, NotFound
 from paceline.profile import Runtime
 from paceline.registry import lineage
-from paceline.registry.lineage import CANDIDATE, CHAMPION, PREVIOUS, Promotion, RegisteredVersion
-from paceline.registry.runs import RunLog
-from paceline.wire import canonical_json, digest_of
+from paceline.registry.lineage import CHAMPION, PREVIOUS, Promotion
+from paceline.registry.versions import Versions
+from paceline.wire import digest_of
 from paceline.wire.training import Evidence
 
-_MAX_EVIDENCE_BYTES = 16 * 1024 * 1024
 
-
-class Registry(RunLog):
+class Registry(Versions):
     """One installation's MLflow: its runs, its model versions and their aliases."""
 
     @classmethod
     def from_runtime(cls, runtime: Runtime) -> Registry:
         """Return the registry of a running installation."""
         return cls(runtime.endpoints.mlflow_url, runtime.secrets.mlflow_auth)
-
-    # ------------------------------------------------------------------ versions
-
-    def register_candidate(
-        self, model_id: str, source_url: str, evidence: Evidence, mlflow_run_id: str
-    ) -> str:
-        """Return the version that stands for ``source_url`` with ``evidence``, created if need be.
-
-        The bytes stay where they are. The alias ``candidate`` follows only where the gate passed;
-        a refused candidate is kept, without an alias, so that people can see why.
-        """
-        if evidence.model_id != model_id:
-            raise InvalidInput(
-                "evidence is about another model", got=evidence.model_id, wanted=model_id
-            )
-        self._ensure_model(model_id)
-        claim = lineage.claim_digest(evidence)
-        version = self._find_by_tag(model_id, lineage.TAG_CLAIM, claim)
-        if version is None:
-            self._store_evidence(mlflow_run_id, evidence)
-            created = self.call(
-                "create_model_version",
-                model_id,
-                source_url,
-                run_id=mlflow_run_id,
-                tags=lineage.version_tags(evidence),
-                await_creation_for=0,  # nothing is copied, so there is nothing to wait for
-            )
-            # A retried request may have made two; everybody settles on the older one.
-            version = self._find_by_tag(model_id, lineage.TAG_CLAIM, claim) or created
-        if version.source != source_url:
-            raise Conflict(
-                "this evidence already stands for other bytes",
-                got=source_url,
-                wanted=version.source,
-                where=f"models:/{model_id}/{version.version}",
-            )
-        if evidence.gate.passed and self._alias(model_id, CANDIDATE) != version.version:
-            self._point(model_id, CANDIDATE, str(version.version))
-        return str(version.version)
-
-    def version(self, model_id: str, version: str) -> RegisteredVersion:
-        """Return one version without its evidence. Raises NotFound."""
-        return _registered(model_id, self.call("get_model_version", model_id, version))
-
-    def evidence(self, model_id: str, version: str) -> Evidence:
-        """Return the evidence bound to a version, its digest checked.
-
-        Raises NotFound where none was bound, CorruptData where the stored bytes differ.
-        """
-        found = self.version(model_id, version)
-        where = f"models:/{model_id}/{version}"
-        if not found.evidence_digest:
-            raise NotFound("this version has no evidence", where=where, do="Evaluate and gate it.")
-        raw = self._read_artifact(found.mlflow_run_id, lineage.evidence_path(found.evidence_digest))
-        digest = hashlib.sha256(raw).hexdigest()
-        if digest != found.evidence_digest:
-            raise CorruptData(
-                "evidence was changed after it was bound",
-                got=digest,
-                wanted=found.evidence_digest,
-                where=where,
-            )
-        try:
-            return Evidence.model_validate_json(raw)
-        except ValidationError as error:
-            raise CorruptData(
-                "evidence cannot be read", got=str(error).splitlines()[0], where=where
-            ) from error
-
-    def champion(self, model_id: str) -> RegisteredVersion | None:
-        """Return the champion with its evidence, or None where there is none yet.
-
-        Raises GateRefused where someone pointed the alias at a version that never passed.
-        """
-        try:
-            number = self._alias(model_id, CHAMPION)
-        except NotFound:  # no version of this model was ever registered
-            return None
-        return None if number is None else self._trusted(model_id, number)
-
-    def by_manifest(self, model_id: str, manifest_digest: str) -> RegisteredVersion | None:
-        """Return the version whose published bytes have ``manifest_digest``, or None."""
-        found = self._find_by_tag(model_id, lineage.TAG_MANIFEST, manifest_digest)
-        return None if found is None else _registered(model_id, found)
-
-    def resolve(self, uri: str) -> tuple[str, str]:
-        """Return (source_url, manifest_digest) of ``models:/name@alias`` or ``models:/name/7``."""
-        name, separator, selector = uri.removeprefix("models:/").replace("@", "\0@").partition("\0")
-        if separator:
-            number = self._alias(name, selector[1:])
-            if number is None:
-                raise NotFound(f"{name} has no alias {selector[1:]}", got=uri)
-        else:
-            name, _, number = name.partition("/")
-        if not uri.startswith("models:/") or not name or not number:
-            raise InvalidInput(
-                "not a model's address", got=uri, wanted="models:/name@alias or models:/name/7"
-            )
-        found = self.version(name, number)
-        if not found.manifest_digest:
-            raise NotFound("this version is bound to no manifest", where=uri)
-        return found.source_url, found.manifest_digest
-
-    def model_url(self, model_id: str, version: str | None = None) -> str:
-        """Return where a browser shows the model, or one version of it."""
-        page = f"{self.tracking_uri}/#/models/{model_id}"
-        return f"{page}/versions/{version}" if version else page
-
-    # ----------------------------------------------------------------- promotion
 
     def promote(
         self,
@@ -247,32 +130,6 @@ class Registry(RunLog):
             evidence_digest=digest,
         )
 
-    # ------------------------------------------------------------------ evidence
-
-    @staticmethod
-    def _require_earned(model_id: str, target: Any, evidence: Evidence) -> None:
-        where = f"models:/{model_id}/{target.version}"
-        failed = evidence.gate.reasons
-        if not evidence.gate.passed or failed or not evidence.gate.checks:
-            raise GateRefused(
-                "this candidate did not pass its gate",
-                got="; ".join(failed) or "no check that passed",
-                where=where,
-            )
-        for what, got, tag in (
-            ("model", evidence.model_id, None),
-            ("manifest digest", evidence.manifest_digest, lineage.TAG_MANIFEST),
-            ("evidence", lineage.claim_digest(evidence), lineage.TAG_CLAIM),
-        ):
-            wanted = model_id if tag is None else target.tags.get(tag)
-            if got != wanted:
-                raise GateRefused(
-                    f"the gate judged another {what} than this version is bound to",
-                    got=got,
-                    wanted=wanted or "a bound digest",
-                    where=where,
-                )
-
     def _require_stored(self, model_id: str, target: Any, approver: str | None) -> None:
         where = f"models:/{model_id}/{target.version}"
         try:
@@ -296,78 +153,3 @@ class Registry(RunLog):
             self._tag(model_id, target.version, lineage.TAG_APPROVER, evidence.approver or "")
             self._tag(model_id, target.version, lineage.TAG_EVIDENCE, digest)  # last: it binds
         return digest
-
-    def _trusted(self, model_id: str, number: str) -> RegisteredVersion:
-        target = self.call("get_model_version", model_id, number)
-        try:
-            evidence = self.evidence(model_id, number)
-        except (CorruptData, NotFound) as error:
-            raise GateRefused(
-                f"version {number} of {model_id} has no evidence to trust",
-                got=error.one_line(),
-                where=self.model_url(model_id, number),
-            ) from error
-        self._require_earned(model_id, target, evidence)
-        return _registered(model_id, target, evidence)
-
-    def _store_evidence(self, mlflow_run_id: str, evidence: Evidence) -> None:
-        text = canonical_json(evidence).decode()
-        self.log_artifact_text(mlflow_run_id, text, lineage.evidence_path(digest_of(evidence)))
-
-    def _read_artifact(self, mlflow_run_id: str, path: str) -> bytes:
-        with tempfile.TemporaryDirectory(prefix="paceline-evidence-") as directory:
-            file = Path(self.call("download_artifacts", mlflow_run_id, path, directory))
-            if file.stat().st_size > _MAX_EVIDENCE_BYTES:
-                raise CorruptData(
-                    "evidence is too large", got=file.stat().st_size, wanted=_MAX_EVIDENCE_BYTES
-                )
-            return file.read_bytes()
-
-    # ------------------------------------------------------------------- aliases
-
-    def _ensure_model(self, model_id: str) -> None:
-        try:
-            self.call("get_registered_model", model_id)
-        except NotFound:
-            try:
-                self.call("create_registered_model", model_id)
-            except Conflict:
-                return  # another process was faster
-
-    def _find_by_tag(self, model_id: str, tag: str, value: str) -> Any | None:
-        if "'" in model_id or "'" in value:
-            raise InvalidInput("not a name the registry could hold", got=f"{model_id} {value}")
-        found = self.call(
-            "search_model_versions", f"name = '{model_id}' and tag.`{tag}` = '{value}'"
-        )
-        return min(found, key=lambda each: int(each.version), default=None)
-
-    def _alias(self, model_id: str, alias: str) -> str | None:
-        version = self.call("get_registered_model", model_id).aliases.get(alias)
-        return None if version is None else str(version)
-
-    def _point(self, model_id: str, alias: str, version: str | None) -> None:
-        if version is not None:
-            self.call("set_registered_model_alias", model_id, alias, version)
-        elif self._alias(model_id, alias) is not None:
-            self.call("delete_registered_model_alias", model_id, alias)
-
-    def _promoted_over(self, model_id: str, version: str) -> str | None:
-        tags = self.call("get_model_version", model_id, version).tags
-        return tags.get(lineage.TAG_PROMOTED_OVER) or None
-
-    def _tag(self, model_id: str, version: str, key: str, value: str) -> None:
-        self.call("set_model_version_tag", model_id, version, key, value)
-
-
-def _registered(model_id: str, found: Any, evidence: Evidence | None = None) -> RegisteredVersion:
-    return RegisteredVersion(
-        model_id=model_id,
-        version=str(found.version),
-        source_url=str(found.source),
-        manifest_digest=found.tags.get(lineage.TAG_MANIFEST, ""),
-        evidence_digest=found.tags.get(lineage.TAG_EVIDENCE, ""),
-        run_id=found.tags.get(lineage.TAG_RUN_ID, ""),
-        mlflow_run_id=str(found.run_id or ""),
-        evidence=evidence,
-    )

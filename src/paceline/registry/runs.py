@@ -48,10 +48,19 @@ class RunLog(Adapter):
         return found
 
     def log_params(self, mlflow_run_id: str, params: Mapping[str, object]) -> None:
-        """Log ``params``; the same value twice is fine, another value is refused by MLflow."""
+        """Log ``params``; the same value twice is fine.
+
+        MLflow never changes a param. A run that is resumed by newer code or with another setting
+        keeps the first value as its param, and the newest as the tag ``now.KEY``.
+        """
         from mlflow.entities import Param
 
-        for group in _groups(params.items(), _PARAMS_PER_CALL):
+        known = self.call("get_run", mlflow_run_id).data.params
+        for key, value in params.items():
+            if known.get(key, str(value)) != str(value):
+                self.call("set_tag", mlflow_run_id, f"now.{key}", str(value))
+        fresh = {key: value for key, value in params.items() if key not in known}
+        for group in _groups(fresh.items(), _PARAMS_PER_CALL):
             batch = [Param(key, str(value)) for key, value in group]
             self.call("log_batch", mlflow_run_id, params=batch)
 
