@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
+from paceline import fleet
 from paceline.errors import NotReady
 from paceline.fleet import Fleet
+from paceline.fleet.remote import Order, launch
 from paceline.profile import Runtime
-from tests.fleet.conftest import AGENT, AGENT_ARGV, eventually
+from tests.fleet.conftest import AGENT, AGENT_ARGV, eventually, processes_of, small_profile
+
+RANK = Path(__file__).with_name("stand_in_rank.py")
 
 
 def test_agents_are_kept_adopted_and_die_with_their_node(
@@ -69,3 +75,22 @@ def test_an_agent_that_cannot_start_says_why(connected: Fleet, cluster: Runtime)
     keeper = AgentKeeper(AgentOrder(worker_id="node-7", node_dir=str(directory), argv=broken))
     with pytest.raises(NotReady, match="no such disk"):
         keeper.wait(1.0)
+
+
+def test_a_killed_supervisor_takes_nodes_agents_and_ranks_with_it(tmp_path: Path) -> None:
+    runtime = fleet.start(small_profile(nodes=2), tmp_path, detach=True, only=("dask",))
+    with Fleet.connect(runtime) as connection:
+        agents = connection.ensure_agents(agent_argv=AGENT_ARGV)
+        rank = Order(
+            process_id="rank",
+            argv=(sys.executable, "-S", str(RANK)),
+            env={},
+            input_json='{"all": {"child": true, "ignore_term": true, "hang": true}}',
+            directory=str(tmp_path),
+        )
+        pid = connection.run_on("node-1", launch, rank, timeout_s=20)
+        eventually(lambda: psutil.Process(pid).children())
+    assert all(psutil.pid_exists(each.pid) for each in agents.values())
+    os.kill(fleet.status(tmp_path).pid, signal.SIGKILL)
+    eventually(lambda: processes_of(tmp_path) == [])
+    assert not fleet.status(tmp_path).running

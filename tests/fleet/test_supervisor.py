@@ -163,6 +163,21 @@ def test_a_taken_port_is_told_before_anything_starts(tmp_path: Path) -> None:
     assert all_gone(tmp_path)
 
 
+def test_one_port_for_two_servers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PortInUse, match="asked for twice"):
+        start(tmp_path, s3_port=18_321, mlflow_port=18_321)
+    assert all_gone(tmp_path)
+
+
+def test_importing_the_package_brings_in_no_heavy_library() -> None:
+    code = (
+        "import sys, paceline.fleet; "
+        "found = {'dask', 'distributed', 'psutil', 'cryptography'} & {*sys.modules}; "
+        "sys.exit(str(found) if found else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_service_that_fails_stops_all_and_shows_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(
         NotReady, match=r"bad did not get ready: got exited with 1.*no disk"

@@ -105,7 +105,7 @@ class Fleet:
         nodes of the profile. Raises WorkerLost for a node that is away, NotReady for an agent that
         is not well.
         """
-        wanted = list(worker_ids or node_names(self.runtime.profile))
+        wanted = list(node_names(self.runtime.profile) if worker_ids is None else worker_ids)
         deadline = time.monotonic() + timeout_s
         addresses = self._await_nodes(wanted, timeout_s)
         orders = {each: self._agent_order(each, agent_argv) for each in wanted}

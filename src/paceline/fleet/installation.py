@@ -21,7 +21,7 @@ from typing import Any
 from paceline import errors
 from paceline.errors import NotReady, PacelineError
 from paceline.fleet.guard import descendants
-from paceline.fleet.processes import clean_environment
+from paceline.fleet.processes import clean_environment, resident_bytes
 from paceline.fleet.spec import (
     InstallationStatus,
     Launch,
@@ -160,7 +160,7 @@ def status(state_dir: Path | str) -> InstallationStatus:
     if last.pid != pid:  # it has only just taken the lock
         return InstallationStatus(running=True, pid=pid)
     services = tuple(_measured(each) for each in last.services)
-    total = sum(each.rss_bytes for each in services) + _resident([pid])
+    total = sum(each.rss_bytes for each in services) + resident_bytes([pid])
     problems = [f"{each.name}: {each.problem}" for each in services if each.state == "failed"]
     return last.model_copy(
         update={"services": services, "rss_bytes": total, "problem": "; ".join(problems)}
@@ -254,16 +254,9 @@ def _measured(service: ServiceStatus) -> ServiceStatus:
     if not service.session:
         return service
     pids = [service.session, *descendants(service.session)]
-    return service.model_copy(update={"rss_bytes": _resident(pids), "processes": len(pids) - 1})
-
-
-def _resident(pids: list[int]) -> int:
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError, IndexError):
-            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page
-    return total
+    return service.model_copy(
+        update={"rss_bytes": resident_bytes(pids), "processes": len(pids) - 1}
+    )
 
 
 def _last_line(path: Path) -> str:

@@ -153,3 +153,13 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     env["NO_PROXY"] = env["no_proxy"] = "127.0.0.1,localhost"
     env["DO_NOT_TRACK"] = "1"
     return env | dict(extra or {})
+
+
+def resident_bytes(pids: Sequence[int]) -> int:
+    """Return the resident memory of ``pids`` together; shared pages count for each."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, IndexError):
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page
+    return total

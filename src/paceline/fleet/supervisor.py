@@ -22,11 +22,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from paceline.errors import Cancelled, Conflict, NotReady, PacelineError, StateLocked
+from paceline.errors import Cancelled, Conflict, NotReady, PacelineError, PortInUse, StateLocked
 from paceline.fleet.credentials import ensure_secrets, write_private
 from paceline.fleet.embedded import embedded_services
-from paceline.fleet.guard import become_subreaper, kill_descendants
+from paceline.fleet.guard import become_subreaper, descendants, kill_descendants
 from paceline.fleet.ports import ReservedPort, reserve_port
+from paceline.fleet.processes import resident_bytes
 from paceline.fleet.service import Service
 from paceline.fleet.spec import InstallationStatus, Launch
 from paceline.profile import RUNTIME_FILE, Endpoints, Profile, Runtime, save_runtime
@@ -40,6 +41,7 @@ TICK_S = 0.05
 IDLE_TICK_S = 0.5
 HOUSEKEEPING_S = 10.0
 LEFTOVERS_DEADLINE_S = 20.0
+MEMORY_WATERMARK_BYTES = 4_000_000_000  # servers stay below 2.5; the rest is ranks and flows
 
 
 class Supervisor:
@@ -60,6 +62,7 @@ class Supervisor:
         self._lock_fd = -1
         self._services_lock_fd = -1
         self._next_housekeeping = 0.0
+        self._told_memory = False
 
     def run(self, launch: Launch) -> None:
         """Start everything, report, keep it running, stop it. Raises what made starting fail."""
@@ -154,7 +157,8 @@ class Supervisor:
             self._step(timeout_s)
         self.ready_s = round(time.monotonic() - self.started, 2)
         self._save_status()
-        log.info("installation ready seconds=%.2f", self.ready_s)
+        used = resident_bytes([os.getpid(), *descendants(os.getpid())])
+        log.info("installation ready seconds=%.2f resident_bytes=%d", self.ready_s, used)
         self._poller.unregister(self.report_fd)
         self._report({"event": "ready", "runtime": json.loads(runtime.model_dump_json())})
         os.close(self.report_fd)
@@ -164,6 +168,13 @@ class Supervisor:
         host = profile.services.host
 
         def port(purpose: str, wanted: int) -> int:
+            if wanted and wanted in [each.number for each in self.ports]:
+                raise PortInUse(
+                    "port is asked for twice",
+                    got=f"{wanted} for {purpose} as well",
+                    where="services of the profile",
+                    do="Give each server its own, or 0 for any free one.",
+                )
             self.ports.append(reserve_port(host, wanted, purpose=purpose))
             return self.ports[-1].number
 
@@ -193,6 +204,7 @@ class Supervisor:
                 for each in self.services:
                     each.keep_log_small()
                 self._kill_strays()
+                self._watch_memory()
 
     def _step(self, timeout_s: float) -> None:
         now = time.monotonic()
@@ -221,8 +233,6 @@ class Supervisor:
     def _kill_strays(self) -> None:
         # Orphans come to us when a guard was killed; whatever is below us but under no guard goes.
         guards = {each.process.guard_pid for each in self.services if each.process}
-        from paceline.fleet.guard import descendants
-
         below = set(descendants(os.getpid()))
         guarded = set(guards)
         for guard in guards:
@@ -230,6 +240,12 @@ class Supervisor:
         if below - guarded:
             log.warning("killing strays pids=%s", sorted(below - guarded))
             kill_descendants(keep=frozenset(guarded))
+
+    def _watch_memory(self) -> None:
+        used = resident_bytes([os.getpid(), *descendants(os.getpid())])
+        if used > MEMORY_WATERMARK_BYTES and not self._told_memory:
+            self._told_memory = True  # once: it is a hint, not an alarm
+            log.warning("memory above watermark bytes=%d", used)
 
     # -- stopping
 
@@ -262,7 +278,10 @@ class Supervisor:
             ready_s=self.ready_s,
             services=tuple(each.status() for each in self.services),
         )
-        write_private(self.state_dir / STATUS_FILE, status.model_dump_json(indent=1).encode())
+        try:
+            write_private(self.state_dir / STATUS_FILE, status.model_dump_json(indent=1).encode())
+        except OSError as error:  # a full disk is no reason to stop what runs
+            log.warning("status cannot be written error=%s", error)
 
     def _report(self, event: dict[str, object]) -> None:
         if self.report_fd >= 0:
