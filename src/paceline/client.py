@@ -147,7 +147,7 @@ class CoordinatorClient:
         """Return the events after number ``after``, waiting up to ``wait_s`` for the first.
 
         They come in pages: go on from ``last``. An ``after`` beyond the newest (``2**62``) returns
-        no events and the newest one's number, which is where to begin if the past is of no interest.
+        no events and the newest one's number: where to begin if the past is of no interest.
         """
         query = urlencode({"after": after, "wait_s": wait_s})
         timeout_s = self._timeout_s + wait_s

@@ -1,38 +1,31 @@
-"""One deployment: what its targets reported, and what follows from that.
+"""One deployment's facts: what was asked for, what its targets reported, what is to be kept.
 
-``assess`` turns facts into a status: it never guesses and keeps no history of its own, so the same
-facts give the same status before and after a restart. Who is alive is told to it; it knows neither
-clock nor store nor how plans are made.
+What follows from the facts is in ``verdict``. It knows neither clock nor store, nor who is alive,
+nor how plans are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
 
 from paceline.coordinator.messages import KeepReceipt, Memo, Observed
-from paceline.coordinator.settings import Patience
 from paceline.manifest import Manifest
-from paceline.plan import origin_cap_bytes
-from paceline.wire.calls import DeploymentBeat, DeploymentView
+from paceline.wire.calls import DeploymentBeat
 from paceline.wire.events import EventName
-from paceline.wire.plan import Plan, Topology, WorkerLanes
+from paceline.wire.plan import Plan, WorkerLanes
 from paceline.wire.records import (
     Deployment,
     DeploymentStatus,
     Failure,
     Receipt,
     Worker,
-    WorkerProgress,
     WorkerStatus,
 )
 
 FAILED = (WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
 ORIGIN_STEP = 0.05  # origin bytes are kept each time they grew by this share of the model
-RESCUES = 3  # then it is stalled until an operator or the deadline ends it
-NAMED = 20  # workers named in one message; the rest is counted
 
 
 @dataclass(slots=True)
@@ -64,17 +57,6 @@ class Part:
         self.activated, self.told, self.command_sent = False, frozenset(), False
 
 
-@dataclass(slots=True)
-class Tally:
-    """The targets of one deployment by how they stand."""
-
-    living: list[str] = field(default_factory=list)  # alive and able to finish
-    pending: list[str] = field(default_factory=list)  # of these, without a receipt
-    done: list[str] = field(default_factory=list)
-    dead: list[str] = field(default_factory=list)  # silent and without a receipt
-    failed: list[str] = field(default_factory=list)  # gave up
-
-
 class DeploymentRun:
     """The facts of one deployment and the decisions they lead to."""
 
@@ -89,8 +71,8 @@ class DeploymentRun:
             self.parts[worker_id].status = WorkerStatus.FAILED
         self.replan = False  # membership changed since the plan was made
         self.unkept = False  # the memo changed since it was kept
-        self._short_since_s: float | None = None  # somebody needs the origin and may not read it
-        self._rescues = 0  # plans made because of that
+        self.short_since_s: float | None = None  # somebody needs the origin and may not read it
+        self.rescues = 0  # plans made because of that
 
     @cached_property
     def manifest_bytes(self) -> bytes:
@@ -151,7 +133,7 @@ class DeploymentRun:
 
     def adopt(self, plan: Plan, now_s: float) -> None:
         """Follow a new plan."""
-        self.plan, self.replan, self._short_since_s = plan, False, None
+        self.plan, self.replan, self.short_since_s = plan, False, None
         update: dict[str, object] = {"epoch": plan.epoch}
         if self.memo.planned_s is None:
             self.memo = replace(self.memo, planned_s=now_s)
@@ -179,16 +161,6 @@ class DeploymentRun:
         self.memo = replace(self.memo, activating=activating, activated_told=False)
         for part in self.parts.values():
             part.activated = part.command_sent = False
-
-    def everybody_here(self, tally: Tally, now_s: float, patience: Patience) -> bool:
-        """Return whether to plan: all targets are here, or enough, and the rest had their time."""
-        missing = [each for each in tally.dead if not self._expired(each, now_s, patience)]
-        absent = len(tally.dead) + len(tally.failed)
-        return not missing and absent <= self.allowed_dead()
-
-    def _expired(self, worker_id: str, now_s: float, patience: Patience) -> bool:
-        since_s = self.parts[worker_id].dead_since_s
-        return since_s is not None and now_s - since_s >= patience.return_grace_s
 
     def allowed_dead(self) -> int:
         """Return how many targets may be lost for good."""
@@ -296,156 +268,3 @@ class DeploymentRun:
         identity = self.deployment.deployment_id
         data: dict[str, object] = {"code": failure.code, "message": failure.message}
         return [Observed(EventName.WORKER_FAILED, at, identity, worker_id, data)]
-
-    def tally(self, alive: Callable[[str], bool]) -> Tally:
-        """Sort the targets by how they stand."""
-        tally = Tally()
-        for worker_id, part in self.parts.items():
-            if part.receipt is not None:
-                tally.done.append(worker_id)
-                if alive(worker_id):
-                    tally.living.append(worker_id)
-            elif worker_id in self.memo.failures:
-                tally.failed.append(worker_id)
-            elif alive(worker_id):
-                tally.living.append(worker_id)
-                tally.pending.append(worker_id)
-            else:
-                tally.dead.append(worker_id)
-        return tally
-
-    def assess(
-        self, tally: Tally, now_s: float, patience: Patience
-    ) -> tuple[DeploymentStatus, Failure | None]:
-        """Return the status that the facts amount to, with its reason where there is one."""
-        stall = self._stall(tally, now_s, patience)
-        if now_s - self.memo.created_s > patience.deadline_s:
-            waiting = _names([*tally.pending, *tally.dead, *tally.failed])
-            message = f"not complete within {patience.deadline_s:g} s; waiting for {waiting}"
-            reason = stall or Failure(code="DeploymentFailed", message=message[:2000])
-            return DeploymentStatus.FAILED, reason
-        if not tally.pending or self.plan is None:
-            # Survivors finish first: while any of them still moves, nobody is given up for good.
-            allowed = self.allowed_dead()
-            if not tally.pending and tally.done and len(tally.dead) + len(tally.failed) <= allowed:
-                return DeploymentStatus.COMPLETE, None
-            expired = [each for each in tally.dead if self._expired(each, now_s, patience)]
-            if len(expired) + len(tally.failed) > allowed:
-                return DeploymentStatus.FAILED, self._too_many(expired, tally.failed, allowed)
-        if self.plan is None:
-            return DeploymentStatus.INIT, None
-        if stall is not None:
-            return DeploymentStatus.STALLED, stall
-        return self._stage(tally), None
-
-    def _stage(self, tally: Tally) -> DeploymentStatus:
-        if self.deployment.status is DeploymentStatus.INIT:
-            unready = [each for each in tally.pending if not self.parts[each].ready]
-            if unready:
-                return DeploymentStatus.INIT
-        total = self.deployment.total_pieces
-        held = [self.parts[worker_id] for worker_id in tally.living]
-        if held and all(part.pieces_held >= total for part in held):
-            return DeploymentStatus.VERIFYING
-        if any(part.pieces_held >= total for part in held):
-            return DeploymentStatus.DISTRIBUTING
-        chunks = set().union(*(part.chunks for part in held)) if held else set()
-        if len(chunks) >= self.deployment.total_chunks:
-            return DeploymentStatus.DISTRIBUTING
-        return DeploymentStatus.DOWNLOADING
-
-    def rescue(self, tally: Tally, now_s: float, patience: Patience) -> None:
-        """Ask for a new plan where somebody may not read what only the origin has.
-
-        For a moment that is normal: the head died, and its heir has a small share until the loss
-        is noticed. Then a new plan shares out what the fuse still allows.
-        """
-        if self._short(tally) is None:
-            self._short_since_s = None
-        elif self._short_since_s is None:
-            self._short_since_s = now_s
-        elif self._rescues < RESCUES and now_s - self._short_since_s > patience.lost_s:
-            self._rescues += 1
-            self.replan = True
-
-    def _short(self, tally: Tally) -> Failure | None:
-        for worker_id in tally.pending:
-            failure = self.parts[worker_id].failure
-            if failure is not None and failure.code == "OriginBudgetExceeded":
-                message = f"{worker_id}: {failure.message}"[:2000]
-                return Failure(code=failure.code, message=message)
-        return None
-
-    def _stall(self, tally: Tally, now_s: float, patience: Patience) -> Failure | None:
-        fuse = origin_cap_bytes(self.deployment.total_bytes)
-        read = self.origin_bytes
-        if self.deployment.topology is not Topology.DIRECT and read > fuse:
-            message = f"the origin fuse: got {read} bytes read, wanted at most {fuse}"
-            return Failure(code="OriginBudgetExceeded", message=message)
-        if self._short_since_s is not None and now_s - self._short_since_s > 2 * patience.lost_s:
-            return self._short(tally)
-        return None
-
-    def _too_many(self, dead: list[str], failed: list[str], allowed: int) -> Failure:
-        reasons = [f"{worker_id} did not come back" for worker_id in dead]
-        for worker_id in failed:
-            failure = self.memo.failures[worker_id]
-            reasons.append(f"{worker_id} {failure.code}: {failure.message}")
-        more = f" and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
-        named = "; ".join(reasons[:NAMED])
-        message = (
-            f"got {len(reasons)} of {len(self.parts)} workers lost, wanted at most {allowed}: "
-        )
-        return Failure(code="DeploymentFailed", message=(message + named)[:1960] + more)
-
-    def view(self, tally: Tally) -> DeploymentView:
-        """Return how far the deployment is."""
-        total = self.deployment.total_bytes
-        held = sum(min(self.parts[each].bytes_held, total) for each in tally.living)
-        wanted = total * len(tally.living)
-        finished = self.deployment.status is DeploymentStatus.COMPLETE
-        return DeploymentView(
-            deployment_id=self.deployment.deployment_id,
-            status=self.deployment.status,
-            progress=1.0 if finished else held / wanted if wanted else 0.0,
-            workers_complete=tuple(tally.done),
-            workers_failed=(*tally.failed, *tally.dead),
-            deployment=self.shown(),
-        )
-
-    def progress(self, alive: Callable[[str], bool]) -> Iterable[WorkerProgress]:
-        """Return each target's part, with its neighbours in the newest plan."""
-        upstream: dict[str, str] = {}
-        downstream: dict[str, str] = {}
-        for lanes in self.plan.workers if self.plan else ():
-            source = lanes.lanes[0].source if lanes.lanes else None
-            if source is not None:
-                upstream[lanes.worker_id] = source.key
-                if source.worker_id is not None:
-                    downstream.setdefault(source.worker_id, lanes.worker_id)
-        for worker_id, part in self.parts.items():
-            status, failure = part.status, part.failure
-            if part.receipt is None and failure is None and not alive(worker_id):
-                silent = part.incarnation or self.plan is not None
-                message = "its agent is silent" if silent else "its agent never registered"
-                status, failure = WorkerStatus.FAILED, Failure(code="WorkerLost", message=message)
-            chunks = part.chunks
-            if part.receipt is not None:
-                chunks = tuple(range(self.deployment.total_chunks))
-            yield WorkerProgress(
-                worker_id=worker_id,
-                status=status,
-                chunks_received=chunks,
-                pieces_held=part.pieces_held,
-                bytes_held=part.bytes_held,
-                upstream_worker=upstream.get(worker_id),
-                downstream_worker=downstream.get(worker_id),
-                failure=failure,
-                receipt=part.receipt,
-                activated=part.activated,
-            )
-
-
-def _names(workers: list[str]) -> str:
-    more = f" and {len(workers) - NAMED} more" if len(workers) > NAMED else ""
-    return ", ".join(workers[:NAMED]) + more

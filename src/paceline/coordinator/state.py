@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from paceline.coordinator.deployment import DeploymentRun, Tally
+from paceline.coordinator.deployment import DeploymentRun
 from paceline.coordinator.membership import Membership
 from paceline.coordinator.messages import (
     Activate,
@@ -32,13 +32,14 @@ from paceline.coordinator.messages import (
     Register,
     Tick,
 )
-from paceline.coordinator.planning import estimate, next_plan
+from paceline.coordinator.planning import new_deployment, next_plan
 from paceline.coordinator.settings import Patience
+from paceline.coordinator.shown import progress_of, view_of
+from paceline.coordinator.verdict import Tally, assess, everybody_here, rescue, tally_of
 from paceline.errors import (
     Cancelled,
     Conflict,
     DeploymentFailed,
-    InvalidInput,
     InvalidPlan,
     NotFound,
 )
@@ -137,11 +138,11 @@ class CoordinatorState:
     def view(self, deployment_id: str) -> DeploymentView:
         """Return the deployment and how far it is."""
         run = self.run(deployment_id)
-        return run.view(run.tally(self.fleet.alive))
+        return view_of(run, tally_of(run, self.fleet.alive))
 
     def progress(self, deployment_id: str) -> list[WorkerProgress]:
         """Return each target's part."""
-        return list(self.run(deployment_id).progress(self.fleet.alive))
+        return list(progress_of(self.run(deployment_id), self.fleet.alive))
 
     def plan(self, deployment_id: str) -> Plan:
         """Return the newest plan; raises NotFound before there is one."""
@@ -274,36 +275,7 @@ class CoordinatorState:
         known = self.known_key(event.key, event.body_digest)
         if known is not None:
             return [Answer(known)]
-        if len(set(call.target_workers)) != len(call.target_workers):
-            raise InvalidInput("a target worker is named twice", wanted="each target once")
-        if (manifest.model_id, manifest.version) != (call.model_id, call.version):
-            raise InvalidInput(
-                "the source holds another model",
-                got=f"{manifest.model_id} {manifest.version}",
-                wanted=f"{call.model_id} {call.version}",
-                where=call.source_url,
-            )
-        expected = estimate(event, self.fleet, self.patience)
-        deployment = Deployment(
-            deployment_id=event.deployment_id,
-            model_id=call.model_id,
-            version=call.version,
-            status=DeploymentStatus.INIT,
-            source_url=call.source_url,
-            manifest_digest=manifest.digest,
-            total_bytes=manifest.total_size,
-            total_chunks=len(manifest.chunks),
-            total_pieces=manifest.piece_count,
-            target_workers=call.target_workers,
-            topology=call.topology,
-            epoch=0,
-            max_failed=call.max_failed,
-            started_at=event.at,
-            predicted_seconds=expected.seconds,
-            bound_seconds=expected.bound_seconds,
-            flow_run_id=call.flow_run_id,
-            run_id=call.run_id,
-        )
+        deployment = new_deployment(event, self.fleet, self.patience)
         run = DeploymentRun(deployment, manifest, Memo(created_s=now_s, seed=call.seed))
         self._follow(run, now_s, announced=True)
         effects: list[Effect] = [KeepDeployment(deployment, run.memo, manifest)]
@@ -388,14 +360,14 @@ class CoordinatorState:
 
     def _advance(self, run: DeploymentRun, at: float, now_s: float) -> list[Effect]:
         """Replan where membership changed, then let the facts decide the status."""
-        tally = run.tally(self.fleet.alive)
+        tally = tally_of(run, self.fleet.alive)
         if run.final:
             return self._finish_activation(run, tally, at)
         effects: list[Effect] = []
-        run.rescue(tally, now_s, self.patience)
+        rescue(run, tally, now_s, self.patience)
         try:
             effects += self._replan(run, tally, at, now_s)
-            status, failure = run.assess(tally, now_s, self.patience)
+            status, failure = assess(run, tally, now_s, self.patience)
         except InvalidPlan as error:
             status = DeploymentStatus.FAILED
             failure = Failure(code=error.code, message=error.one_line()[:2000])
@@ -408,7 +380,7 @@ class CoordinatorState:
 
     def _replan(self, run: DeploymentRun, tally: Tally, at: float, now_s: float) -> list[Effect]:
         first = run.plan is None
-        if first and not run.everybody_here(tally, now_s, self.patience):
+        if first and not everybody_here(run, tally, now_s, self.patience):
             return []
         if not tally.pending or not (first or run.replan):
             return []

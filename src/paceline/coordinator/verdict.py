@@ -1,0 +1,155 @@
+"""From a deployment's facts to its status, and to whether it needs another plan.
+
+Pure functions of what was reported and who is alive: the same facts give the same verdict before
+and after a restart of the coordinator. Survivors finish first: while one of them still moves,
+nobody is given up for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paceline.coordinator.deployment import DeploymentRun
+from paceline.coordinator.settings import Patience
+from paceline.plan import origin_cap_bytes
+from paceline.wire.plan import Topology
+from paceline.wire.records import DeploymentStatus, Failure
+
+RESCUES = 3  # then it is stalled until an operator or the deadline ends it
+NAMED = 20  # workers named in one message; the rest is counted
+OUT_OF_BUDGET = "OriginBudgetExceeded"
+
+
+@dataclass(slots=True)
+class Tally:
+    """The targets of one deployment by how they stand."""
+
+    living: list[str] = field(default_factory=list)  # alive and able to finish
+    pending: list[str] = field(default_factory=list)  # of these, without a receipt
+    done: list[str] = field(default_factory=list)
+    dead: list[str] = field(default_factory=list)  # silent and without a receipt
+    failed: list[str] = field(default_factory=list)  # gave up
+
+
+def tally_of(run: DeploymentRun, alive: Callable[[str], bool]) -> Tally:
+    """Sort the targets by how they stand."""
+    tally = Tally()
+    for worker_id, part in run.parts.items():
+        if part.receipt is not None:
+            tally.done.append(worker_id)
+            if alive(worker_id):
+                tally.living.append(worker_id)
+        elif worker_id in run.memo.failures:
+            tally.failed.append(worker_id)
+        elif alive(worker_id):
+            tally.living.append(worker_id)
+            tally.pending.append(worker_id)
+        else:
+            tally.dead.append(worker_id)
+    return tally
+
+
+def assess(
+    run: DeploymentRun, tally: Tally, now_s: float, patience: Patience
+) -> tuple[DeploymentStatus, Failure | None]:
+    """Return the status that the facts amount to, with its reason where there is one."""
+    stall = _stall(run, tally, now_s, patience)
+    if now_s - run.memo.created_s > patience.deadline_s:
+        waiting = _named([*tally.pending, *tally.dead, *tally.failed], ", ")
+        message = f"not complete within {patience.deadline_s:g} s; waiting for {waiting}"
+        late = Failure(code="DeploymentFailed", message=message[:2000])
+        return DeploymentStatus.FAILED, stall or late
+    if not tally.pending or run.plan is None:
+        allowed = run.allowed_dead()
+        missing = len(tally.dead) + len(tally.failed)
+        if not tally.pending and tally.done and missing <= allowed:
+            return DeploymentStatus.COMPLETE, None
+        expired = [each for each in tally.dead if _expired(run, each, now_s, patience)]
+        if len(expired) + len(tally.failed) > allowed:
+            return DeploymentStatus.FAILED, _too_many(run, expired, tally.failed, allowed)
+    if run.plan is None:
+        return DeploymentStatus.INIT, None
+    if stall is not None:
+        return DeploymentStatus.STALLED, stall
+    return _stage(run, tally), None
+
+
+def everybody_here(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -> bool:
+    """Return whether to plan: all targets are here, or enough, and the rest had their time."""
+    if any(not _expired(run, each, now_s, patience) for each in tally.dead):
+        return False
+    return len(tally.dead) + len(tally.failed) <= run.allowed_dead()
+
+
+def rescue(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -> None:
+    """Ask for a new plan where somebody may not read what only the origin has.
+
+    For a moment that is normal: the head died, and its heir has a small share until the loss is
+    noticed. Then a new plan shares out what the fuse still allows.
+    """
+    if _short(run, tally) is None:
+        run.short_since_s = None
+    elif run.short_since_s is None:
+        run.short_since_s = now_s
+    elif run.rescues < RESCUES and now_s - run.short_since_s > patience.lost_s:
+        run.rescues += 1
+        run.replan = True
+
+
+def _stage(run: DeploymentRun, tally: Tally) -> DeploymentStatus:
+    if run.deployment.status is DeploymentStatus.INIT and any(
+        not run.parts[each].ready for each in tally.pending
+    ):
+        return DeploymentStatus.INIT
+    total = run.deployment.total_pieces
+    held = [run.parts[worker_id] for worker_id in tally.living]
+    if held and all(part.pieces_held >= total for part in held):
+        return DeploymentStatus.VERIFYING
+    if any(part.pieces_held >= total for part in held):
+        return DeploymentStatus.DISTRIBUTING
+    # Nobody holds everything, but among them they may: then too the origin is read.
+    chunks: set[int] = set().union(*(part.chunks for part in held))
+    if len(chunks) >= run.deployment.total_chunks:
+        return DeploymentStatus.DISTRIBUTING
+    return DeploymentStatus.DOWNLOADING
+
+
+def _stall(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -> Failure | None:
+    fuse = origin_cap_bytes(run.deployment.total_bytes)
+    read = run.origin_bytes
+    if run.deployment.topology is not Topology.DIRECT and read > fuse:
+        message = f"the origin fuse: got {read} bytes read, wanted at most {fuse}"
+        return Failure(code=OUT_OF_BUDGET, message=message)
+    if run.short_since_s is not None and now_s - run.short_since_s > 2 * patience.lost_s:
+        return _short(run, tally)
+    return None
+
+
+def _short(run: DeploymentRun, tally: Tally) -> Failure | None:
+    """Return why a target cannot go on without the origin, where one says so."""
+    for worker_id in tally.pending:
+        failure = run.parts[worker_id].failure
+        if failure is not None and failure.code == OUT_OF_BUDGET:
+            message = f"{worker_id}: {failure.message}"[:2000]
+            return Failure(code=OUT_OF_BUDGET, message=message)
+    return None
+
+
+def _expired(run: DeploymentRun, worker_id: str, now_s: float, patience: Patience) -> bool:
+    since_s = run.parts[worker_id].dead_since_s
+    return since_s is not None and now_s - since_s >= patience.return_grace_s
+
+
+def _too_many(run: DeploymentRun, dead: list[str], failed: list[str], allowed: int) -> Failure:
+    reasons = [f"{worker_id} did not come back" for worker_id in dead]
+    for worker_id in failed:
+        failure = run.memo.failures[worker_id]
+        reasons.append(f"{worker_id} {failure.code}: {failure.message[:200]}")
+    lost = f"got {len(reasons)} of {len(run.parts)} workers lost, wanted at most {allowed}: "
+    return Failure(code="DeploymentFailed", message=(lost + _named(reasons, "; "))[:2000])
+
+
+def _named(texts: list[str], separator: str) -> str:
+    more = f" and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
+    return separator.join(texts[:NAMED]) + more
