@@ -192,9 +192,9 @@ class DeploymentRun:
                 > ORIGIN_STEP * self.deployment.total_bytes
             ):
                 self.unkept = True
-        effects = self._pass_on(part, worker_id, beat, at)
         if self.final:
-            return effects
+            return []
+        effects = self._pass_on(part, worker_id, beat, at)
         if part.receipt is not None:
             if beat.status is WorkerStatus.RECEIVING and incarnation > part.receipt.incarnation:
                 part.receipt = None  # it came back without what it had: its disk is another one
