@@ -244,7 +244,9 @@ def _candidate_dir(run: Run, trained: TrainResult) -> Path:
     shutil.rmtree(fresh, ignore_errors=True)
     prefix = trained.export_url.rstrip("/") + "/"
     for item in run.store.list(prefix):
-        run.store.download_file(item.url, fresh / item.url.removeprefix(prefix))
+        path = fresh / item.url.removeprefix(prefix)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        run.store.download_file(item.url, path)
     if (got := weights_digest(fresh)) != trained.weights_digest:
         raise CorruptData(
             "the export does not match its digest",

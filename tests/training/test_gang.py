@@ -54,6 +54,7 @@ def stormy(camp: Camp) -> Story:
 
     def on_event(event: RankEvent) -> None:
         events.append(event)
+        print(event.attempt, event.rank, event.event, event.step, str(event.data)[:100])
         if event.attempt == 2 and event.event == "started" and "rot" not in marks:
             marks["rot"] = generations.steps()[0]
             url = f"{generations.step_url(marks['rot'])}/optimizer.safetensors"

@@ -70,7 +70,8 @@ class LazyGroup(click.Group):
 
             close = difflib.get_close_matches(args[0], COMMANDS, n=1)
             if close:
-                error.message += f" Did you mean {close[0]!r}?"
+                what = f"{error.message} Did you mean {close[0]!r}?"
+                raise click.UsageError(what, ctx) from error
             raise
 
 

@@ -56,12 +56,12 @@ def state_directory(state: Path | None) -> Path:
 def point_prefect_at(runtime: Runtime) -> None:
     """Set what Prefect reads at import: its server, and a home inside the state directory.
 
-    Prefect is configured only by the environment, so this must come before its import. Its console
-    logging is left to its warnings: progress is ours to show.
+    Prefect is configured only by the environment, so this must come before its import. Its
+    tracebacks stay in its own log, on the run's page: here an error is one line.
     """
     os.environ.update(runtime.prefect_environment())
     os.environ.setdefault("PREFECT_HOME", str(runtime.state_dir / "prefect-client"))
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO")
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "ERROR")
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_RESULTS_DEFAULT_SERIALIZER", "json")
     os.environ["PACELINE_STATE"] = str(runtime.state_dir)
