@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -54,8 +55,11 @@ def _story(cluster: Runtime, connected: Fleet, resident: subprocess.Popen[bytes]
     worker = connected.run_on("node-1", os.getpid, timeout_s=20)
     psutil.Process(worker).kill()
     eventually(lambda: not psutil.pid_exists(agents["node-1"].pid))
+    announced = cluster.node_dir("node-1") / "agent.json"
+    # nobody asks again: the worker that takes the dead one's place brings the agent back
+    eventually(lambda: json.loads(announced.read_text())["pid"] != agents["node-1"].pid)
     back = connected.ensure_agents(["node-1"], agent_argv=AGENT_ARGV)["node-1"]
-    assert back.pid != agents["node-1"].pid
+    assert back.pid == json.loads(announced.read_text())["pid"]
 
     resident.kill()
     resident.wait()

@@ -16,16 +16,19 @@ import socket
 import subprocess
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import NotReady
+from paceline.fleet.credentials import write_private
 from paceline.fleet.nodes import AgentInfo
 from paceline.fleet.processes import clean_environment, dying_with_us
 
 log = logging.getLogger(__name__)
 
 AGENT_FILE = "agent.json"
+WANTED_FILE = "agent-wanted.json"  # the order, for the worker that takes a dead one's place
 LOG_LIMIT_BYTES = 16 * 1024 * 1024
 WATCH_S = 0.1
 READY_DEADLINE_S = 20.0
@@ -177,8 +180,22 @@ def ensure_agent(order: AgentOrder, timeout_s: float) -> AgentInfo:
     with _keepers_lock:
         keeper = _keepers.get(order.worker_id)
         if keeper is None:
+            Path(order.node_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_private(Path(order.node_dir) / WANTED_FILE, json.dumps(asdict(order)).encode())
             keeper = _keepers[order.worker_id] = AgentKeeper(order)
     return keeper.wait(timeout_s)
+
+
+def dask_setup(worker: Any) -> None:
+    """Bring the agent back when a node's worker takes a dead one's place (Dask calls a preload)."""
+    for parent in Path(worker.local_directory).parents:
+        if parent.name == worker.name and (wanted := parent / WANTED_FILE).is_file():
+            raw = json.loads(wanted.read_bytes())
+            order = AgentOrder(
+                worker_id=raw["worker_id"], node_dir=raw["node_dir"], argv=tuple(raw["argv"])
+            )
+            with _keepers_lock:
+                _keepers[order.worker_id] = AgentKeeper(order)
 
 
 def read_agent(order: AgentOrder) -> AgentInfo | None:

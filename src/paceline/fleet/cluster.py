@@ -19,6 +19,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from paceline.fleet.agents import WANTED_FILE
 from paceline.fleet.embedded import CLUSTER_FILE, port_of
 from paceline.fleet.nodes import CONTROL_THREADS, node_names
 from paceline.profile import Runtime, load_runtime
@@ -32,6 +33,9 @@ WATCH_S = 1.0
 def dask_settings() -> dict[str, Any]:
     """Return the Dask configuration that a fleet needs, for scheduler, workers and clients."""
     return {
+        "distributed.worker.preload": [
+            "paceline.fleet.agents"
+        ],  # a new worker brings its agent back
         "distributed.worker.daemon": False,  # ranks are children of workers
         "distributed.worker.multiprocessing-method": "spawn",
         "distributed.scheduler.allowed-failures": 0,  # a pinned task must fail with its worker
@@ -132,6 +136,7 @@ def _node_options(runtime: Runtime, worker_id: str, security: Any) -> dict[str, 
     cluster = runtime.profile.cluster
     directory = runtime.node_dir(worker_id) / "dask"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (runtime.node_dir(worker_id) / WANTED_FILE).unlink(missing_ok=True)  # of an earlier start
     return {
         "name": worker_id,
         # Ours are calls that wait: they get threads of their own, so that a node whose threads are
