@@ -111,7 +111,7 @@ def test_divergence_stops_with_a_reason_and_leaves_the_last_checkpoint(camp: Cam
         )
     generations = Generations(camp.store, f"s3://{BUCKET}/checkpoints/nan")
     for step in generations.steps():
-        assert step < 12
+        assert step < 24
 
 
 def test_another_purpose_is_refused_by_the_rank_too(camp: Camp) -> None:
@@ -162,7 +162,7 @@ def test_a_bad_data_shard_is_passed_over_and_named(camp: Camp, tmp_path: Path) -
     code, said = camp.run_alone(camp.job("bad-shard", **where))
     assert code == 0
     assert said.of("result")[0].data["quarantined_shards"] == [victim.sha256]
-    assert len(said.losses) == 12
+    assert len(said.losses) == 24
     for shard in snapshot.of_split("train"):
         camp.store.delete(snapshot.shard_url(shard))
     shutil.rmtree(camp.runtime.node_dir("node-0") / "cache")

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,7 +203,10 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             cursor=cursor,
         )
         stop.listening = True
-        with stream:
+        # The first step lays out buckets and fetches shards: it has the start's deadline too.
+        first = contextlib.ExitStack()
+        first.enter_context(voice.beating("first step", settings.start_deadline_s))
+        with stream, first:
             train(
                 its.model,
                 its.optimizer,
@@ -213,7 +216,9 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
                 progress=progress,
                 labels=job.labels,
                 saver=saver if place.rank == 0 else None,
-                on_step=_Teller(voice, saver, progress, place.rank, stream.quarantined),
+                on_step=_Teller(
+                    voice, saver, progress, place.rank, stream.quarantined, first.close
+                ),
                 should_stop=stop,
             )
         if place.rank == 0 and progress.step > resumed_from:
@@ -366,7 +371,9 @@ class _Teller:
         progress: Progress,
         rank: int,
         quarantined: dict[str, str],
+        on_first: Callable[[], None],
     ) -> None:
+        self._on_first: Callable[[], None] | None = on_first
         self._voice = voice
         self._saver = saver
         self._progress = progress
@@ -375,6 +382,9 @@ class _Teller:
         self._said_at = 0.0
 
     def __call__(self, report: Any) -> None:
+        if self._on_first is not None:
+            self._on_first()
+            self._on_first = None
         now = time.monotonic()
         if self._rank != 0 and now - self._said_at < FOLLOWER_BEAT_S:
             return
