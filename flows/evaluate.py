@@ -32,5 +32,5 @@ def evaluate_model(
         models = {
             "candidate": {"url": candidate_url, "digest": candidate_digest},
             "base": node_copy(run, node, base),
-        } | champion_reference(run, base)
+        } | champion_reference(run, base, candidate_digest)
         return evaluate(run, models, snapshot_reference(run, snapshot_url), node).output

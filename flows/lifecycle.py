@@ -29,17 +29,17 @@ def run_lifecycle(
     everything done and says so. ``data`` is a directory of text files (default: the profile's).
     """
     run = Run.open(state_dir, run_id)
-    here = {"state_dir": run.state_dir, "run_id": run.run_id}
+    here: dict[str, Any] = {"state_dir": run.state_dir, "run_id": run.run_id}
     with recorded(run, "lifecycle"):
         inputs = prepare_inputs(data, **here)
         base, snapshot_url = inputs["base"], inputs["snapshot"]["url"]
-        model = (base["model_id"], base["version"])
-        relayed = distribute_model(*model, **here)
-        trained = train_model(*model, snapshot_url, **here)
-        candidate = (trained["export_url"], trained["weights_digest"])
-        report = evaluate_model(*model, *candidate, snapshot_url, **here)
-        promoted = promote_model(*model, trained, report, snapshot_url, approver, **here)
+        model_id, version = base["model_id"], base["version"]
+        relayed = distribute_model(model_id, version, **here)
+        trained = train_model(model_id, version, snapshot_url, **here)
+        export, weights = trained["export_url"], trained["weights_digest"]
+        report = evaluate_model(model_id, version, export, weights, snapshot_url, **here)
+        promoted = promote_model(model_id, version, trained, report, snapshot_url, approver, **here)
         rolled_out = distribute_model(
-            base["model_id"], promoted["published"]["version"], stage_prefix="rollout-", **here
+            model_id, promoted["published"]["version"], stage_prefix="rollout-", **here
         )
         return summarise(run, inputs, relayed, trained, report, promoted, rolled_out)

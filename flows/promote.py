@@ -24,8 +24,8 @@ def promote_model(
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> dict[str, Any]:
-    """Decide from ``report``; on a pass register the candidate with its evidence, make it champion
-    and publish it. Raises GateRefused, and changes nothing, where the evidence is not enough."""
+    """Decide from ``report``; on a pass publish the candidate, register it with its evidence, and
+    make it champion. Raises GateRefused, and changes nothing, where the evidence is not enough."""
     run = Run.open(state_dir, run_id)
     with recorded(run, "promote-model"):
         result = TrainResult.model_validate(trained)
@@ -34,11 +34,11 @@ def promote_model(
         snapshot = snapshot_reference(run, snapshot_url)
         packaged = promote.package_candidate(run, base, result).output
         lineage = promote.lineage_of(run, base, result, snapshot, packaged["manifest_digest"])
-        decision = promote.gate(run, scores, lineage)
+        decision = promote.gate(run, base, scores, lineage)
         evidence = promote.bundle(run, base, result, scores, decision, lineage, approver)
-        published_to = published_url(run, model_id, packaged["version"])
-        promoted = promote.promote(run, evidence, published_to).output
+        promote.require_passed(run, evidence)
         published = promote.publish_candidate(run, base, result, packaged).output
+        promoted = promote.promote(run, evidence, published["url"]).output
         return {
             "gate": decision.model_dump(mode="json"),
             "registry": promoted,

@@ -20,11 +20,17 @@ from paceline.errors import (
     NotReady,
     OriginBudgetExceeded,
     PacelineError,
+    StorageFull,
     WorkerLost,
 )
 from paceline.manifest import Manifest, fetch_manifest
 from paceline.plan import PlanWorker, make_plan
-from paceline.relay.inspection import active_version, shows_version, verify_copy
+from paceline.relay.inspection import (
+    active_version,
+    missing_room,
+    shows_version,
+    verify_copy,
+)
 from paceline.wire import digest_of
 from paceline.wire.calls import CreateDeployment, DeploymentView
 from paceline.wire.events import Event, EventName
@@ -85,6 +91,7 @@ def plan_relay(run: Run, manifest: Manifest, url: str, targets: list[str]) -> di
     """Say before a byte moves who would feed whom, how long it takes, and what the bound is."""
     began = time.monotonic()
     profile = run.runtime.profile
+    _require_room(run, manifest, targets)
     workers = [each for each in run.coordinator.workers() if each.worker_id in targets]
     plan = make_plan(
         Topology(profile.relay.topology),
@@ -243,6 +250,30 @@ def activate(
     return {"activated": targets, "seconds": seconds, "deployment_id": deployment_id}
 
 
+def _require_room(run: Run, manifest: Manifest, targets: list[str]) -> None:
+    """Raise StorageFull before a byte moves where a target's disk cannot hold the model."""
+    with run.fleet() as fleet:
+        answers = fleet.map_nodes(
+            missing_room,
+            targets,
+            run.state_dir,
+            manifest.model_id,
+            manifest.version,
+            manifest.digest,
+            manifest.total_size,
+            timeout_s=60.0,
+        )
+    short = {node: lacking for node, lacking in answers.items() if isinstance(lacking, int)}
+    if full := [f"{node} lacks {lacking} bytes" for node, lacking in short.items() if lacking]:
+        raise StorageFull(
+            "the model does not fit on every target",
+            got=", ".join(full),
+            wanted=f"{manifest.total_size} bytes of room on each",
+            where=f"{manifest.model_id} v{manifest.version}",
+            do="Free room there, or leave the node out with --to.",
+        )
+
+
 def _watch(
     run: Run, deployment_id: str, stage: str, page: artifacts.Progress, seen: int
 ) -> DeploymentView:
@@ -350,7 +381,7 @@ def _holds_everywhere(run: Run, manifest: Manifest, targets: list[str]) -> bool:
 
 
 def _last_event(run: Run) -> int:
-    return run.coordinator.events(0, 0).last
+    return run.coordinator.events(2**62, 0).last
 
 
 def _read_events(run: Run, deployment_id: str, seen: int) -> int:

@@ -9,7 +9,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from paceline.errors import WorkerLost
-from paceline.evaluation import as_markdown
+from paceline.evaluation import as_markdown, plot_report
 from paceline.registry import lineage
 from paceline.wire.training import EvaluationReport, EvaluationSpec
 from tasks import artifacts
@@ -68,6 +68,8 @@ def evaluate(
         report = EvaluationReport.model_validate(answer)
         run.registry.log_metrics(run.mlflow_run, lineage.evaluation_metrics(report))
         run.registry.log_artifact_text(run.mlflow_run, as_markdown(report), "evaluation.md")
+        plot = plot_report(report, run.work_dir / "evaluation.png")
+        run.registry.log_artifact_file(run.mlflow_run, plot)
         return report.model_dump(mode="json")
 
     result = run.stage(

@@ -1,7 +1,8 @@
-"""From a judged candidate to the champion: package, gate, register, publish.
+"""From a judged candidate to the champion: package, gate, publish, promote.
 
-The order keeps I10: the digest that the gate saw is bound as evidence, the registry's alias moves
-only on that evidence, and the bytes published afterwards must have the same digest.
+The order keeps I10: the digest that the gate saw is bound as evidence, the bytes are published
+under exactly that digest, and only then does the registry's alias move: a champion always has its
+bytes (docs/decisions/0004).
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from paceline.errors import CorruptData, GateRefused
+from paceline.errors import CorruptData, GateRefused, NotFound
 from paceline.evaluation import decide
 from paceline.manifest import Manifest, build_manifest, fetch_manifest, publish_model
 from paceline.registry.lineage import gate_metrics
 from paceline.wire.training import EvaluationReport, Evidence, GateDecision, TrainResult
 from tasks import artifacts
+from tasks.cancelling import stop_if_cancelled
 from tasks.code_version import code_version
 from tasks.run import Run, StageResult
 
@@ -55,10 +57,17 @@ def package_candidate(run: Run, base: Manifest, trained: TrainResult) -> StageRe
 
 
 @task(name="gate", cache_policy=NO_CACHE)
-def gate(run: Run, report: EvaluationReport, lineage: dict[str, str | None]) -> GateDecision:
-    """Decide from the evidence alone whether the candidate may become champion."""
+def gate(
+    run: Run, base: Manifest, report: EvaluationReport, lineage: dict[str, str | None]
+) -> GateDecision:
+    """Decide from the evidence alone whether the candidate may become champion.
+
+    Where there is a champion, a report without its score is missing evidence.
+    """
     began = time.monotonic()
-    champion = "champion" if report.score("champion") else None
+    candidate = report.score("candidate")
+    weights = candidate.weights_digest if candidate else None
+    champion = "champion" if champion_reference(run, base, weights) else None
     decision = decide(report, run.runtime.profile.gate, champion=champion, lineage=lineage)
     artifacts.table(
         "gate", [each.model_dump(mode="json") for each in decision.checks], "Why, check by check"
@@ -98,24 +107,15 @@ def bundle(
 
 @task(name="promote", cache_policy=NO_CACHE)
 def promote(run: Run, evidence: Evidence, source_url: str) -> StageResult:
-    """Register the candidate with its evidence and make it champion.
-
-    Raises GateRefused where the gate did not pass.
-    """
-    if not evidence.gate.passed:
-        raise GateRefused(
-            "the candidate was not promoted",
-            got="; ".join(evidence.gate.reasons),
-            wanted="every check of the gate",
-            where=f"{evidence.model_id}, run {run.run_id}",
-            do="Train longer or on better data; the champion stays what it was.",
-        )
+    """Register the published candidate with its evidence and make it champion."""
 
     def work() -> dict[str, Any]:
         version = run.registry.register_candidate(
             evidence.model_id, source_url, evidence, run.mlflow_run
         )
-        promotion = run.registry.promote(evidence.model_id, version, evidence)
+        promotion = run.registry.promote(
+            evidence.model_id, version, evidence, guard=stop_if_cancelled
+        )
         return {
             "model_id": evidence.model_id,
             "registry_version": promotion.version,
@@ -176,10 +176,27 @@ def publish_candidate(
     )
 
 
-def champion_reference(run: Run, base: Manifest) -> dict[str, dict[str, str]]:
-    """Return the champion's weights as an evaluation input, or nothing where there is none yet."""
+def require_passed(run: Run, evidence: Evidence) -> None:
+    """Raise GateRefused, with every reason, unless the gate passed."""
+    if not evidence.gate.passed:
+        raise GateRefused(
+            "the candidate was not promoted",
+            got="; ".join(evidence.gate.reasons),
+            wanted="every check of the gate",
+            where=f"{evidence.model_id}, run {run.run_id}",
+            do="Train longer or on better data; the champion stays what it was.",
+        )
+
+
+def champion_reference(
+    run: Run, base: Manifest, candidate_weights: str | None
+) -> dict[str, dict[str, str]]:
+    """Return the champion's weights as an evaluation input; nothing where there is none yet, or
+    where the candidate is the champion (a finished run that is run again)."""
     champion = run.registry.champion(base.model_id)
     if champion is None:
+        return {}
+    if champion.evidence and champion.evidence.weights_digest == candidate_weights:
         return {}
     return {"champion": {"url": champion.source_url, "digest": champion.manifest_digest}}
 
@@ -193,21 +210,40 @@ def node_copy(run: Run, node: str, manifest: Manifest) -> dict[str, str]:
 
 @task(name="restore-previous-champion", cache_policy=NO_CACHE)
 def restore_previous(run: Run, model_id: str) -> dict[str, Any]:
-    """Swap ``champion`` and ``previous`` in the registry; say which version is champion now."""
+    """Put the champion before this one back; say which published version the nodes should run.
+
+    The first champion has none before it: it steps down, the model has no champion, and the nodes
+    go back to the base that it was trained from.
+    """
     began = time.monotonic()
-    promotion = run.registry.rollback(model_id)
     champion = run.registry.champion(model_id)
-    assert champion is not None  # rollback has read the alias back
-    version = champion.published_version
-    run.did("rollback", began, f"{model_id} v{version} is champion again")
+    if champion is None:
+        raise NotFound(
+            "there is no champion to roll back",
+            got=f"no alias champion on {model_id}",
+            where=run.runtime.endpoints.mlflow_url,
+            do="Promote a version first.",
+        )
+    if run.registry.has_predecessor(model_id, champion.version):
+        run.registry.rollback(model_id, from_version=champion.version)
+        restored = run.registry.champion(model_id)
+        assert restored is not None  # rollback has read the alias back
+        version, url = restored.published_version, restored.source_url
+        registry_version: str | None = restored.version
+        run.did("rollback", began, f"{model_id} v{version} is champion again")
+    else:
+        assert champion.evidence is not None  # champion() reads it
+        version = champion.evidence.base_version
+        url = f"{run.runtime.models_url}/{model_id}/{version}"
+        registry_version = None
+        run.registry.retract(model_id, champion.version)
+        run.did("rollback", began, f"{model_id} has no champion; the nodes go back to v{version}")
     return {
         "model_id": model_id,
         "version": version,
-        "url": champion.source_url,
-        "registry_version": promotion.version,
-        "alias": promotion.alias,
-        "previous": promotion.previous_version,
-        "evidence_digest": promotion.evidence_digest,
+        "url": url,
+        "registry_version": registry_version,
+        "stepped_down": champion.version,
     }
 
 

@@ -24,7 +24,7 @@ PacelineError
     │   └── StaleEpoch              a writer of an older epoch or incarnation
     ├── PortInUse
     ├── StorageFull
-    ├── StorageFailed               a disk refuses to keep bytes (EIO); what was written is discarded
+    ├── StorageFailed               a disk refuses to keep bytes (EIO); they are discarded
     ├── CorruptData                 bytes do not match their digest
     │   └── SourceChanged           the source object was replaced while it was read
     ├── OriginBudgetExceeded        the origin fuse: more source bytes than the plan allows

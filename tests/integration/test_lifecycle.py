@@ -30,7 +30,7 @@ def test_the_summary_is_the_record_in_the_schema(lifecycle: Ended) -> None:
     names = [each.stage for each in summary.stages]
     assert names == [
         "snapshot", "base", "plan", "relay", "verify", "activate", "validate-data", "train",
-        "evaluate", "package", "gate", "promote", "publish",
+        "evaluate", "package", "gate", "publish", "promote",
         "plan", "rollout-relay", "rollout-verify", "rollout-activate",
     ]  # fmt: skip
 

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -78,16 +77,14 @@ def test_a_full_disk_is_told_before_a_byte_moves(
     if not small_disk:
         require("netns", "mounting a small disk needs root")
     publish_random(stack, tmp_path, "toolarge", 40_000_000)
-    began = time.monotonic()
     ended = paceline("distribute", "toolarge", "1", "--json", state=stack.state_dir)
     assert ended.code != 0
     problem = ended.answer["error"]
-    assert "node-3" in problem["message"]
-    assert "StorageFull" in problem["message"] or "room" in problem["message"]
-    assert time.monotonic() - began < 40  # far less than the 40 s that the bytes alone would take
+    assert problem["code"] == "StorageFull"
+    assert "node-3 lacks" in problem["message"]
     for index in range(4):
         store = stack.node_dir(f"node-{index}") / "store"
-        assert not (store / "models" / "toolarge").exists() or index != 3
+        assert not (store / "models" / "toolarge").exists()
     assert paceline("status", state=stack.state_dir).code == 0
 
 

@@ -56,29 +56,20 @@ def _stages(summary: dict[str, Any]) -> Table:
 
 
 def _movement(summary: dict[str, Any]) -> Table:
-    table = Table(title="Distribution", title_justify="left", expand=False)
-    for name in (
-        "",
-        "workers",
-        "bound s",
-        "predicted s",
-        "measured s",
-        "from S3",
-        "reused",
-        "refetched",
-    ):
+    topology = summary["distribution"]["topology"]
+    table = Table(title=f"Distribution ({topology})", title_justify="left", expand=False)
+    for name in ("", "nodes", "bound", "predicted", "measured", "from S3", "reused"):
         table.add_column(name, justify="right" if name else "left")
     for name in ("distribution", "rollout"):
         each = summary[name]
         table.add_row(
-            f"{name} ({each['topology']})",
+            name,
             str(each["workers"]),
-            f"{each['bound_seconds']:.2f}",
-            f"{each['predicted_seconds']:.2f}",
-            f"{each['seconds']:.2f}",
+            f"{each['bound_seconds']:.2f} s",
+            f"{each['predicted_seconds']:.2f} s",
+            f"{each['seconds']:.2f} s",
             f"{each['origin_bytes'] / 1e6:.1f} MB",
             f"{each['pieces_reused']} pieces",
-            f"{each['refetched_bytes'] / 1e6:.1f} MB",
         )
     return table
 

@@ -145,8 +145,8 @@ def _too_many(run: DeploymentRun, dead: list[str], failed: list[str], allowed: i
     reasons = [f"{worker_id} did not come back" for worker_id in dead]
     for worker_id in failed:
         failure = run.memo.failures[worker_id]
-        reasons.append(f"{worker_id} {failure.code}: {failure.message[:200]}")
-    lost = f"got {len(reasons)} of {len(run.parts)} workers lost, wanted at most {allowed}: "
+        reasons.append(f"{worker_id} {failure.code}: {failure.message[:400]}")
+    lost = f"{len(reasons)} of {len(run.parts)} workers lost, at most {allowed} may be: "
     return Failure(code="DeploymentFailed", message=(lost + _named(reasons, "; "))[:2000])
 
 

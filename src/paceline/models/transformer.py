@@ -113,7 +113,7 @@ class ByteTransformer(nn.Module):
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return logits_BTV for tokens_BT (integers 0 to 255, T ≤ the context)."""
         t = tokens_BT.shape[1]
-        assert t <= self.config.context, "callers cut their text to the context"  # noqa: S101 - a bug of ours
+        assert t <= self.config.context, "callers cut their text to the context"
         cos_TE, sin_TE = self.cos_TE[:t], self.sin_TE[:t]
         x_BTD = self.model.embed_tokens(tokens_BT)
         for block in self.model.layers:

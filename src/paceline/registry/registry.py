@@ -84,6 +84,10 @@ class Registry(Versions):
             )
         return self._step_down(model_id, number, over)
 
+    def has_predecessor(self, model_id: str, version: str) -> bool:
+        """Return whether ``version`` was promoted over another that ``rollback`` can put back."""
+        return self._promoted_over(model_id, version) is not None
+
     def retract(self, model_id: str, version: str) -> None:
         """Undo the promotion of ``version`` wherever it stopped: what a transaction rolls back to.
 

@@ -5,6 +5,7 @@ Run inside a node's Dask worker, so it imports nothing heavy. Knows no network a
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from paceline.errors import CorruptData
@@ -43,6 +44,23 @@ def shows_version(
     """Return whether ``worker_id`` shows this version with this digest (names, not bytes)."""
     path = _model_directory(state_dir, worker_id, model_id) / version / "manifest.json"
     return path.is_file() and parse_manifest(path.read_bytes()).digest == manifest_digest
+
+
+def missing_room(
+    state_dir: str, model_id: str, version: str, manifest_digest: str, total: int, *, worker_id: str
+) -> int:
+    """Return how many bytes of room ``worker_id``'s disk lacks for this model; 0 where it fits.
+
+    Room that an interrupted relay already took counts as there.
+    """
+    if shows_version(state_dir, model_id, version, manifest_digest, worker_id=worker_id):
+        return 0
+    store = load_runtime(state_dir).node_dir(worker_id) / "store"
+    store.mkdir(parents=True, exist_ok=True)
+    staged = (store / "staging" / manifest_digest).rglob("*")
+    taken = sum(each.stat().st_blocks * 512 for each in staged if each.is_file())
+    room = os.statvfs(store)
+    return max(0, total - taken - room.f_bavail * room.f_frsize)
 
 
 def active_version(state_dir: str, model_id: str, *, worker_id: str) -> str | None:

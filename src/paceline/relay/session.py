@@ -63,6 +63,7 @@ class RelaySession:
         seed: int = 0,
     ) -> None:
         self.worker_id = worker_id
+        self._manifest = manifest
         self._digest = manifest.digest
         self._limits = limits or SessionLimits()
         self._pieces = PieceMap(manifest)
@@ -198,6 +199,7 @@ class RelaySession:
                 f"a piece arrived corrupt {repair.attempts} times",
                 got=f"piece {piece} from {', '.join(dict.fromkeys(repair.senders))}",
                 wanted="bytes that match the manifest",
+                where=self._manifest.files[self._manifest.piece_of(piece).file_index].path,
                 do="Check the source object and the named workers' disks; publish again if needed.",
             )
             self._fail(error, actions)
