@@ -15,10 +15,14 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from paceline.data import Snapshot, build_snapshot, load_snapshot
+from paceline.errors import TrainingFailed
 from paceline.manifest import fetch_manifest, publish_model
 from paceline.profile import DataSettings
+from paceline.training.base import BaseResult, BaseSpec
 from paceline.wire import digest_of
 from tasks.run import Run, StageResult
+
+BASE_DEADLINE_S = 1800.0
 
 
 @task(name="build-data-snapshot", cache_policy=NO_CACHE)
@@ -62,23 +66,8 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
     model_id = f"{profile.model.model_id}-{digest_of(inputs)[:8]}"
 
     def work() -> dict[str, Any]:
-        from paceline.training.base import train_base  # imports torch: seconds
-
         directory: Path = run.work_dir / "base"
-        trained = train_base(
-            directory,
-            profile.model,
-            load_snapshot(snapshot["url"], run.store),
-            run.store,
-            run.work_dir / "cache",
-            training=profile.training,
-            purpose=profile.data.purpose,
-            on_step=lambda report: run.tell(
-                "base",
-                report.step / max(profile.model.base_steps, 1),
-                f"step {report.step}/{profile.model.base_steps}, loss {report.loss:.3f}",
-            ),
-        )
+        trained = _train_base(run, snapshot, directory)
         manifest = publish_model(
             directory,
             f"{run.runtime.models_url}/{model_id}/1",
@@ -159,6 +148,43 @@ def fingerprint(source: str) -> str:
     files = sorted(each for each in root.rglob("*") if each.is_file())
     stats = [(str(each.relative_to(root)), each.stat()) for each in files]
     return digest_of([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
+
+
+def _train_base(run: Run, snapshot: dict[str, Any], directory: Path) -> BaseResult:
+    """Train the base in a process of its own: torch's threads and a busy flow do not mix."""
+    profile = run.runtime.profile
+    spec = BaseSpec(
+        state_dir=run.state_dir,
+        directory=str(directory),
+        snapshot_url=snapshot["url"],
+        snapshot_digest=snapshot["digest"],
+        purpose=profile.data.purpose,
+        model=profile.model,
+        training=profile.training,
+    )
+
+    def on_event(line: dict[str, Any]) -> None:
+        if line.get("event") == "step":
+            step, total = int(line["step"]), max(profile.model.base_steps, 1)
+            run.tell("base", step / total, f"step {step}/{total}, loss {line['data']['loss']:.3f}")
+
+    with run.fleet() as fleet:
+        ended = fleet.run_process(
+            fleet.nodes()[0].worker_id,
+            argv=[sys.executable, "-m", "paceline.training.base"],
+            input_json=spec.model_dump_json(),
+            on_event=on_event,
+            deadline_s=BASE_DEADLINE_S,
+        )
+    if ended.exit_code != 0 or not ended.last_line:
+        raise TrainingFailed(
+            "the base model could not be trained",
+            got=f"exit code {ended.exit_code}: {ended.stderr_tail.strip()[-400:]}",
+            wanted="a model",
+            where=directory,
+            do="Run the same command again; read the log of Dask if it fails the same way.",
+        )
+    return BaseResult.model_validate_json(ended.last_line)
 
 
 def _reference(snapshot: Snapshot) -> dict[str, Any]:

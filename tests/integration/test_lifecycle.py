@@ -106,9 +106,16 @@ def test_one_run_id_is_found_everywhere(lifecycle: Ended, stack: Runtime) -> Non
 def test_prefect_shows_progress_tables_markdown_and_links(lifecycle: Ended, stack: Runtime) -> None:
     found = {(each["type"], each["key"]) for each in prefect_artifacts(stack)}
     kinds = {kind for kind, _ in found}
-    assert {"progress", "table", "markdown", "link"} <= kinds
+    assert {"progress", "table", "markdown"} <= kinds  # Prefect keeps a link as markdown
     keys = {key for _, key in found}
-    assert {"summary", "gate", "evaluation", "data-validation", "mlflow-run"} <= keys
+    assert {
+        "summary",
+        "gate",
+        "evaluation",
+        "data-validation",
+        "mlflow-run",
+        "registered-model",
+    } <= keys
 
 
 def test_run_again_it_finds_everything_done_and_says_so(lifecycle: Ended, stack: Runtime) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 
 from paceline.profile import Runtime
-from tests.support.browser import chromium, click, keep, see
+from paceline.registry import Registry
+from tests.support.browser import chromium, click, keep, see, send_credentials
 from tests.support.stack import Ended, environment, paceline, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -70,7 +72,9 @@ def mlflow_link_of(stack: Runtime, flow_run_id: str) -> str:
     found = prefect(stack, "POST", "/artifacts/filter", body)
     mine = [each for each in found if each["flow_run_id"] == flow_run_id]
     assert mine, f"no link to MLflow from {flow_run_id}"
-    return str(mine[0]["data"])
+    found_url = re.search(r"\((http[^)]+)\)", str(mine[0]["data"]))  # a link is kept as markdown
+    assert found_url
+    return found_url[1]
 
 
 def in_mlflow(stack: Runtime, link: str) -> dict[str, str]:
@@ -113,8 +117,8 @@ def test_a_person_presses_run_in_prefect_and_finds_the_run_in_mlflow(
         browser.get(f"{stack.endpoints.prefect_ui_url}/runs/flow-run/{flow_run_id}?tab=Artifacts")
         time.sleep(2)
         keep(browser, "prefect-artifacts")
-        secret = stack.secrets.mlflow_auth
-        browser.get(link.replace("://", f"://{secret}@", 1) if secret else link)
+        send_credentials(browser, stack.secrets.mlflow_auth)
+        browser.get(link)
         run_id = in_mlflow(stack, link)["paceline.run_id"]
         see(browser, f"//*[contains(text(), '{run_id}')]", 60)
         time.sleep(2)
@@ -124,7 +128,8 @@ def test_a_person_presses_run_in_prefect_and_finds_the_run_in_mlflow(
 def test_a_schedule_starts_it(stack: Runtime, lifecycle: Ended) -> None:
     deployment = deployment_id(stack)
     before = {each["id"] for each in runs_of(stack, deployment)}
-    schedule = {"schedule": {"interval": 3600, "anchor_date": _seconds_from_now(6)}, "active": True}
+    # A short interval: Prefect's scheduler plans what lies ahead of its own next look.
+    schedule = {"schedule": {"interval": 30, "anchor_date": _now()}, "active": True}
     created = prefect(stack, "POST", f"/deployments/{deployment}/schedules", [schedule])
     try:
 
@@ -172,10 +177,20 @@ def test_rollback_brings_the_previous_champion_back_without_a_transfer(
     stack: Runtime, lifecycle: Ended
 ) -> None:
     model = lifecycle.answer["model"]["model_id"]
-    refused = paceline("rollback", model, "--json", state=stack.state_dir)
-    assert refused.code != 0  # the first champion has no predecessor
-    assert "previous" in refused.problem
+    ended = paceline("rollback", model, "--json", state=stack.state_dir)
+    assert ended.code == 0, ended.err
+    # The first champion has none before it: the nodes go back to the base, nobody is champion.
+    assert ended.answer["registry"]["version"] == "1"
+    assert Registry.from_runtime(stack).champion(model) is None
+    moved = ended.answer["distribution"]["relay"]
+    assert moved["origin_bytes"] == moved["received_bytes"] == 0 or moved["reused_result"]
+    for index in range(stack.profile.cluster.nodes):
+        active = stack.node_dir(f"node-{index}") / "store" / "models" / model / "active"
+        assert active.readlink().name == "1"
+    again = paceline("rollback", model, "--json", state=stack.state_dir)
+    assert again.code != 0
+    assert "no champion" in again.problem
 
 
-def _seconds_from_now(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + seconds))
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import shutil
@@ -59,6 +60,14 @@ def see(browser: Any, xpath: str, timeout_s: float = 30) -> Any:
     from selenium.webdriver.support.wait import WebDriverWait
 
     return WebDriverWait(browser, timeout_s).until(visibility_of_element_located((By.XPATH, xpath)))
+
+
+def send_credentials(browser: Any, user_and_password: str) -> None:
+    """Send ``user:password`` with every request, as a person's browser does after asking once."""
+    secret = base64.b64encode(user_and_password.encode()).decode()
+    browser.execute_cdp_cmd("Network.enable", {})
+    headers = {"headers": {"Authorization": f"Basic {secret}"}}
+    browser.execute_cdp_cmd("Network.setExtraHTTPHeaders", headers)
 
 
 def keep(browser: Any, name: str) -> None:
