@@ -12,7 +12,11 @@ import pytest
 from paceline.profile import Runtime, save_runtime
 from tests.support.stack import Ended, paceline, processes_of, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("installation"),  # one at a time: two cores
+    pytest.mark.timeout(300),
+]
 
 
 def elsewhere(stack: Runtime, tmp_path: Path, **changes: object) -> Path:

@@ -15,7 +15,11 @@ import pytest
 from paceline.wire.summary import RunSummary
 from tests.support.stack import finish, processes_of, start, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("installation"),  # one at a time: two cores
+    pytest.mark.timeout(600),
+]
 
 WORDS = ("demo", "--json", "--profile", "ci", "--set", "training.steps=60")
 

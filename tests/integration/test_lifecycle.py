@@ -16,7 +16,11 @@ from paceline.wire.records import DeploymentStatus
 from paceline.wire.summary import RunSummary
 from tests.support.stack import Ended, paceline
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("installation"),  # one at a time: two cores
+    pytest.mark.timeout(600),
+]
 
 
 def summary_of(ended: Ended) -> RunSummary:

@@ -15,7 +15,11 @@ from paceline.profile import Runtime
 from paceline.wire.records import Deployment, WorkerProgress
 from tests.support.stack import finish, paceline, start, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("installation"),  # one at a time: two cores
+    pytest.mark.timeout(300),
+]
 
 
 def publish_random(stack: Runtime, tmp_path: Path, model_id: str, size: int) -> None:

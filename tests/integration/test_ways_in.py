@@ -18,7 +18,11 @@ from paceline.registry import Registry
 from tests.support.browser import chromium, click, keep, see, send_credentials
 from tests.support.stack import Ended, environment, paceline, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("installation"),  # one at a time: two cores
+    pytest.mark.timeout(400),
+]
 
 
 def prefect(stack: Runtime, method: str, path: str, body: Any = None) -> Any:
@@ -45,7 +49,14 @@ def deployment_id(stack: Runtime) -> str:
             return None
         return str(answer["id"])
 
-    return str(wait_until(found, 120, "prefect.yaml is registered"))
+    def registered() -> bool:  # it replaces schedules: nothing may be added before it is done
+        services = paceline("status", "--json", state=stack.state_dir).answer["services"]
+        return any(
+            each["name"] == "prefect-deployments" and each["state"] == "done" for each in services
+        )
+
+    wait_until(registered, 120, "prefect.yaml is registered")
+    return str(wait_until(found, 30, "the deployment is there"))
 
 
 def runs_of(stack: Runtime, deployment: str) -> list[dict[str, Any]]:
