@@ -125,9 +125,10 @@ def test_a_person_presses_run_in_prefect_and_finds_the_run_in_mlflow(
         see(browser, "//*[normalize-space(text())='Completed']", 60)
         time.sleep(3)  # the graph of tasks draws itself
         keep(browser, "prefect-run")
-        browser.get(f"{stack.endpoints.prefect_ui_url}/runs/flow-run/{flow_run_id}?tab=Artifacts")
-        time.sleep(2)
-        keep(browser, "prefect-artifacts")
+        for artifact in ("evaluation", "gate"):
+            browser.get(f"{stack.endpoints.prefect_ui_url}/artifacts/key/{artifact}")
+            time.sleep(2)
+            keep(browser, f"prefect-{artifact}")
         send_credentials(browser, stack.secrets.mlflow_auth)
         browser.get(link)
         run_id = in_mlflow(stack, link)["paceline.run_id"]

@@ -168,6 +168,16 @@ def test_every_survivor_completes_in_every_seed(batch: int) -> None:
             assert not node.complete or node.durable.count == MANIFEST.piece_count
 
 
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("batch", range(20))
+def test_every_survivor_completes_in_a_thousand_more_seeds(batch: int) -> None:
+    for seed in range(1000 + batch * 50, 1050 + batch * 50):
+        made = chaos(seed)
+        stuck = {n: made.nodes[n].session.progress() for n in unfinished(made)}  # type: ignore[union-attr]
+        assert stuck == {}, f"seed {seed}"
+
+
 def test_a_failing_seed_replays_exactly() -> None:
     first, again = chaos(7), chaos(7)
     assert first.now_s == again.now_s
