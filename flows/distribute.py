@@ -29,16 +29,17 @@ def distribute_model(
     with recorded(run, "distribute-model"):
         url = source_url or published_url(run, model_id, version)
         manifest = stages.fetch_model_manifest(run, url)
-        targets = target_workers or stages.start_agents(run)
+        targets = stages.start_agents(run, target_workers or None)
         plan = stages.plan_relay(run, manifest, url, targets)
         relayed = stages.relay(run, manifest, url, targets, stage=f"{stage_prefix}relay")
-        verified = stages.verify_on_nodes(run, manifest, targets, stage=f"{stage_prefix}verify")
+        holders = [each for each in targets if each not in relayed.output["workers_failed"]]
+        verified = stages.verify_on_nodes(run, manifest, holders, stage=f"{stage_prefix}verify")
         activated = (
             stages.activate(
                 run,
                 relayed.output["deployment_id"],
                 manifest,
-                targets,
+                holders,
                 stage=f"{stage_prefix}activate",
             )
             if activate

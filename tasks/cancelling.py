@@ -16,15 +16,24 @@ def stop_if_cancelled() -> None:
 
     Outside a flow run there is nobody who could have cancelled through Prefect.
     """
-    ids = {each for each in (flow_run.get_id(), flow_run.get_root_flow_run_id()) if each}
+    if found := cancelled_flow_run():
+        raise Cancelled(
+            "the run was cancelled",
+            got="a cancelled flow run",
+            wanted="a running flow",
+            where=f"flow run {found}",
+            do="Start it again: it goes on from where it was.",
+        )
+
+
+def cancelled_flow_run() -> str | None:
+    """Return which flow run, ours or the outermost, somebody cancelled in Prefect; None if none."""
+    if not flow_run.get_id():
+        return None
+    ids = {str(each) for each in (flow_run.get_id(), flow_run.get_root_flow_run_id()) if each}
     with get_client(sync_client=True) as client:
-        for each in ids:
-            state = client.read_flow_run(UUID(str(each))).state
+        for each in sorted(ids):
+            state = client.read_flow_run(UUID(each)).state
             if state and state.type in {StateType.CANCELLING, StateType.CANCELLED}:
-                raise Cancelled(
-                    "the run was cancelled",
-                    got=state.name,
-                    wanted="a running flow",
-                    where=f"flow run {each}",
-                    do="Start it again: it goes on from where it was.",
-                )
+                return each
+    return None

@@ -6,6 +6,8 @@ the coordinator for a deployment and watches it.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from typing import Any
 
@@ -21,6 +23,7 @@ from paceline.errors import (
     OriginBudgetExceeded,
     PacelineError,
     StorageFull,
+    TemporaryError,
     WorkerLost,
 )
 from paceline.manifest import Manifest, fetch_manifest
@@ -35,10 +38,13 @@ from paceline.wire import digest_of
 from paceline.wire.calls import CreateDeployment, DeploymentView
 from paceline.wire.events import Event, EventName
 from paceline.wire.plan import Topology
-from paceline.wire.records import DeploymentStatus, WorkerProgress
+from paceline.wire.records import Deployment, DeploymentStatus, WorkerProgress
 from tasks import artifacts
+from tasks.cancelling import cancelled_flow_run, stop_if_cancelled
 from tasks.lineage import log_relay
-from tasks.run import Run, StageResult
+from tasks.run import BRIEFLY_S, Run, StageResult
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 
@@ -66,10 +72,11 @@ def fetch_model_manifest(run: Run, url: str) -> Manifest:
 
 
 @task(name="start-agents", cache_policy=NO_CACHE)
-def start_agents(run: Run, deadline_s: float = 60.0) -> list[str]:
-    """Return the nodes whose agents run and have registered; start what is missing."""
+def start_agents(run: Run, nodes: list[str] | None = None, deadline_s: float = 60.0) -> list[str]:
+    """Return ``nodes`` (default: all) once their agents run and have registered; start what is
+    missing. Raises NotFound for a node that the fleet does not have."""
     with run.fleet() as fleet:
-        wanted = set(fleet.ensure_agents())
+        wanted = set(fleet.ensure_agents(None if nodes is None else list(dict.fromkeys(nodes))))
     deadline = time.monotonic() + deadline_s
     while True:
         alive = {each.worker_id for each in run.coordinator.workers() if each.alive}
@@ -149,21 +156,24 @@ def relay(
         page = artifacts.Progress(
             f"{stage} {manifest.model_id}", f"{stage} to {len(targets)} nodes"
         )
-        seen = _last_event(run)
-        created = run.coordinator.create(
-            CreateDeployment(
-                model_id=manifest.model_id,
-                version=manifest.version,
-                source_url=url,
-                target_workers=tuple(targets),
-                topology=Topology(profile.relay.topology),
-                max_failed=profile.relay.max_failed,
-                run_id=run.run_id,
-            ),
-            idempotency_key=f"{run.run_id}-{stage}-{manifest.digest[:16]}",
+        stop_if_cancelled()
+        seen = run.patiently(lambda: _last_event(run), BRIEFLY_S)
+        call = CreateDeployment(
+            model_id=manifest.model_id,
+            version=manifest.version,
+            source_url=url,
+            target_workers=tuple(targets),
+            topology=Topology(profile.relay.topology),
+            max_failed=profile.relay.max_failed,
+            run_id=run.run_id,
         )
-        view = _watch(run, created.deployment_id, stage, page, seen)
-        report = _relay_report(run, view)
+        deployment_id = _begin(run, call, manifest.digest, stage)
+        try:
+            view = _watch(run, deployment_id, stage, page, seen)
+        except BaseException:
+            _cancel_with_us(run, deployment_id)
+            raise
+        report = run.patiently(lambda: _relay_report(run, view))
         log_relay(run, stage, report)
         return report
 
@@ -196,19 +206,32 @@ def verify_on_nodes(
             timeout_s=run.runtime.profile.relay.deadline_s,
         )
     wrong = {node: answer for node, answer in answers.items() if isinstance(answer, BaseException)}
+    away = {node: error for node, error in wrong.items() if isinstance(error, TemporaryError)}
     rows = [
         {"worker_id": node, "verified": node not in wrong, "detail": str(wrong.get(node, ""))}
         for node in targets
     ]
     artifacts.table(f"verified {manifest.model_id}", rows, "Every byte read again on its node")
+    if wrong and wrong.keys() == away.keys():
+        node = next(iter(away))
+        raise WorkerLost(
+            f"{len(away)} of {len(targets)} nodes could not be asked",
+            got=str(away[node]),
+            wanted="every node reads its copy again",
+            where=node,
+            do="Run the same command again: what is verified stays verified.",
+        )
     if wrong:
-        node, error = next(iter(wrong.items()))
+        node, error = next((node, error) for node, error in wrong.items() if node not in away)
         raise CorruptData(
-            f"{len(wrong)} of {len(targets)} nodes hold a copy that is not the model",
+            f"{len(wrong) - len(away)} of {len(targets)} nodes hold a copy that is not the model",
             got=str(error),
             wanted=f"manifest {manifest.digest}",
             where=node,
-            do=f"Run `paceline distribute {manifest.model_id} {manifest.version}` to repair it.",
+            do=(
+                "Run `paceline down`, delete that version's directory on that node, `paceline up`, "
+                f"and `paceline distribute {manifest.model_id} {manifest.version}`."
+            ),
         )
     message = f"{len(targets)} nodes verified {manifest.total_size} bytes each"
     seconds = run.did(stage, began, message)
@@ -227,7 +250,8 @@ def activate(
     """Switch every node of a complete deployment to its version, and wait until each node's own
     disk says so."""
     began = time.monotonic()
-    run.coordinator.activate(deployment_id)
+    stop_if_cancelled()
+    run.patiently(lambda: run.coordinator.activate(deployment_id), BRIEFLY_S)
     deadline = began + deadline_s
     with run.fleet() as fleet:
         while True:
@@ -274,6 +298,41 @@ def _require_room(run: Run, manifest: Manifest, targets: list[str]) -> None:
         )
 
 
+def _begin(run: Run, call: CreateDeployment, manifest_digest: str, stage: str) -> str:
+    """Return the deployment to watch: the one that is under way for the same, else a new one.
+
+    One that has ended is never taken up again: it failed, was cancelled, or its nodes have lost
+    since what it brought. The same attempt asked for twice is one deployment.
+    """
+
+    def is_same(each: Deployment) -> bool:
+        return (
+            each.manifest_digest == manifest_digest
+            and each.source_url == call.source_url
+            and set(each.target_workers) == set(call.target_workers)
+        )
+
+    earlier = [each for each in run.patiently(run.coordinator.deployments) if is_same(each)]
+    under_way = [each for each in earlier if not each.status.is_final]
+    if under_way:
+        logger.info("deployment %s is under way, following it", under_way[-1].deployment_id)
+        return under_way[-1].deployment_id
+    attempt = digest_of({"call": call.model_dump(mode="json"), "after": len(earlier)})
+    key = f"{run.run_id}-{stage}-{attempt[:16]}"
+    return run.patiently(lambda: run.coordinator.create(call, idempotency_key=key)).deployment_id
+
+
+def _cancel_with_us(run: Run, deployment_id: str) -> None:
+    """Cancel the deployment where our flow run was cancelled in Prefect; a mere interruption
+    leaves it to whoever goes on. Never raises: something else ended the relay."""
+    try:
+        ours = run.coordinator.deployment(deployment_id).deployment.run_id == run.run_id
+        if ours and cancelled_flow_run() is not None:
+            run.coordinator.cancel(deployment_id)
+    except Exception as error:  # noqa: BLE001 - what ended the relay is what must be told
+        logger.warning("deployment %s could not be cancelled: %s", deployment_id, error)
+
+
 def _watch(
     run: Run, deployment_id: str, stage: str, page: artifacts.Progress, seen: int
 ) -> DeploymentView:
@@ -302,7 +361,8 @@ def _watch(
         if view.status.is_final or view.status == DeploymentStatus.STALLED:
             raise _why_not(view)
         if time.monotonic() > deadline:
-            run.coordinator.cancel(deployment_id)
+            with contextlib.suppress(TemporaryError):  # decided, if not yet confirmed by all
+                run.coordinator.cancel(deployment_id)
             raise DeploymentFailed(
                 "the relay missed its deadline",
                 got=f"{view.progress:.0%} after {run.runtime.profile.relay.deadline_s:.0f} s",

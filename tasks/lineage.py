@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import pandas as pd
 from prefect.runtime import flow_run
 
+from paceline.errors import Cancelled, PacelineError
 from paceline.registry import MetricPoint
 from tasks import artifacts
 from tasks.code_version import code_version
 from tasks.run import Run, explain
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -28,14 +32,19 @@ def recorded(run: Run, flow_name: str) -> Iterator[None]:
         yield
     except BaseException as error:
         if run.depth == 1:
-            status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
-            _close(run, status, explain(error))
+            stopped = isinstance(error, Cancelled) or not isinstance(error, Exception)
+            try:
+                _close(run, "KILLED" if stopped else "FAILED", explain(error))
+            except PacelineError as also:  # what went wrong first is what people must read
+                logger.warning("the failure could not be recorded in MLflow: %s", also)
         raise
     else:
         if run.depth == 1:
             _close(run, "FINISHED", None)
     finally:
         run.depth -= 1
+        if run.depth == 0:
+            run.close()
 
 
 def log_relay(run: Run, stage: str, output: dict[str, Any]) -> None:

@@ -7,20 +7,22 @@ for the same inputs returns the recorded output, whichever run produced it, and 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.client import CoordinatorClient
-from paceline.errors import PacelineError
+from paceline.errors import InvalidInput, PacelineError, TemporaryError
 from paceline.objects import ObjectStore
 from paceline.profile import Runtime, load_runtime
 from paceline.wire import digest_of, new_run_id
 from paceline.wire.records import StageRecord
+from paceline.wire.runs import RUN_ID
 
 if TYPE_CHECKING:
     from paceline.fleet import Fleet
@@ -28,6 +30,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+AWAY_S = 60.0  # how long a coordinator may be away before work that is done is given up
+BRIEFLY_S = 15.0  # the same, where nothing has been done yet: a restart takes seconds
+RETRY_S = 1.0
+
+Answer = TypeVar("Answer")
 Listener = Callable[["StageUpdate"], None]
 _listeners: list[Listener] = []
 _open_runs: dict[tuple[str, str], Run] = {}
@@ -84,15 +91,31 @@ class Run:
     def open(cls, state_dir: str | Path | None = None, run_id: str | None = None) -> Run:
         """Return a run on the installation in ``state_dir``; a fresh id where none is given.
 
-        Raises NotReady where nothing runs there.
+        Raises NotReady where nothing runs there, InvalidInput for an id that is not one of ours.
         """
+        if run_id and not re.fullmatch(RUN_ID, run_id):  # it becomes a path, a header and a filter
+            raise InvalidInput(
+                "not a run id",
+                got=repr(run_id[:100]),
+                wanted="one such as run-20261120-153600-9f3a1c",
+                do="Leave it out to begin a new run.",
+            )
         runtime = load_runtime(state_dir)
         key = (str(runtime.state_dir), run_id or new_run_id())
         with _opening:
-            # A flow and its sub-flows run in one process; they share one summary and one client.
-            if key not in _open_runs:
-                _open_runs[key] = cls(runtime, key[1])
-            return _open_runs[key]
+            # A flow and its sub-flows run in one process; they share one summary and one client,
+            # as long as the installation is still the same one.
+            known = _open_runs.get(key)
+            if known is None or known.runtime != runtime:
+                known = _open_runs[key] = cls(runtime, key[1])
+            return known
+
+    def close(self) -> None:
+        """Forget this run: who opens its id again gets a summary of its own."""
+        key = (self.state_dir, self.run_id)
+        with _opening:
+            if _open_runs.get(key) is self:
+                del _open_runs[key]
 
     @property
     def state_dir(self) -> str:
@@ -138,6 +161,21 @@ class Run:
 
         return Fleet.connect(self.runtime)
 
+    def patiently(self, call: Callable[[], Answer], away_s: float = AWAY_S) -> Answer:
+        """Return what ``call`` gives, asking again while a server is away for at most ``away_s``.
+
+        ``call`` must be safe to repeat. What takes hours is not lost to a moment's restart.
+        """
+        deadline = time.monotonic() + away_s
+        while True:
+            try:
+                return call()
+            except TemporaryError as error:
+                if time.monotonic() > deadline:
+                    raise
+                logger.info("asking again in %.0f s: %s", RETRY_S, error)
+                time.sleep(RETRY_S)
+
     def tell(self, stage: str, fraction: float, message: str, **more: Any) -> None:
         """Say how far ``stage`` is to everyone who listens."""
         update = StageUpdate(
@@ -177,24 +215,23 @@ class Run:
         """
         began = time.monotonic()
         key = digest_of({"stage": name, "inputs": dict(inputs)})
-        known = self.coordinator.ledger_get(name, key)
+        known = self.patiently(lambda: self.coordinator.ledger_get(name, key), BRIEFLY_S)
         reused = known is not None and still_true(dict(known.output))
         if known is not None and reused:
             output = dict(known.output)
         else:
             self.tell(name, 0.0, "started")
             output = work()
-            self.coordinator.ledger_put(
-                StageRecord(
-                    stage=name,
-                    input_digest=key,
-                    output=output,
-                    output_digest=digest_of(output),
-                    run_id=self.run_id,
-                    seconds=time.monotonic() - began,
-                    finished_at=time.time(),
-                )
+            record = StageRecord(
+                stage=name,
+                input_digest=key,
+                output=output,
+                output_digest=digest_of(output),
+                run_id=self.run_id,
+                seconds=time.monotonic() - began,
+                finished_at=time.time(),
             )
+            self.patiently(lambda: self.coordinator.ledger_put(record))
         result = StageResult(
             stage=name, output=output, seconds=time.monotonic() - began, reused=reused
         )
