@@ -219,7 +219,7 @@ def verify_on_nodes(
             got=str(away[node]),
             wanted="every node reads its copy again",
             where=node,
-            do="Run the same command again: what is verified stays verified.",
+            do="Run the same command again: what travelled stays where it is.",
         )
     if wrong:
         node, error = next((node, error) for node, error in wrong.items() if node not in away)

@@ -25,13 +25,14 @@ def _run(flow: Any, as_json: bool, **parameters: Any) -> int:
     from paceline.cli.progress import StageBars
     from tasks.run import Run, listen
 
+    run = Run.open(parameters["state_dir"], parameters["run_id"])  # the flow opens the same one
     with StageBars() as bars:
         end = listen(bars)
         try:
             result = flow(**parameters)
         finally:
             end()
-    notes = list(Run.open(parameters["state_dir"], parameters["run_id"]).summary.notes)
+    notes = list(run.summary.notes)
     answer = {"status": "complete", "run_id": parameters["run_id"], "notes": notes} | result
     if as_json:
         click.echo(json.dumps(answer))
