@@ -12,6 +12,7 @@ from flows.promote import promote_model
 from flows.publish import prepare_inputs
 from flows.train import train_model
 from tasks.lineage import recorded
+from tasks.promote import has_champion
 from tasks.run import Run
 from tasks.summary import summarise
 
@@ -34,7 +35,9 @@ def run_lifecycle(
         inputs = prepare_inputs(data, **here)
         base, snapshot_url = inputs["base"], inputs["snapshot"]["url"]
         model_id, version = base["model_id"], base["version"]
-        relayed = distribute_model(model_id, version, **here)
+        # Where there is a champion the nodes go on running it until it is replaced.
+        first = not has_champion(run, model_id)
+        relayed = distribute_model(model_id, version, activate=first, **here)
         trained = train_model(model_id, version, snapshot_url, **here)
         export, weights = trained["export_url"], trained["weights_digest"]
         report = evaluate_model(model_id, version, export, weights, snapshot_url, **here)

@@ -6,6 +6,7 @@ model of its own publishes its directory.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -67,6 +68,7 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
 
     def work() -> dict[str, Any]:
         directory: Path = run.work_dir / "base"
+        shutil.rmtree(directory, ignore_errors=True)  # what an attempt that died left of another
         trained = _train_base(run, snapshot, directory)
         manifest = publish_model(
             directory,
@@ -92,7 +94,10 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
         "base",
         inputs,
         work,
-        still_true=lambda o: fetch_manifest(o["url"], run.store).digest == o["manifest_digest"],
+        still_true=lambda o: (
+            run.store.exists(f"{o['url']}/manifest.json")
+            and fetch_manifest(o["url"], run.store).digest == o["manifest_digest"]
+        ),
         describe=lambda o: f"{o['model_id']} v{o['version']}, {o['parameters']:,} parameters",
     )
 

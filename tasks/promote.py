@@ -15,7 +15,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from paceline.errors import CorruptData, GateRefused, NotFound
+from paceline.errors import Conflict, CorruptData, GateRefused, NotFound, SourceMissing
 from paceline.evaluation import decide
 from paceline.manifest import Manifest, build_manifest, fetch_manifest, publish_model
 from paceline.registry.lineage import gate_metrics
@@ -23,35 +23,41 @@ from paceline.wire.training import EvaluationReport, Evidence, GateDecision, Tra
 from tasks import artifacts
 from tasks.cancelling import stop_if_cancelled
 from tasks.code_version import code_version
+from tasks.prepare import published_url
 from tasks.run import Run, StageResult
+
+MAX_VERSIONS = 10_000  # of one base; each is one look into the bucket
 
 
 @task(name="package-candidate", cache_policy=NO_CACHE)
 def package_candidate(run: Run, base: Manifest, trained: TrainResult) -> StageResult:
-    """Fetch the export, give it the next version, and compute its manifest: the digest that the
-    gate judges is the digest that will be published."""
-    version = next_version(base.version)
+    """Fetch the export, give it the next free version, and compute its manifest: the digest that
+    the gate judges is the digest that will be published."""
 
     def work() -> dict[str, Any]:
-        directory = _candidate_dir(run, trained)
-        manifest = build_manifest(
-            directory,
-            model_id=base.model_id,
-            version=version,
-            link_mbit=run.runtime.profile.cluster.link_mbit,
-            piece_bytes=run.runtime.profile.relay.piece_bytes,
-            chunk_bytes=run.runtime.profile.relay.chunk_bytes,
-        )
+        manifest = _named(run, base, _candidate_dir(run, trained))
         return {
-            "version": version,
+            "version": manifest.version,
             "manifest_digest": manifest.digest,
             "bytes": manifest.total_size,
+            "piece_bytes": manifest.piece_bytes,
+            "chunk_bytes": manifest.chunk_bytes,
         }
+
+    def still_free(output: dict[str, Any]) -> bool:
+        taken = _published(run, base.model_id, str(output["version"]))
+        return taken is None or taken.digest == output["manifest_digest"]
 
     return run.stage(
         "package",
-        {"weights": trained.weights_digest, "export": trained.export_url, "version": version},
+        {
+            "weights": trained.weights_digest,
+            "export": trained.export_url,
+            "model": base.model_id,
+            "after": base.version,
+        },
         work,
+        still_true=still_free,
         describe=lambda o: f"{base.model_id} v{o['version']}, manifest {o['manifest_digest'][:12]}",
     )
 
@@ -141,27 +147,29 @@ def publish_candidate(
     run: Run, base: Manifest, trained: TrainResult, packaged: dict[str, Any]
 ) -> StageResult:
     """Upload the candidate under its version; the manifest must be the one that was judged."""
-    url = f"{run.runtime.models_url}/{base.model_id}/{packaged['version']}"
+    url = published_url(run, base.model_id, packaged["version"])
 
     def work() -> dict[str, Any]:
-        manifest = publish_model(
-            _candidate_dir(run, trained),
-            url,
-            model_id=base.model_id,
-            version=packaged["version"],
-            store=run.store,
-            link_mbit=run.runtime.profile.cluster.link_mbit,
-            piece_bytes=run.runtime.profile.relay.piece_bytes,
-            chunk_bytes=run.runtime.profile.relay.chunk_bytes,
-        )
-        if manifest.digest != packaged["manifest_digest"]:
+        directory = _candidate_dir(run, trained)
+        name: dict[str, Any] = {
+            "model_id": base.model_id,
+            "version": packaged["version"],
+            "link_mbit": run.runtime.profile.cluster.link_mbit,
+            # as judged: another link since then must not cut the same bytes another way
+            "piece_bytes": packaged["piece_bytes"],
+            "chunk_bytes": packaged["chunk_bytes"],
+        }
+        # before the first byte is uploaded: a published version never changes
+        if (got := build_manifest(directory, **name).digest) != packaged["manifest_digest"]:
             raise CorruptData(
                 "the candidate changed after it was judged",
-                got=manifest.digest,
+                got=got,
                 wanted=packaged["manifest_digest"],
-                where=url,
-                do="Delete the version from the bucket and run the lifecycle again.",
+                where=directory,
+                do="Delete that directory and run the same command again.",
             )
+        stop_if_cancelled()
+        manifest = publish_model(directory, url, store=run.store, **name)
         return {"url": url, "manifest_digest": manifest.digest, "version": packaged["version"]}
 
     return run.stage(
@@ -186,6 +194,11 @@ def require_passed(run: Run, evidence: Evidence) -> None:
             where=f"{evidence.model_id}, run {run.run_id}",
             do="Train longer or on better data; the champion stays what it was.",
         )
+
+
+def has_champion(run: Run, model_id: str) -> bool:
+    """Return whether a version of ``model_id`` is champion; then nodes run that, not its base."""
+    return run.registry.champion(model_id) is not None
 
 
 def champion_reference(
@@ -234,7 +247,7 @@ def restore_previous(run: Run, model_id: str) -> dict[str, Any]:
     else:
         assert champion.evidence is not None  # champion() reads it
         version = champion.evidence.base_version
-        url = f"{run.runtime.models_url}/{model_id}/{version}"
+        url = published_url(run, model_id, version)
         registry_version = None
         run.registry.retract(model_id, champion.version)
         run.did("rollback", began, f"{model_id} has no champion; the nodes go back to v{version}")
@@ -266,6 +279,49 @@ def next_version(version: str) -> str:
     """Return the version after ``version``: its last number, one higher (``"1"`` → ``"2"``)."""
     head, dot, tail = version.rpartition(".")
     return f"{head}{dot}{int(tail) + 1}" if tail.isdigit() else f"{version}.1"
+
+
+def _named(run: Run, base: Manifest, directory: Path) -> Manifest:
+    """Return the manifest of ``directory`` under the first version after the base's that is free,
+    or that has these very files already: an earlier candidate keeps its version."""
+    profile = run.runtime.profile
+
+    def built(version: str) -> Manifest:
+        return build_manifest(
+            directory,
+            model_id=base.model_id,
+            version=version,
+            link_mbit=profile.cluster.link_mbit,
+            piece_bytes=profile.relay.piece_bytes,
+            chunk_bytes=profile.relay.chunk_bytes,
+        )
+
+    version = next_version(base.version)
+    first = built(version)
+    for _ in range(MAX_VERSIONS):
+        taken = _published(run, base.model_id, version)
+        if taken is None:
+            return first if first.version == version else built(version)
+        if _files(taken) == _files(first):
+            return taken
+        version = next_version(version)
+    raise Conflict(
+        "no free version is left",
+        got=f"{MAX_VERSIONS} published after {base.version}",
+        where=published_url(run, base.model_id, base.version),
+        do="Delete versions that nobody needs from the bucket.",
+    )
+
+
+def _files(manifest: Manifest) -> list[tuple[str, int, str]]:
+    return [(each.path, each.size, each.sha256) for each in manifest.files]
+
+
+def _published(run: Run, model_id: str, version: str) -> Manifest | None:
+    try:
+        return fetch_manifest(published_url(run, model_id, version), run.store)
+    except SourceMissing:
+        return None
 
 
 def _candidate_dir(run: Run, trained: TrainResult) -> Path:
