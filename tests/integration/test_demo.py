@@ -66,8 +66,8 @@ def test_a_killed_demo_leaves_nothing_and_the_next_one_goes_on(tmp_path: Path) -
 def test_the_demo_reads_a_persons_own_text_and_stops_at_ctrl_c(tmp_path: Path) -> None:
     state, texts = tmp_path / "state", tmp_path / "texts"
     texts.mkdir()
-    for index in range(12):
-        lines = (f"line {number} of letter {index}: the quick brown fox\n" for number in range(200))
+    for index in range(90):
+        lines = (f"line {number} of letter {index}: the quick brown fox\n" for number in range(40))
         (texts / f"letter-{index}.txt").write_text("".join(lines))
     demo = start(
         "demo", "--profile", "ci", "--keep", "--set", "training.steps=20",
