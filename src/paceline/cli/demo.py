@@ -60,22 +60,23 @@ def demo(
     from paceline.cli.extras import extra_services
     from paceline.cli.progress import StageBars
 
-    with StageBars() as bars:
-        bars.say(f"starting the installation in {directory} …")
-        runtime = fleet.start(
-            settings, directory, detach=False, extra_services=extra_services(directory)
-        )
-        try:
-            ready_s = time.monotonic() - began
-            bars.say(f"ready in {ready_s:.1f} s: {runtime.endpoints.prefect_ui_url}")
+    bars = StageBars()
+    bars.say(f"starting the installation in {directory} …")
+    runtime = fleet.start(
+        settings, directory, detach=False, extra_services=extra_services(directory)
+    )
+    try:
+        ready_s = time.monotonic() - began
+        bars.say(f"ready in {ready_s:.1f} s: {runtime.endpoints.prefect_ui_url}")
+        with bars:  # they end before the summary begins: both write to the same screen
             summary = _run(runtime, data, bars)
-            summary["ready_seconds"] = round(ready_s, 3)
-            summary["total_seconds"] = round(time.monotonic() - began, 3)
-            _report(runtime, summary, as_json, keep)
-            if keep:
-                _wait_for_interrupt()
-        finally:
-            fleet.stop(directory)
+        summary["ready_seconds"] = round(ready_s, 3)
+        summary["total_seconds"] = round(time.monotonic() - began, 3)
+        _report(runtime, summary, as_json, keep)
+        if keep:
+            _wait_for_interrupt()
+    finally:
+        fleet.stop(directory)
     return 0
 
 
@@ -101,7 +102,9 @@ def _unfinished(state_dir: Path, data: str | None) -> str | None:
     """Return the id of the run that an earlier demo of the same data did not finish."""
     try:
         marker = json.loads((state_dir / MARKER).read_bytes())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, ValueError):
+        return None
+    if not isinstance(marker, dict) or "run_id" not in marker:
         return None
     same = marker.get("data") == data and not marker.get("finished")
     return str(marker["run_id"]) if same else None

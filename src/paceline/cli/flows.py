@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from pydantic import BaseModel, ValidationError
 
 from paceline.cli.options import json_option, point_prefect_at, state_directory, state_option
 from paceline.errors import InvalidInput
@@ -216,10 +217,10 @@ def evaluate(
     as_json: bool,
 ) -> int:
     """Judge a training job's candidate on held-out files."""
+    job = _json_of(trained)
     here = _start(state, run_id)
     from flows.evaluate import evaluate_model
 
-    job = _json_of(trained)
     return _run(
         evaluate_model,
         as_json,
@@ -258,17 +259,19 @@ def promote(
     as_json: bool,
 ) -> int:
     """Gate a judged candidate; on a pass make it champion and publish it."""
+    from paceline.wire.training import EvaluationReport, TrainResult
+
+    job, scores = _record(trained, TrainResult), _record(report, EvaluationReport)
     here = _start(state, run_id)
     from flows.promote import promote_model
 
-    extra = {"status", "run_id", "notes"}
     return _run(
         promote_model,
         as_json,
         model_id=model_id,
         base_version=base_version,
-        trained={key: value for key, value in _json_of(trained).items() if key not in extra},
-        report={key: value for key, value in _json_of(report).items() if key not in extra},
+        trained=job,
+        report=scores,
         snapshot_url=snapshot,
         approver=approver,
         **here,
@@ -291,7 +294,7 @@ def rollback(model_id: str, run_id: str | None, state: Path | None, as_json: boo
 def _json_of(file: Any) -> dict[str, Any]:
     try:
         value = json.load(file)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not JSON, not even UTF-8, or endless brackets
         raise InvalidInput(
             "not JSON", got=error, wanted="a JSON object", where=file.name
         ) from error
@@ -300,6 +303,22 @@ def _json_of(file: Any) -> dict[str, Any]:
             "not a JSON object", got=type(value).__name__, wanted="an object", where=file.name
         )
     return value
+
+
+def _record(file: Any, kind: type[BaseModel]) -> dict[str, Any]:
+    """Return the record that a command printed with --json, without what every command adds."""
+    extra = {"status", "run_id", "notes"}
+    value = {key: value for key, value in _json_of(file).items() if key not in extra}
+    try:
+        return kind.model_validate(value).model_dump(mode="json")
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidInput(
+            f"not a {kind.__name__}",
+            got=f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}",
+            wanted="what `paceline train --json` or `paceline evaluate --json` printed",
+            where=file.name,
+        ) from error
 
 
 def _field(value: dict[str, Any], name: str) -> str:

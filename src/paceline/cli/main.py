@@ -11,11 +11,12 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from typing import Any
 
 import click
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, ServiceUnavailable
 
 # name → (module, function, help): the help is here so that `--help` imports nothing.
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -98,6 +99,13 @@ def run() -> None:
         # the reader of our output went away (`paceline … | head`): not an error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except Exception as error:  # noqa: BLE001 - the last line of defence: one line, an exit code
+        _fail(_translated(error), wants_json)
+    except BaseException as error:
+        if type(error).__name__ != "TerminationSignal":  # Prefect's, for SIGTERM inside a flow
+            raise
+        click.echo("terminated", err=True)
+        sys.exit(143)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -106,6 +114,25 @@ def _fail(error: PacelineError, wants_json: bool) -> None:
         click.echo(json.dumps({"status": "failed", "error": problem(error)}))
     click.echo(f"paceline: {error.one_line()}", err=True)
     sys.exit(error.exit_code)
+
+
+def _translated(error: Exception) -> PacelineError:
+    """Return an error that nobody translated: Prefect's server is away, or a defect of ours."""
+    first = (str(error).splitlines() or [""])[0][:500]
+    library = type(error).__module__.partition(".")[0]
+    if library in ("httpx", "httpcore") or first.startswith("Failed to reach API"):
+        return ServiceUnavailable(
+            "Prefect's server does not answer",
+            got=first or type(error).__name__,
+            where=os.environ.get("PREFECT_API_URL"),
+            do="See `paceline status`; start the installation with `paceline up`.",
+        )
+    traceback.print_exception(error)
+    return PacelineError(
+        "unexpected error",
+        got=f"{type(error).__name__}: {first}",
+        do="This is a defect of Paceline: please report it with the lines above.",
+    )
 
 
 def problem(error: PacelineError) -> dict[str, Any]:
