@@ -1,21 +1,26 @@
 """Register the deployments of prefect.yaml on their work pool: a one-shot of every installation.
 
 ``python -m flows.register [--state DIR]`` talks to the installation's own Prefect server; without
-``--state`` to the one that ``PREFECT_API_URL`` names. Safe to run again.
+``--state`` to the one that ``PREFECT_API_URL`` names. Safe to run again: an installation that has
+been given this very file keeps what a person changed since (a schedule that was switched on).
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import flows
+import paceline
 from paceline.profile import load_runtime
 
 POOL = "paceline"
+DEADLINE_S = 300.0  # of each command; both together take some 10 s
+STAMP = "registered"  # beside Prefect's database, so that both go together
 
 
 def prefect_file() -> Path:
@@ -33,16 +38,30 @@ def main() -> int:
     parser.add_argument("--state")
     options = parser.parse_args()
     environment = dict(os.environ)
+    stamp: Path | None = None
     if options.state:
-        environment |= load_runtime(options.state).prefect_environment()
+        runtime = load_runtime(options.state)
+        environment |= runtime.prefect_environment()
+        stamp = runtime.state_dir / "prefect" / STAMP
+        if stamp.is_file() and stamp.read_text() == _content():
+            return 0
     prefect = [sys.executable, "-m", "prefect", "--no-prompt"]
     create = ["work-pool", "create", POOL, "--type", "process", "--overwrite"]
     deploy = ["deploy", "--all", "--prefect-file", str(prefect_file())]
     for words in (create, deploy):
-        done = subprocess.run([*prefect, *words], check=False, env=environment)
+        done = subprocess.run([*prefect, *words], check=False, env=environment, timeout=DEADLINE_S)
         if done.returncode:
             return done.returncode
+    if stamp is not None:
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        stamp.write_text(_content())
     return 0
+
+
+def _content() -> str:
+    """Return what a registration depends on: the file, and where Python and Paceline are."""
+    text = prefect_file().read_bytes() + f"\0{sys.prefix}\0{paceline.__version__}".encode()
+    return hashlib.sha256(text).hexdigest()
 
 
 if __name__ == "__main__":
