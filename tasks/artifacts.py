@@ -5,6 +5,7 @@ Outside a flow run (``.fn()`` in tests, plain Python) these do nothing, because 
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from typing import Any
@@ -18,6 +19,8 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 from prefect.context import FlowRunContext, TaskRunContext
+
+logger = logging.getLogger(__name__)
 
 REFRESH_S = 1.0  # one call to the server a second is what a page can show
 
@@ -50,16 +53,23 @@ def link(name: str, url: str, text: str) -> None:
 
 
 class Progress:
-    """A progress artifact that is refreshed at most once a second."""
+    """A progress artifact that is refreshed at most once a second.
+
+    Best effort: what it shows goes on where Prefect's server is away for a moment.
+    """
 
     def __init__(self, name: str, description: str) -> None:
         self._at = 0.0
         self._id: UUID | None = None
         if on_a_page():
-            created = create_progress_artifact(
-                progress=0.0, key=_key(name), description=description
-            )
-            self._id = created if isinstance(created, UUID) else None
+            try:
+                created = create_progress_artifact(
+                    progress=0.0, key=_key(name), description=description
+                )
+            except Exception as error:  # noqa: BLE001 - hours of work do not hang on a bar
+                logger.warning("no progress can be shown: %s", error)
+            else:
+                self._id = created if isinstance(created, UUID) else None
 
     def show(self, fraction: float) -> None:
         """Show ``fraction`` (0 to 1)."""
@@ -67,4 +77,7 @@ class Progress:
         if self._id is None or (now - self._at < REFRESH_S and fraction < 1.0):
             return
         self._at = now
-        update_progress_artifact(artifact_id=self._id, progress=round(100 * fraction, 1))
+        try:
+            update_progress_artifact(artifact_id=self._id, progress=round(100 * fraction, 1))
+        except Exception as error:  # noqa: BLE001 - hours of work do not hang on a bar
+            logger.warning("progress cannot be shown: %s", error)

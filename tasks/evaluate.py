@@ -80,6 +80,8 @@ def evaluate(
             "settings": profile.evaluation.model_dump(mode="json"),
         },
         work,
+        # a model that could not be scored (a node had lost its copy) is tried again
+        still_true=lambda o: not o.get("failures"),
         describe=_one_line,
     )
     report = EvaluationReport.model_validate(result.output)

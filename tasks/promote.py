@@ -116,12 +116,13 @@ def promote(run: Run, evidence: Evidence, source_url: str) -> StageResult:
     """Register the published candidate with its evidence and make it champion."""
 
     def work() -> dict[str, Any]:
-        version = run.registry.register_candidate(
-            evidence.model_id, source_url, evidence, run.mlflow_run
-        )
-        promotion = run.registry.promote(
-            evidence.model_id, version, evidence, guard=stop_if_cancelled
-        )
+        with run.alone(_aliases_of(evidence.model_id)):
+            version = run.registry.register_candidate(
+                evidence.model_id, source_url, evidence, run.mlflow_run
+            )
+            promotion = run.registry.promote(
+                evidence.model_id, version, evidence, guard=stop_if_cancelled
+            )
         return {
             "model_id": evidence.model_id,
             "registry_version": promotion.version,
@@ -228,6 +229,11 @@ def restore_previous(run: Run, model_id: str) -> dict[str, Any]:
     The first champion has none before it: it steps down, the model has no champion, and the nodes
     go back to the base that it was trained from.
     """
+    with run.alone(_aliases_of(model_id)):
+        return _restore(run, model_id)
+
+
+def _restore(run: Run, model_id: str) -> dict[str, Any]:
     began = time.monotonic()
     champion = run.registry.champion(model_id)
     if champion is None:
@@ -349,6 +355,10 @@ def _candidate_dir(run: Run, trained: TrainResult) -> Path:
         )
     fresh.rename(directory)
     return directory
+
+
+def _aliases_of(model_id: str) -> str:
+    return f"the aliases of {model_id}"
 
 
 def _is_champion(run: Run, model_id: str, version: str) -> bool:

@@ -6,18 +6,20 @@ for the same inputs returns the recorded output, whichever run produced it, and 
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.client import CoordinatorClient
-from paceline.errors import InvalidInput, PacelineError, TemporaryError
+from paceline.errors import Conflict, InvalidInput, PacelineError, TemporaryError
 from paceline.objects import ObjectStore
 from paceline.profile import Runtime, load_runtime
 from paceline.wire import digest_of, new_run_id
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 AWAY_S = 60.0  # how long a coordinator may be away before work that is done is given up
 BRIEFLY_S = 15.0  # the same, where nothing has been done yet: a restart takes seconds
 RETRY_S = 1.0
+ALONE_S = 120.0
 
 Answer = TypeVar("Answer")
 Listener = Callable[["StageUpdate"], None]
@@ -175,6 +178,31 @@ class Run:
                     raise
                 logger.info("asking again in %.0f s: %s", RETRY_S, error)
                 time.sleep(RETRY_S)
+
+    @contextmanager
+    def alone(self, what: str, deadline_s: float = ALONE_S) -> Iterator[None]:
+        """Keep every other flow of this installation out of ``what`` meanwhile.
+
+        Raises Conflict past ``deadline_s``. The lock goes with this process, however it ends.
+        """
+        path = self.runtime.state_dir / "locks" / f"{digest_of(what)[:16]}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + deadline_s
+        with path.open("a") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:
+                    if time.monotonic() > deadline:
+                        raise Conflict(
+                            f"another flow holds {what}",
+                            wanted=f"free within {deadline_s:.0f} s",
+                            where=path,
+                            do="Wait for the other run to end, then run this one again.",
+                        ) from error
+                    time.sleep(0.1)
+            yield
 
     def tell(self, stage: str, fraction: float, message: str, **more: Any) -> None:
         """Say how far ``stage`` is to everyone who listens."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from paceline.errors import TrainingFailed
+from paceline.errors import TemporaryError, TrainingFailed
 from paceline.manifest import Manifest
 from paceline.registry import MetricPoint, lineage
 from paceline.training import run_job
@@ -17,7 +18,10 @@ from paceline.wire.training import RankEvent, TrainJob, TrainResult
 from tasks import artifacts
 from tasks.run import Run, StageResult
 
+logger = logging.getLogger(__name__)
+
 METRICS_A_REQUEST = 200  # a request to MLflow costs more than a step
+METRICS_KEPT = 20_000  # while MLflow is away; older ones are lost
 
 
 @task(name="train", cache_policy=NO_CACHE)
@@ -101,6 +105,19 @@ def train(
 
 def _follow(run: Run, steps: int, page: artifacts.Progress) -> Callable[[RankEvent], None]:
     waiting: list[MetricPoint] = []
+    due = METRICS_A_REQUEST
+
+    def send() -> None:
+        nonlocal due
+        try:
+            run.registry.log_metrics(run.mlflow_run, waiting)
+        except TemporaryError as error:  # the ranks go on, and the figures come later
+            logger.warning("metrics wait for MLflow: %s", error)
+            del waiting[:-METRICS_KEPT]
+            due = len(waiting) + METRICS_A_REQUEST
+        else:
+            waiting.clear()
+            due = METRICS_A_REQUEST
 
     def on_event(event: RankEvent) -> None:
         if event.event == "step" and event.rank == 0:
@@ -114,9 +131,8 @@ def _follow(run: Run, steps: int, page: artifacts.Progress) -> Callable[[RankEve
                 for key, value in event.data.items()
                 if isinstance(value, int | float) and not isinstance(value, bool)
             )
-            if len(waiting) >= METRICS_A_REQUEST or event.step >= steps:
-                run.registry.log_metrics(run.mlflow_run, waiting)
-                waiting.clear()
+            if len(waiting) >= due or event.step >= steps:
+                send()
         elif event.event == "resumed" and event.step > 0 and event.rank == 0:
             run.note(f"training resumed at step {event.step} (attempt {event.attempt})")
         elif event.event == "failed":

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import Cancelled, GateRefused, InvalidInput, ServiceUnavailable
+from paceline.errors import Cancelled, Conflict, GateRefused, InvalidInput, ServiceUnavailable
 from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.wire.calls import CreatedDeployment, CreateDeployment
 from paceline.wire.records import Deployment, DeploymentStatus, StageRecord
-from tasks import distribute, run
+from paceline.wire.training import RankEvent
+from tasks import distribute, run, train
 from tasks.lineage import recorded
 from tasks.promote import next_version
 from tasks.run import Run
@@ -236,3 +237,32 @@ def test_what_went_wrong_is_told_even_where_mlflow_is_away(
 )
 def test_the_next_version_is_one_higher(before: str, after: str) -> None:
     assert next_version(before) == after
+
+
+def test_two_flows_do_not_move_one_models_aliases_at_once(opened: Run) -> None:
+    with opened.alone("m"):
+        with pytest.raises(Conflict, match="another flow"), opened.alone("m", deadline_s=0.0):
+            pass
+        with opened.alone("another", deadline_s=0.0):
+            pass
+    with opened.alone("m", deadline_s=0.0):
+        pass
+
+
+def test_training_goes_on_while_mlflow_is_away(opened: Run) -> None:
+    sent: list[int] = []
+    away = True
+
+    def log_metrics(_run: str, points: list[Any]) -> None:
+        if away:
+            raise ServiceUnavailable("MLflow does not answer")
+        sent.append(len(points))
+
+    opened.__dict__["mlflow_run"] = "m"
+    opened.registry.log_metrics = log_metrics  # type: ignore[method-assign]
+    page = SimpleNamespace(show=lambda _fraction: None)
+    follow = train._follow(opened, 500, page)  # type: ignore[arg-type]
+    for step in range(1, 501):
+        away = step < 500
+        follow(RankEvent(event="step", rank=0, attempt=1, step=step, data={"loss": 1.0}))
+    assert sent == [500]

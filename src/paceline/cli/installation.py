@@ -10,6 +10,7 @@ import click
 
 from paceline.cli.options import (
     json_option,
+    point_prefect_at,
     profile_options,
     read_profile,
     state_directory,
@@ -84,6 +85,7 @@ def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
     runtime = load_runtime(state_directory(state))
     found = pages(runtime)
     if run_id:
+        point_prefect_at(runtime)
         from tasks.lineage import links
         from tasks.run import Run
 
