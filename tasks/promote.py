@@ -186,7 +186,10 @@ def publish_candidate(
 
 
 def require_passed(run: Run, evidence: Evidence) -> None:
-    """Raise GateRefused, with every reason, unless the gate passed."""
+    """Raise GateRefused, with every reason, unless the gate passed.
+
+    What somebody rolled back stays back: a schedule must not undo an operator. An approver may.
+    """
     if not evidence.gate.passed:
         raise GateRefused(
             "the candidate was not promoted",
@@ -194,6 +197,15 @@ def require_passed(run: Run, evidence: Evidence) -> None:
             wanted="every check of the gate",
             where=f"{evidence.model_id}, run {run.run_id}",
             do="Train longer or on better data; the champion stays what it was.",
+        )
+    back = run.registry.was_rolled_back(evidence.model_id, evidence.manifest_digest)
+    if back and evidence.approver is None:
+        raise GateRefused(
+            "the candidate was champion before and was rolled back",
+            got="nobody approves it again",
+            wanted="an approver",
+            where=f"{evidence.model_id}, run {run.run_id}",
+            do="Run it with --approver NAME to promote it again.",
         )
 
 

@@ -202,6 +202,9 @@ def test_rollback_brings_the_previous_champion_back_without_a_transfer(
     again = paceline("rollback", model, "--json", state=stack.state_dir)
     assert again.code != 0
     assert "no champion" in again.problem
+    nightly = paceline("lifecycle", "--json", state=stack.state_dir)
+    assert nightly.code == 3  # a schedule does not undo an operator
+    assert "rolled back" in nightly.problem
 
 
 def _now() -> str:

@@ -100,6 +100,18 @@ def test_rollback_restores_the_previous_champion_once(registry: Registry) -> Non
     assert (again.version, again.previous_version) == ("3", "1")
 
 
+def test_what_was_rolled_back_is_known_until_it_is_champion_again(registry: Registry) -> None:
+    story = Story(registry, 2)
+    story.promote("1")
+    digest_of_first = story.evidence["1"].manifest_digest
+    assert not registry.was_rolled_back(story.model_id, digest_of_first)
+    registry.retract(story.model_id, "1")
+    assert registry.was_rolled_back(story.model_id, digest_of_first)
+    assert not registry.was_rolled_back(story.model_id, story.evidence["2"].manifest_digest)
+    story.promote("1")
+    assert not registry.was_rolled_back(story.model_id, digest_of_first)
+
+
 def test_retracting_the_first_champion_leaves_none(registry: Registry) -> None:
     story = Story(registry, 1)
     story.promote("1")

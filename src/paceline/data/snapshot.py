@@ -117,7 +117,7 @@ def load_snapshot(url: str, store: ObjectStore) -> Snapshot:
         raw = store.get_bytes(where, max_bytes=MAX_SNAPSHOT_BYTES)
     except SourceMissing as error:
         raise SourceMissing(
-            "no snapshot here", where=where, do="Build it with `paceline data build`."
+            "no snapshot here", where=where, do="Build it with `paceline snapshot`."
         ) from error
     try:
         record = SnapshotRecord.model_validate_json(raw)

@@ -128,7 +128,7 @@ def _explain(error: Exception, where: str, method: str) -> PacelineError:
             got=first_line,
             wanted="a running MLflow server",
             where=where,
-            do="Check that it runs (`paceline doctor`), then try again.",
+            do="Check that it runs (`paceline status`), then try again.",
         )
     return InvalidInput(f"MLflow did not accept {method}", got=first_line, where=where)
 

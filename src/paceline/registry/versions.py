@@ -108,6 +108,13 @@ class Versions(RunLog):
         found = self._find_by_tag(model_id, lineage.TAG_MANIFEST, manifest_digest)
         return None if found is None else _registered(model_id, found)
 
+    def was_rolled_back(self, model_id: str, manifest_digest: str) -> bool:
+        """Return whether exactly these bytes were champion, were taken back, and still are."""
+        found = self._find_by_tag(model_id, lineage.TAG_MANIFEST, manifest_digest)
+        if found is None or found.tags.get(lineage.TAG_ROLLED_BACK) != "true":
+            return False
+        return self._alias(model_id, lineage.CHAMPION) != str(found.version)
+
     def resolve(self, uri: str) -> tuple[str, str]:
         """Return (source_url, manifest_digest) of ``models:/name@alias`` or ``models:/name/7``."""
         name, separator, selector = uri.removeprefix("models:/").replace("@", "\0@").partition("\0")
