@@ -17,11 +17,11 @@ from tests.support.stack import finish, processes_of, start, wait_until
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("installation"),  # one at a time: two cores
+    pytest.mark.xdist_group("demo"),  # beside the shared installation: two cores
     pytest.mark.timeout(600),
 ]
 
-WORDS = ("demo", "--json", "--profile", "ci", "--set", "training.steps=60")
+WORDS = ("demo", "--json", "--profile", "ci", "--set", "training.steps=240")
 
 
 def ranks_of(state: Path) -> list[psutil.Process]:
