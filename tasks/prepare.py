@@ -25,6 +25,9 @@ from tasks.run import Run, StageResult
 
 BASE_DEADLINE_S = 1800.0
 
+# Of the training settings, those that decide which base comes out; its steps are the model's own.
+BASE_RECIPE = {"learning_rate", "batch_sequences", "warmup_steps", "weight_decay", "clip_norm"}
+
 
 @task(name="build-data-snapshot", cache_policy=NO_CACHE)
 def build_data_snapshot(run: Run, source: str | None = None) -> StageResult:
@@ -62,7 +65,7 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
     inputs = {
         "model": profile.model.model_dump(mode="json"),
         "snapshot": snapshot["digest"],
-        "python": sys.version_info[:2],
+        "recipe": profile.training.model_dump(mode="json", include=BASE_RECIPE),
     }
     model_id = f"{profile.model.model_id}-{digest_of(inputs)[:8]}"
 

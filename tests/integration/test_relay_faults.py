@@ -71,7 +71,8 @@ def test_the_line_closes_up_when_an_agent_is_killed(stack: Runtime, tmp_path: Pa
     assert returned is not None
     assert returned.incarnation > 1
     assert returned.received_bytes + returned.origin_bytes < 0.8 * size  # the rest was on its disk
-    assert moved["origin_bytes"] <= 1.02 * size
+    # Once from S3, and at most what the head had asked for when the new plan made another the head.
+    assert moved["origin_bytes"] <= 1.1 * size
     assert any("node-1" in line and "lost" in line for line in ended.answer["notes"])
 
 

@@ -6,10 +6,12 @@ the servers stop, and the state stays. The next `paceline demo` goes on from the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from paceline.cli.options import (
     state_directory,
     state_option,
 )
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, NotReady
 from paceline.profile import Runtime
 from paceline.wire import new_run_id
 
@@ -72,9 +74,12 @@ def demo(
             summary = _run(runtime, data, bars)
         summary["ready_seconds"] = round(ready_s, 3)
         summary["total_seconds"] = round(time.monotonic() - began, 3)
-        _report(runtime, summary, as_json, keep)
         if keep:
-            _wait_for_interrupt()
+            with _interruptible() as stopped:
+                _report(runtime, summary, as_json, keep)
+                _keep_open(directory, stopped)
+        else:
+            _report(runtime, summary, as_json, keep)
     finally:
         fleet.stop(directory)
     return 0
@@ -116,16 +121,33 @@ def _mark(state_dir: Path, **fields: Any) -> None:
     temporary.replace(state_dir / MARKER)
 
 
-def _wait_for_interrupt() -> None:
+@contextlib.contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """Yield an event that Ctrl-C or SIGTERM sets, instead of ending this process midway."""
     stopped = threading.Event()
     before = {
         each: signal.signal(each, lambda *_: stopped.set())
         for each in (signal.SIGINT, signal.SIGTERM)
     }
+    try:
+        yield stopped
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _keep_open(directory: Path, stopped: threading.Event) -> None:
+    """Wait until somebody stops us; raise NotReady where the installation ends by itself."""
+    from paceline import fleet
+
     click.echo("Ctrl-C stops everything.", err=True)
-    stopped.wait()
-    for each, handler in before.items():
-        signal.signal(each, handler)
+    while not stopped.wait(2.0):
+        if not fleet.status(directory).running:
+            raise NotReady(
+                "the installation ended by itself",
+                where=directory / "logs" / "supervisor.log",
+                do="Read that log; `paceline demo` goes on from where it was.",
+            )
 
 
 def _report(runtime: Runtime, summary: dict[str, Any], as_json: bool, keep: bool) -> None:
