@@ -229,8 +229,8 @@ def verify_on_nodes(
             wanted=f"manifest {manifest.digest}",
             where=node,
             do=(
-                "Run `paceline down`, delete that version's directory on that node, `paceline up`, "
-                f"and `paceline distribute {manifest.model_id} {manifest.version}`."
+                "A copy with wrong bytes was set aside: run "
+                f"`paceline distribute {manifest.model_id} {manifest.version}` to bring another."
             ),
         )
     message = f"{len(targets)} nodes verified {manifest.total_size} bytes each"

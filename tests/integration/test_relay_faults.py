@@ -109,6 +109,25 @@ def test_a_flipped_byte_in_the_bucket_is_named_and_nothing_is_published(
         assert not (stack.node_dir(f"node-{index}") / "store/models/flipped/1").exists()
 
 
+def test_a_copy_that_rotted_on_a_disk_is_found_and_brought_again(
+    stack: Runtime, tmp_path: Path
+) -> None:
+    publish_random(stack, tmp_path, "rotting", 400_000)
+    assert paceline("distribute", "rotting", "1", state=stack.state_dir).code == 0
+    home = stack.node_dir("node-2") / "store" / "models" / "rotting" / "1"
+    weights = bytearray((home / "model.safetensors").read_bytes())
+    weights[200_000] ^= 1
+    (home / "model.safetensors").write_bytes(weights)
+    found = paceline("verify", "rotting", "1", "--json", state=stack.state_dir)
+    assert found.answer["error"]["code"] == "CorruptData"
+    assert "node-2" in found.problem
+    assert not home.exists()
+    again = paceline("distribute", "rotting", "1", "--json", state=stack.state_dir)
+    assert again.code == 0, again.err
+    assert again.answer["verify"]["verified"] == 4
+    assert again.answer["relay"]["origin_bytes"] == 0  # a neighbour has it
+
+
 def require(what: str, reason: str) -> None:
     """Skip with ``reason``, or fail where CI says that ``what`` must be there."""
     if what in os.environ.get("PACELINE_REQUIRE", "").split(","):

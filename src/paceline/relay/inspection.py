@@ -1,11 +1,16 @@
 """What a node's own disk shows, asked on that node: which model, which version, every byte.
 
-Run inside a node's Dask worker, so it imports nothing heavy. Knows no network and changes nothing.
+Run inside a node's Dask worker, so it imports nothing heavy. Knows no network, and changes nothing
+but this: a copy that is found rotten is set aside, for nothing may be shown that does not match.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import signal
+import time
 from pathlib import Path
 
 from paceline.errors import CorruptData
@@ -18,7 +23,8 @@ def verify_copy(
 ) -> str:
     """Return the digest of ``worker_id``'s own copy after reading every byte of it again.
 
-    Raises CorruptData where there is none, where it is another model, or where a byte is wrong.
+    Raises CorruptData where there is none, where it is another model, or where a byte is wrong; a
+    copy with a wrong byte is no longer shown then, and the next relay brings another.
     """
     directory = _model_directory(state_dir, worker_id, model_id) / version
     try:
@@ -34,8 +40,25 @@ def verify_copy(
             wanted=manifest_digest,
             where=directory,
         )
-    verify_directory(directory, manifest)
+    try:
+        verify_directory(directory, manifest)
+    except CorruptData:
+        _set_aside(load_runtime(state_dir).node_dir(worker_id), directory)
+        raise
     return manifest.digest
+
+
+def _set_aside(node_dir: Path, directory: Path) -> None:
+    """Move a rotten copy out of sight, and end the agent, which holds its files open.
+
+    Whoever keeps the agent starts it again; it then sees what the disk shows.
+    """
+    rotten = node_dir / "store" / "rotten"  # the same filesystem: a rename, not a copy
+    rotten.mkdir(exist_ok=True)
+    directory.rename(rotten / f"{directory.parent.name}-{directory.name}-{time.time_ns()}")
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        announced = json.loads((node_dir / "agent.json").read_text())
+        os.kill(int(announced["pid"]), signal.SIGTERM)
 
 
 def shows_version(
