@@ -82,7 +82,7 @@ def test_a_server_that_is_away_is_unavailable() -> None:
     with pytest.raises(ServiceUnavailable, match=r"127\.0\.0\.1:9") as caught:
         away.champion("bytelm")
     assert "\n" not in str(caught.value)
-    assert "paceline doctor" in str(caught.value)
+    assert "paceline status" in str(caught.value)
 
 
 class _Refusing(http.server.BaseHTTPRequestHandler):
