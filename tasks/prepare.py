@@ -75,7 +75,7 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
         trained = _train_base(run, snapshot, directory)
         manifest = publish_model(
             directory,
-            f"{run.runtime.models_url}/{model_id}/1",
+            published_url(run, model_id, "1"),
             model_id=model_id,
             version="1",
             store=run.store,
@@ -86,7 +86,7 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
         return {
             "model_id": model_id,
             "version": "1",
-            "url": f"{run.runtime.models_url}/{model_id}/1",
+            "url": published_url(run, model_id, "1"),
             "manifest_digest": manifest.digest,
             "parameters": trained.parameters,
             "steps": trained.steps,

@@ -27,7 +27,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.wire.base import Name, Record, Sha256
+from paceline.wire.base import Name, Record
 from paceline.wire.events import Event
 from paceline.wire.plan import Labels, Topology
 from paceline.wire.records import (
@@ -170,8 +170,3 @@ class Problem(Record):
     wanted: str | None = None
     where: str | None = None
     do: str | None = None
-
-
-class LedgerKey(Record):
-    stage: Name
-    input_digest: Sha256
