@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Debian's servers, tracer and browser for the tests that use real ones. Safe to run again.
 set -euo pipefail
-packages=(strace iproute2 iptables chromium chromium-driver)
+packages=(strace iproute2 iptables aria2 chromium chromium-driver)
 missing=()
 for each in "${packages[@]}"; do
   dpkg-query -W -f='${Status}' "$each" 2>/dev/null | grep -q 'install ok installed' || missing+=("$each")

@@ -61,7 +61,7 @@ class StorageSettings(_Settings):
 class RelaySettings(_Settings):
     """How models travel."""
 
-    topology: Literal["direct", "chain", "tree"] = "chain"
+    topology: Literal["auto", "direct", "chain", "tree", "tree-of-chains", "mesh"] = "auto"
     piece_bytes: int = Field(default=0, ge=0, le=16 * MIB)  # 0: from the model's size
     chunk_bytes: int = Field(default=0, ge=0)  # 0: from the model's size and the link
     max_failed: float = Field(default=0.05, ge=0, le=1)

@@ -194,7 +194,7 @@ def test_when_every_source_stays_away_the_worker_fails_within_its_bound() -> Non
 def test_a_corrupt_piece_is_fetched_elsewhere_and_its_sender_named() -> None:
     relay = session()
     relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"), ORIGIN)), 0)
-    actions = relay.handle(PieceRejected("up", 1, 2), 0.1)
+    actions = relay.handle(PieceRejected("up", 1, Extent(2, 2 + 1)), 0.1)
     assert ReportCorrupt("up", 2) in actions
     assert relay.progress().corrupt_sources == ("up",)
     deadline_s = relay.deadline_s()
@@ -210,13 +210,13 @@ def test_a_piece_that_is_corrupt_three_times_fails_the_worker_and_names_the_send
     relay = session()
     relay.handle(LanesAssigned(lanes("me", MANIFEST, ORIGIN, worker("down"))), 0)
     now = 0.0
-    actions = relay.handle(PieceRejected(ORIGIN.key, 1, 2), now)
+    actions = relay.handle(PieceRejected(ORIGIN.key, 1, Extent(2, 2 + 1)), now)
     for _ in range(2):
         assert not any(isinstance(a, Fail) for a in actions)
         now = relay.deadline_s() or 0.0
         asked = fetches(relay.handle(Tick(), now))
         assert asked == [(ORIGIN.key, 2, 3)]  # nobody else can have it from elsewhere
-        actions = relay.handle(PieceRejected(ORIGIN.key, 1, 2), now)
+        actions = relay.handle(PieceRejected(ORIGIN.key, 1, Extent(2, 2 + 1)), now)
     error = failure(actions)
     assert isinstance(error, CorruptData)
     assert ORIGIN.url in error.one_line()
@@ -226,7 +226,7 @@ def test_a_piece_that_is_corrupt_three_times_fails_the_worker_and_names_the_send
 def test_a_repair_parked_at_a_peer_without_the_piece_goes_on_elsewhere() -> None:
     relay = session()
     relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"), ORIGIN)), 0)
-    relay.handle(PieceRejected("up", 1, 2), 0.0)
+    relay.handle(PieceRejected("up", 1, Extent(2, 2 + 1)), 0.0)
     now = relay.deadline_s() or 0.0
     assert fetches(relay.handle(Tick(), now)) == [("far", 2, 3)]
     asked: list[tuple[str, int, int]] = []
@@ -240,9 +240,9 @@ def test_a_repair_parked_at_a_peer_without_the_piece_goes_on_elsewhere() -> None
 def test_a_source_that_only_sends_corrupt_pieces_is_left() -> None:
     relay = session()
     relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"))), 0)
-    relay.handle(PieceRejected("up", 1, 0), 0.1)
-    relay.handle(PieceRejected("up", 1, 1), 0.1)
-    actions = relay.handle(PieceRejected("up", 1, 2), 0.1)
+    relay.handle(PieceRejected("up", 1, Extent(0, 0 + 1)), 0.1)
+    relay.handle(PieceRejected("up", 1, Extent(1, 1 + 1)), 0.1)
+    actions = relay.handle(PieceRejected("up", 1, Extent(2, 2 + 1)), 0.1)
     assert Abandon("up", 1) in actions
     assert fetches(actions) == [("far", 3, 7)]
 

@@ -11,6 +11,7 @@ MIB = 1024 * KIB
 
 MIN_PIECE = 64 * KIB  # what is chosen; a caller may ask for less, down to LEAST_PIECE
 MAX_PIECE = 16 * MIB
+CHOSEN_PIECE = 4 * MIB  # 1,000 hops of it take 3.4 s at 10 Gbps; more only where pieces run out
 LEAST_PIECE = 1 * KIB
 MIN_CHUNK = 64 * KIB
 LEAST_CHUNKS = 16  # enough for progress to mean something in a small model
@@ -60,7 +61,10 @@ def _piece(total_size: int, chunk_bytes: int) -> int:
     least = MIN_PIECE
     if chunk_bytes and chunk_bytes < MIN_PIECE:
         least = 1 << (chunk_bytes.bit_length() - 1)
-    return min(max(power, least), MAX_PIECE)
+    most = CHOSEN_PIECE
+    while total_size > most * MAX_PIECES // 2 and most < MAX_PIECE:
+        most *= 2
+    return min(max(power, least), most)
 
 
 def _chunk(total_size: int, link_mbit: float, piece: int) -> int:

@@ -6,11 +6,12 @@ the same inputs give the same plan on a standby, in a test and in the simulator.
 
 from paceline.plan.cost import Prediction, origin_cap_bytes, predict
 from paceline.plan.make import make_plan
-from paceline.plan.worker import PlanWorker, cross_rack_bytes, rack_of
+from paceline.plan.worker import PlanWorker, Standing, cross_rack_bytes, rack_of
 
 __all__ = [
     "PlanWorker",
     "Prediction",
+    "Standing",
     "cross_rack_bytes",
     "make_plan",
     "origin_cap_bytes",

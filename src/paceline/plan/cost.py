@@ -45,6 +45,8 @@ def predict(
     own. ``cross_rack_bytes`` is the least possible; a plan states its own.
     """
     topology = Topology(topology)
+    if topology not in (Topology.DIRECT, Topology.TREE):
+        topology = Topology.CHAIN
     if workers < 1 or total_bytes < 0 or piece_bytes < 1 or link_mbit <= 0:
         raise InvalidPlan(
             "nothing to predict",

@@ -31,6 +31,7 @@ def make_plan(
     seed: int = 0,
     external_mbit: float | None = None,
     origin_spent_bytes: int = 0,
+    order: Sequence[str] = (),
 ) -> Plan:
     """Return the plan that brings ``manifest`` to all ``workers``; pure and deterministic.
 
@@ -40,6 +41,8 @@ def make_plan(
     Raises InvalidPlan for no workers, one named twice, or a link without speed.
     """
     topology = _topology(topology)
+    if topology not in (Topology.DIRECT, Topology.TREE):
+        topology = Topology.CHAIN
     _check(workers)
     ordered = line_order(workers, seed)
     holders = [worker for worker in ordered if worker.complete]

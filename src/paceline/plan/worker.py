@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from paceline.wire.plan import Labels, Plan, Source
 
 
+class Standing(StrEnum):
+    """What a worker may be counted on for."""
+
+    LINE = "line"  # feeds others as its place has it
+    TAIL = "tail"  # slow, or back with a gap: it is fed, and nobody waits behind it
+    QUARANTINED = "quarantined"  # sends corrupt bytes: it is fed, and nobody is told to ask it
+    GONE = "gone"  # dead: it keeps its place, so that the others keep theirs, and takes no part
+
+
 @dataclass(frozen=True, slots=True)
 class PlanWorker:
-    """One living worker: where it stands, how fast it is, what it holds already."""
+    """One target: where it stands, how fast it is, what it holds already."""
 
     worker_id: str
     labels: Labels
@@ -18,6 +28,9 @@ class PlanWorker:
     link_mbit: float
     complete: bool = False  # holds and shows the whole version
     held_pieces: int = 0
+    held_chunks: frozenset[int] = frozenset()
+    standing: Standing = Standing.LINE
+    disk_mbit: float | None = None  # what its disk writes; None: never the bound
 
     @property
     def source(self) -> Source:

@@ -34,6 +34,7 @@ from paceline.relay.lifetime import StopSignal
 from paceline.relay.origin import DirectoryReader, RangeReader, S3Reader
 from paceline.relay.pacing import RateMeter
 from paceline.relay.store import Store
+from paceline.relay.tcp import TcpTransport
 from paceline.wire.calls import Command, Heartbeat, HeartbeatAnswer, RegisterWorker
 from paceline.wire.plan import Labels
 from paceline.wire.records import WorkerStatus
@@ -90,7 +91,7 @@ class Agent:
         self.driver = RelayDriver(
             worker_id=config.worker_id,
             store=self._store,
-            token=secrets.coordinator_token,
+            transport=TcpTransport(secrets.coordinator_token),
             open_source=source_opener(runtime),
             incarnation=self.incarnation,
             host=host,

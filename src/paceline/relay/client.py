@@ -217,7 +217,7 @@ class PeerStream:
             self._report(PieceVerified(self._source.key, self._stream, extent))
         else:
             send(sock, encode(Kind.CORRUPT, index))
-            self._report(PieceRejected(self._source.key, self._stream, index))
+            self._report(PieceRejected(self._source.key, self._stream, Extent(index, index + 1)))
 
     def _receive_piece(self, sock: socket.socket, piece: Piece, mine: bool) -> bool:
         """Receive, hash and (where it is ``mine`` to write) write; return whether it is wanted.

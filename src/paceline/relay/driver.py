@@ -22,7 +22,6 @@ from paceline.errors import (
     StorageFull,
 )
 from paceline.manifest import Manifest
-from paceline.relay.client import PeerStream
 from paceline.relay.committer import Committer
 from paceline.relay.events import (
     Abandon,
@@ -44,11 +43,11 @@ from paceline.relay.library import Library
 from paceline.relay.limits import SessionLimits
 from paceline.relay.origin import LazyReader, OriginStream, RangeReader
 from paceline.relay.pacing import Pacer
-from paceline.relay.server import PeerServer
 from paceline.relay.session import RelaySession, as_failure
 from paceline.relay.share import Share
 from paceline.relay.staging import Staging
 from paceline.relay.store import Store
+from paceline.relay.transport import PullStream, Transport
 from paceline.wire.calls import DeploymentBeat
 from paceline.wire.plan import Source, WorkerLanes
 from paceline.wire.records import WorkerStatus
@@ -69,7 +68,7 @@ class RelayDriver:
         *,
         worker_id: str,
         store: Store,
-        token: str,
+        transport: Transport,
         open_source: Callable[[str], RangeReader],
         incarnation: int = 1,
         host: str = "127.0.0.1",
@@ -83,7 +82,7 @@ class RelayDriver:
         self.store = store
         self.nic_in = Pacer(link_mbit)
         self.nic_out = Pacer(link_mbit)
-        self._token = token
+        self._transport = transport
         self._open_source = open_source
         self._limits = limits or SessionLimits()
         self._seed = seed
@@ -92,11 +91,10 @@ class RelayDriver:
         self._library = Library(store)
         self._stop = threading.Event()
         self._changed = threading.Condition()
-        self.server = PeerServer(
+        self.server = transport.serve(
             host=host,
             port=port,
             worker_id=worker_id,
-            token=token,
             find=self._library.find,
             pacer=self.nic_out,
             on_rotten=lambda digest, piece: self._post(
@@ -217,15 +215,14 @@ class RelayDriver:
             case ReportCorrupt(key, piece):
                 log.warning("corrupt piece source=%s piece=%d", key, piece)
 
-    def _open_stream(self, share: Share, source: Source, stream: int) -> PeerStream | OriginStream:
+    def _open_stream(self, share: Share, source: Source, stream: int) -> PullStream:
         if share.staging is None:
             raise RuntimeError("a session fetched before its files were open")
         if source.kind == "worker":
-            return PeerStream(
+            return self._transport.pull(
                 source=source,
                 stream=stream,
                 worker_id=self.worker_id,
-                token=self._token,
                 staging=share.staging,
                 pacer=self.nic_in,
                 counters=share.counters,
@@ -237,6 +234,7 @@ class RelayDriver:
         return OriginStream(
             source=source,
             stream=stream,
+            worker_id=self.worker_id,
             reader=reader,
             staging=share.staging,
             pacer=self.nic_in,

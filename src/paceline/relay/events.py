@@ -34,11 +34,11 @@ class PieceVerified:
 
 @dataclass(frozen=True, slots=True)
 class PieceRejected:
-    """A source sent bytes for a piece that do not match its digest."""
+    """A source sent bytes that do not match their digests, for each piece of a run."""
 
     source_key: str
     stream: int
-    piece: int
+    extent: Extent
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from paceline.relay.driver import RelayDriver
 from paceline.relay.limits import SessionLimits
 from paceline.relay.origin import DirectoryReader, RangeReader
 from paceline.relay.store import Store
+from paceline.relay.tcp import TcpTransport
 from paceline.wire.calls import DeploymentBeat
 from paceline.wire.plan import WorkerLanes
 from paceline.wire.records import Receipt, WorkerStatus
@@ -44,7 +45,7 @@ class LocalFleet:
             name: RelayDriver(
                 worker_id=name,
                 store=Store(root / name / "store"),
-                token=token,
+                transport=TcpTransport(token),
                 open_source=open_source,
                 link_mbit=link_mbit,
                 limits=limits,

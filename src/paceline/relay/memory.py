@@ -275,7 +275,7 @@ class MemoryFleet:
         self.origin_pieces += stream.source is self.origin
         event: SessionEvent
         if stream.source.name in faults.corrupt_from or random.random() < faults.corrupt:
-            event = PieceRejected(stream.key, stream.number, piece.first)
+            event = PieceRejected(stream.key, stream.number, piece)
         else:
             event = PieceVerified(stream.key, stream.number, piece)
             reader.verified.add(piece)

@@ -136,6 +136,7 @@ class OriginStream:
         *,
         source: Source,
         stream: int,
+        worker_id: str,
         reader: RangeReader,
         staging: Staging,
         pacer: Pacer,
@@ -144,6 +145,7 @@ class OriginStream:
     ) -> None:
         self._source = source
         self._stream = stream
+        self._worker_id = worker_id
         self._reader = reader
         self._staging = staging
         self._pacer = pacer
@@ -223,8 +225,10 @@ class OriginStream:
         key, staging = self._source.key, self._staging
         if hashlib.sha256(view).hexdigest() != piece.sha256:
             self._counters.add(refetched=len(view))
-            self._report(PieceRejected(key, self._stream, piece.index))
+            staging.edges.judged(key, self._worker_id, corrupt=1)
+            self._report(PieceRejected(key, self._stream, Extent(piece.index, piece.index + 1)))
             return
+        staging.edges.judged(key, self._worker_id, matched=1)
         if staging.claim(piece.index):
             try:
                 staging.write(staging.descriptor(piece.file_index), view, piece.file_offset)

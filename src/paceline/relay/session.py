@@ -91,8 +91,9 @@ class RelaySession:
                 self._assign(lanes, now_s, actions)
             case PieceVerified(key, _, extent):
                 self._arrived(key, extent, now_s)
-            case PieceRejected(key, stream, piece):
-                self._reject(key, stream, piece, now_s, actions)
+            case PieceRejected(key, stream, extent):
+                for piece in range(*extent):
+                    self._reject(key, stream, piece, now_s, actions)
             case SourceAlive(key, stream):
                 if feed := self._pull.feed(key, stream):
                     feed.heard_s = self._alive_s = now_s

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.manifest import Manifest
-from paceline.relay.client import PeerStream
 from paceline.relay.committer import Committer
 from paceline.relay.counters import Counters
-from paceline.relay.origin import OriginStream, RangeReader
+from paceline.relay.origin import RangeReader
 from paceline.relay.session import RelaySession
 from paceline.relay.staging import Staging
+from paceline.relay.transport import PullStream
 from paceline.wire.calls import DeploymentBeat
 from paceline.wire.plan import WorkerLanes
 from paceline.wire.records import Failure, Receipt, WorkerStatus
@@ -32,7 +32,7 @@ class Share:
     staging: Staging | None = None
     committer: Committer | None = None
     counters: Counters = field(default_factory=Counters)
-    streams: dict[str, tuple[int, PeerStream | OriginStream]] = field(default_factory=dict)
+    streams: dict[str, tuple[int, PullStream]] = field(default_factory=dict)
     readers: dict[str, RangeReader] = field(default_factory=dict)
     status: WorkerStatus = WorkerStatus.RECEIVING
     failure: Failure | None = None
@@ -70,6 +70,7 @@ class Share:
             origin_bytes=self.counters.origin_bytes,
             lost_sources=progress.lost_sources if progress else (),
             corrupt_sources=progress.corrupt_sources if progress else (),
+            edges=self.staging.edges.tallies() if self.staging else (),
             failure=failure,
             receipt=self.receipt,
             activated=self.activated,

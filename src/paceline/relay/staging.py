@@ -20,6 +20,7 @@ from pathlib import Path
 
 from paceline.errors import Cancelled, StorageFailed, StorageFull
 from paceline.manifest import Manifest, Piece
+from paceline.relay.edges import Edges
 from paceline.relay.extents import Extent, Extents
 
 _MARK = struct.Struct(">III")  # first piece, stop, CRC-32 of both
@@ -60,6 +61,7 @@ class Staging:
         self.durable = Extents()
         self.pending_bytes = 0  # verified, not yet durable
         self.reused_pieces = self.reused_bytes = 0
+        self.edges = Edges()
         self.closed = False
         self.gave_up = False  # what is missing will not come: peers should ask elsewhere
         self._lock = threading.Condition()

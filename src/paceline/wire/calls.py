@@ -48,7 +48,7 @@ class CreateDeployment(Record):
     version: Name
     source_url: str = Field(min_length=1, max_length=2048)
     target_workers: tuple[Name, ...] = Field(min_length=1, max_length=20_000)
-    topology: Topology = Topology.CHAIN
+    topology: Topology = Topology.AUTO
     max_failed: float = Field(default=0.05, ge=0, le=1)
     seed: int = 0
     flow_run_id: str | None = Field(default=None, max_length=64)
@@ -102,6 +102,22 @@ class Registered(Record):
     incarnation: int
 
 
+class EdgeTally(Record):
+    """What passed from ``source`` to ``reader`` in one deployment, counted from its beginning.
+
+    The source counts ``bytes`` and ``busy_s`` (the time in which it had something to send, so that
+    bytes / busy_s is what the edge can carry); the reader counts ``pieces`` and ``corrupt``, and
+    for the origin, which counts nothing, all four.
+    """
+
+    source: str = Field(max_length=2200)  # a source key: a worker id, or "origin:URL"
+    reader: Name
+    bytes: int = Field(default=0, ge=0)
+    busy_s: float = Field(default=0.0, ge=0)
+    pieces: int = Field(default=0, ge=0)  # that matched
+    corrupt: int = Field(default=0, ge=0)  # that did not
+
+
 class DeploymentBeat(Record):
     """What an agent says in each beat about one deployment it takes part in."""
 
@@ -114,6 +130,7 @@ class DeploymentBeat(Record):
     origin_bytes: int = Field(default=0, ge=0)
     lost_sources: tuple[str, ...] = ()  # source keys this worker gave up since its last lanes
     corrupt_sources: tuple[str, ...] = ()
+    edges: tuple[EdgeTally, ...] = Field(default=(), max_length=512)
     failure: Failure | None = None
     receipt: Receipt | None = None
     activated: bool = False

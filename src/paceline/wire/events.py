@@ -24,6 +24,8 @@ class EventName(StrEnum):
     WORKER_FAILED = "deployment.worker_failed"
     SOURCE_LOST = "relay.source_lost"
     PIECE_CORRUPT = "relay.piece_corrupt"
+    WORKER_SLOW = "relay.worker_slow"
+    WORKER_QUARANTINED = "relay.worker_quarantined"
     STAGE_FINISHED = "run.stage_finished"
     TRAINING_STEP = "training.step"
     TRAINING_CHECKPOINT = "training.checkpoint"

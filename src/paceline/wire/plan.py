@@ -17,11 +17,14 @@ PLAN_VERSION = 1
 
 
 class Topology(StrEnum):
-    """The shapes a planner can make."""
+    """The shapes a planner can make; ``auto`` asks it to take the cheapest, no plan says it."""
 
     DIRECT = "direct"
     CHAIN = "chain"
     TREE = "tree"
+    TREE_OF_CHAINS = "tree-of-chains"
+    MESH = "mesh"
+    AUTO = "auto"
 
 
 class Labels(Record):
@@ -53,6 +56,7 @@ class Lane(Record):
     spares: tuple[Source, ...] = ()  # in the order to try; the origin, if named, comes last
     first_chunk: int = Field(ge=0)
     last_chunk: int = Field(ge=0)  # inclusive
+    expected_bytes_s: float = Field(default=0.0, ge=0)  # what the plan counts on; 0: unknown
 
 
 class WorkerLanes(Record):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from paceline.wire.base import Record
+from paceline.wire.forecast import PlanTable, SimulationReport
 from paceline.wire.plan import Plan
 from paceline.wire.records import Deployment, Receipt
 from paceline.wire.summary import Failed, RunSummary
@@ -15,7 +16,9 @@ from paceline.wire.training import EvaluationReport, Evidence, TrainResult
 SCHEMAS: dict[str, type[Record]] = {
     "demo": RunSummary,
     "error": Failed,
-    "plan": Plan,
+    "deployment-plan": Plan,
+    "plan": PlanTable,
+    "simulate": SimulationReport,
     "deployment": Deployment,
     "receipt": Receipt,
     "train": TrainResult,

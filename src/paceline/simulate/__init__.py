@@ -1,0 +1,1 @@
+"""The same planner, sessions and coordinator under a virtual clock and network."""
