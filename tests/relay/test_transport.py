@@ -199,3 +199,21 @@ def test_streams_are_capped(port: Port, monkeypatch: pytest.MonkeyPatch) -> None
         header, said = next_frame(second)
         assert header.kind is Kind.ERROR
         assert b"too many" in said
+
+
+def test_the_sending_side_tells_what_an_edge_carried(port: Port) -> None:
+    staging = port.library.open(port.manifest)
+    with port.welcomed() as sock:
+        sock.sendall(encode(Kind.REQUEST, 0, 2))
+        assert next_frame(sock)[0].kind is Kind.WELCOME
+        assert next_frame(sock)[0].kind is Kind.WAITING
+        assert staging.edges.tallies() == ()  # waiting for a piece is not the edge's fault
+        port.hold(staging, 1)
+        _, data = take_piece(sock)
+        port.hold(staging, 0)
+        _, more = take_piece(sock)
+        sock.sendall(encode(Kind.REQUEST, 5, 1))
+        assert next_frame(sock)[0].kind is Kind.WAITING  # the server has counted by now
+        (edge,) = staging.edges.tallies()
+    assert (edge.source, edge.reader, edge.bytes) == ("node-0", "me", len(data) + len(more))
+    assert 0 < edge.busy_s < 5

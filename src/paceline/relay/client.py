@@ -204,14 +204,18 @@ class PeerStream:
             mine = staging.claim(index)
         except TimeoutError as error:
             raise PeerLost(str(error), where=self._source.key) from error
+        matches = False
         try:
             matches = self._receive_piece(sock, piece, mine)
             if mine and matches:
                 staging.hold(piece)
-                mine = False
         finally:
-            if mine:
+            if mine and not matches:
                 staging.release(index)
+        if mine:
+            staging.edges.judged(
+                self._source.key, self._hello.worker_id, matched=matches, corrupt=not matches
+            )
         if matches:
             extent = Extent(index, index + 1)
             self._report(PieceVerified(self._source.key, self._stream, extent))

@@ -42,6 +42,7 @@ HELLO_DEADLINE_S = 5.0
 UNKNOWN_DIGEST_S = 30.0  # a peer may hear of a deployment before this agent does
 IDLE_S = 120.0  # without any request
 FRAME_DEADLINE_S = 10.0
+TALLY_S = 0.2  # how old an edge's count may be while a piece is being sent
 RUN_PIECES = 16  # sent between two looks at what the peer asks
 
 
@@ -121,7 +122,9 @@ class PeerServer:
             who = hello.worker_id
             staging = self._await_model(sock, hello)
             with staging.using():
-                _Stream(sock, hello, staging, self._pacer, self._on_rotten).run()
+                _Stream(
+                    sock, hello, staging, self._pacer, self._on_rotten, self._worker_id
+                ).run()
         except PeerLost:
             log.debug("stream of %s ended", who)
         except (PacelineError, OSError) as error:
@@ -166,7 +169,9 @@ class _Stream:
         staging: Staging,
         pacer: Pacer,
         on_rotten: Callable[[str, int], None],
+        worker_id: str,
     ) -> None:
+        self._worker_id = worker_id
         self._sock = sock
         self._hello = hello
         self._staging = staging
@@ -228,6 +233,7 @@ class _Stream:
 
     def _send_piece(self, descriptor: int, piece: Piece) -> None:
         out, pacer = self._sock.fileno(), self._pacer
+        since_s, counted = time.monotonic(), 0
         try:
             # MSG_MORE: the header leaves in one segment with the first bytes.
             self._sock.sendall(encode(Kind.PIECE, piece.index, piece.length), socket.MSG_MORE)
@@ -237,6 +243,13 @@ class _Stream:
                 if sent == 0:
                     raise PeerLost("a file became shorter while it was served")
                 offset += sent
+                counted += sent
                 pacer.take(sent)
+                now = time.monotonic()
+                if offset == stop or now - since_s >= TALLY_S:
+                    self._staging.edges.carried(
+                        self._worker_id, self._hello.worker_id, counted, now - since_s
+                    )
+                    since_s, counted = now, 0
         except OSError as error:
             raise PeerLost("the connection broke", got=error.strerror or error) from error
