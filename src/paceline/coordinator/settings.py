@@ -18,11 +18,25 @@ class Patience:
     deadline_s: float = 600.0  # one whole deployment
     beats_per_second: float = 250.0  # beyond this the interval grows with the fleet
     link_mbit: float = 80.0  # of a target that has not registered yet, for the estimate only
+    deadline_factor: float = 3.0  # of the predicted time, where that is longer than the deadline
+    replan_s: float = 0.25  # between two plans of one deployment, so that a burst makes one,
+    replanned_per_second: float = 1000.0  # and longer in a large fleet, where a plan takes longer
+    return_gap_pieces: int = 8  # who comes back with a larger gap than this goes to the tail
+    slow_look_s: float = 0.95  # over how long an edge is looked at; two beats and a little less
+    slow_ratio: float = 0.5  # of the rate that the plan expects, and of what others' edges carry
+    most_demoted: float = 0.1  # of a fleet may be called slow, and as many corrupting, but one may
+    corrupt_pieces: int = 5  # of one sender, before anybody asks whether that is usual
+    corrupt_share: float = 0.02  # of what it sent; one in a hundred may be the network's doing
+    corrupt_factor: float = 5.0  # times the others' median share
 
     @property
     def lost_s(self) -> float:
         """Return how long a loss may go unnoticed."""
         return self.lost_after_beats * self.beat_s
+
+    def replan_interval_s(self, workers: int) -> float:
+        """Return how long a plan for so many workers stands at least."""
+        return max(self.replan_s, workers / self.replanned_per_second)
 
     @classmethod
     def of(cls, profile: Profile) -> Patience:
