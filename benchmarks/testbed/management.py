@@ -4,9 +4,10 @@ A coordinator without TLS listens on loopback only, and a namespace's loopback i
 process in the core listens on the same loopback port *inside each host's namespace* and passes
 bytes on; heartbeats then take nothing from the links that are measured.
 
-    python management.py PORT NAMESPACE… (paths such as /run/netns/x; run in the core)
+    python management.py PORT OUTSIDE NAMESPACE… (paths such as /run/netns/x; run in the core)
 
-It says ``ready`` once every port is open. A socket belongs to the namespace that it was made in.
+Once every port is open it prints the one by which the coordinator is reached from OUTSIDE, the
+owner's namespace. A socket belongs to the namespace that it was made in.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ def enter(namespace: Path) -> None:
         os.close(descriptor)
 
 
-def listeners(port: int, namespaces: list[Path]) -> list[socket.socket]:
-    """Return a socket that listens on loopback ``port`` in each of ``namespaces``."""
+def listeners(port: int, outside: Path, namespaces: list[Path]) -> list[socket.socket]:
+    """Return sockets that listen on loopback: on a free port in ``outside`` (the first), and on
+    ``port`` in each of ``namespaces``.
+    """
     home = Path("/proc/thread-self/ns/net")
     own = os.open(home, os.O_RDONLY)
     opened = []
     try:
-        for each in namespaces:
+        for each, number in [(outside, 0), *((each, port) for each in namespaces)]:
             enter(each)
-            opened.append(socket.create_server(("127.0.0.1", port), backlog=64))
+            opened.append(socket.create_server(("127.0.0.1", number), backlog=64))
     finally:
         if _libc.setns(own, _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), "cannot return to the core's namespace")
@@ -71,11 +74,11 @@ async def forward(port: int, sockets: list[socket.socket]) -> None:
         await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
 
     servers = [await asyncio.start_server(connected, sock=each) for each in sockets]
-    sys.stdout.write("ready\n")
+    sys.stdout.write(f"{sockets[0].getsockname()[1]}\n")
     sys.stdout.flush()
     await asyncio.gather(*(each.serve_forever() for each in servers))
 
 
 if __name__ == "__main__":
-    number = int(sys.argv[1])
-    asyncio.run(forward(number, listeners(number, [Path(each) for each in sys.argv[2:]])))
+    number, places = int(sys.argv[1]), [Path(each) for each in sys.argv[2:]]
+    asyncio.run(forward(number, listeners(number, places[0], places[1:])))

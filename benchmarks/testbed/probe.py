@@ -1,7 +1,7 @@
 """How fast one TCP stream goes between two hosts of a testbed.
 
-    python probe.py receive PORT          → one JSON line: bytes, seconds, bytes_s
-    python probe.py send ADDRESS PORT BYTES
+python probe.py receive PORT          → one JSON line: bytes, seconds, bytes_s
+python probe.py send ADDRESS PORT BYTES
 """
 
 from __future__ import annotations
