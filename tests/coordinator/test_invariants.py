@@ -121,7 +121,9 @@ class Fleet(RuleBasedStateMachine):
         except (NotFound, Cancelled, DeploymentFailed):
             return
         assert deployment_id not in self.cancelled, "lanes after a cancel"
-        assert lanes.epoch == self.world.epoch(deployment_id)
+        assert lanes.epoch <= self.world.epoch(deployment_id), "lanes that did not change are kept"
+        part = self.world.state.run(deployment_id).parts[worker]
+        assert part.receipt is not None or worker not in self.world.state.run(deployment_id).fresh
 
     @precondition(lambda self: self.acknowledged)
     @rule(data=st.data(), worker=WORKERS, pieces=st.integers(0, PIECES))

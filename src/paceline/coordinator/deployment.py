@@ -6,15 +6,20 @@ nor how plans are made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from math import floor
 
 from paceline.coordinator.messages import KeepReceipt, Memo, Observed
+from paceline.coordinator.parts import Part, Tally, tally_of
+from paceline.coordinator.settings import Patience
+from paceline.coordinator.standing import Standings
 from paceline.manifest import Manifest
+from paceline.plan import Standing
 from paceline.wire.calls import DeploymentBeat
 from paceline.wire.events import EventName
-from paceline.wire.plan import Plan, WorkerLanes
+from paceline.wire.plan import Plan, Topology, WorkerLanes
 from paceline.wire.records import (
     Deployment,
     DeploymentStatus,
@@ -25,54 +30,68 @@ from paceline.wire.records import (
 )
 
 FAILED = (WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
+OUT_OF_BUDGET = "OriginBudgetExceeded"
 ORIGIN_STEP = 0.05  # origin bytes are kept each time they grew by this share of the model
 
 
-@dataclass(slots=True)
-class Part:
-    """One target's part, as its newest incarnation reported it."""
-
-    incarnation: int = 0
-    epoch: int = 0  # of the lanes it says it follows
-    ready: bool = False  # it acknowledged the manifest: fetched lanes, or says it follows some
-    status: WorkerStatus = WorkerStatus.IDLE
-    pieces_held: int = 0
-    bytes_held: int = 0
-    chunks: tuple[int, ...] = ()
-    failure: Failure | None = None
-    receipt: Receipt | None = None
-    activated: bool = False
-    lanes_s: float | None = None  # when this incarnation first took lanes
-    dead_since_s: float | None = None
-    told: frozenset[str] = frozenset()  # sources it reported lost or corrupt, already passed on
-    command_sent: bool = False  # the cancel or activate in force rode on an answer already
-    stopped: bool = False  # it confirmed a cancel
-
-    def begin_again(self, incarnation: int) -> None:
-        """Forget what the previous incarnation said; its receipt stands until contradicted."""
-        self.incarnation, self.epoch, self.status = incarnation, 0, WorkerStatus.IDLE
-        self.ready = False
-        self.pieces_held = self.bytes_held = 0
-        self.chunks, self.failure, self.lanes_s = (), None, None
-        self.activated, self.told, self.command_sent = False, frozenset(), False
-
-
 class DeploymentRun:
-    """The facts of one deployment and the decisions they lead to."""
+    """The facts of one deployment; what follows from all of them is remembered until they change,
+    because at 10,000 targets nothing may be counted anew for each beat.
+    """
 
-    def __init__(self, deployment: Deployment, manifest: Manifest, memo: Memo) -> None:
+    def __init__(
+        self, deployment: Deployment, manifest: Manifest, memo: Memo, patience: Patience
+    ) -> None:
         self.deployment = deployment
         self.manifest = manifest
         self.memo = memo
         self.plan: Plan | None = None
+        self.lanes: dict[str, WorkerLanes] = {}
+        self.order = memo.order
         self.parts = {worker_id: Part() for worker_id in deployment.target_workers}
         for worker_id, failure in memo.failures.items():
             self.parts[worker_id].failure = failure
             self.parts[worker_id].status = WorkerStatus.FAILED
-        self.replan = False  # membership changed since the plan was made
+        for process, spent in memo.spent.items():
+            if (part := self.parts.get(process.partition(" ")[0])) is not None:
+                part.spent_bytes += spent
+        self.origin_bytes = sum(memo.spent.values())  # by every incarnation of every worker
+        known = {worker_id: Standing(value) for worker_id, value in memo.demoted.items()}
+        self.standings = Standings(len(self.parts), patience, known)
+        self.replan = False  # membership or somebody's standing changed since the plan was made
+        self.replanned_s: float | None = None
+        self.fresh: set[str] = set()  # came back since the plan was made: it is not for them
         self.unkept = False  # the memo changed since it was kept
-        self.short_since_s: float | None = None  # somebody needs the origin and may not read it
+        self.short: set[str] = set()  # need the origin and may not read it
+        self.short_since_s: float | None = None
         self.rescues = 0  # plans made because of that
+        self.stage: DeploymentStatus | None = None  # None: to be found out again
+        self._tally: Tally | None = None
+        self._chunks_seen: set[int] = set()
+
+    def tally(self, alive: Callable[[str], bool]) -> Tally:
+        """Return the targets by how they stand."""
+        if self._tally is None or self.final:
+            self._tally = tally_of(self.parts, self.memo.failures, alive)
+            self.stage = None
+        return self._tally
+
+    def standing_of(self, worker_id: str) -> Standing:
+        """Return how far the planner may count on a target that lives."""
+        standing = self.standings.of(worker_id)
+        if standing is Standing.LINE and worker_id in self.memo.late:
+            return Standing.TAIL
+        return standing
+
+    @property
+    def origin_read(self) -> bool:
+        """Return whether every chunk has arrived somewhere."""
+        return len(self._chunks_seen) >= self.deployment.total_chunks
+
+    @property
+    def fused(self) -> bool:
+        """Return whether the origin fuse holds: only who asked for ``direct`` goes without."""
+        return self.deployment.topology is not Topology.DIRECT or self.memo.auto
 
     @cached_property
     def manifest_bytes(self) -> bytes:
@@ -84,11 +103,6 @@ class DeploymentRun:
         """Return whether nothing changes any more."""
         return self.deployment.status.is_final
 
-    @property
-    def origin_bytes(self) -> int:
-        """Return what was read from the source so far, by every incarnation of every worker."""
-        return sum(self.memo.spent.values())
-
     def shown(self) -> Deployment:
         """Return the record with what is counted between its changes."""
         read = self.origin_bytes
@@ -99,7 +113,8 @@ class DeploymentRun:
     def lost(self, worker_id: str, now_s: float) -> None:
         """Take note that a target is silent (or was never there)."""
         self.parts[worker_id].dead_since_s = now_s
-        if self.plan is not None and self.plan.lanes_of(worker_id) is not None:
+        self._tally = None
+        if worker_id in self.lanes:
             self.replan = True
 
     def returned(self, worker_id: str, incarnation: int) -> None:
@@ -109,13 +124,17 @@ class DeploymentRun:
         part.begin_again(incarnation)
         self.unkept = self.memo.failures.pop(worker_id, None) is not None or self.unkept
         self.replan = True
+        self.fresh.add(worker_id)
+        self.short.discard(worker_id)
+        self._tally = None
 
     def took_lanes(self, worker_id: str, incarnation: int, now_s: float) -> None:
         """Take note that a target fetched lanes; only its beats tell whether they arrived."""
         part = self.parts[worker_id]
         if incarnation != part.incarnation:
             part.begin_again(incarnation)
-        part.ready = True
+        if not part.ready:
+            part.ready, self.stage = True, None
         part.lanes_s = now_s if part.lanes_s is None else part.lanes_s
 
     def lanes_of(self, worker_id: str) -> WorkerLanes | None:
@@ -123,24 +142,68 @@ class DeploymentRun:
 
         An agent that was restarted after it finished learns of the deployment this way.
         """
-        if self.plan is None or worker_id not in self.parts:
+        part = self.parts.get(worker_id)
+        if self.plan is None or part is None:
             return None
-        lanes = self.plan.lanes_of(worker_id)
-        if lanes is None and self.parts[worker_id].receipt is not None:
-            idle = {"worker_id": worker_id, "lanes": (), "origin_budget_bytes": 0}
-            return self.plan.workers[0].model_copy(update=idle)
-        return lanes
+        if part.receipt is None:
+            return None if worker_id in self.fresh else self.lanes.get(worker_id)
+        return self.lanes.get(worker_id) or self.plan.workers[0].model_copy(
+            update={
+                "worker_id": worker_id,
+                "epoch": self.plan.epoch,
+                "lanes": (),
+                "origin_budget_bytes": 0,
+            }
+        )
+
+    def behind(self, worker_id: str) -> bool:
+        """Return whether a worker should fetch its lanes: they are newer than what it follows."""
+        part, lanes = self.parts[worker_id], self.lanes.get(worker_id)
+        if lanes is None or part.epoch >= lanes.epoch:
+            return False
+        if part.receipt is not None:
+            return not part.ready
+        return worker_id not in self.fresh
+
+    def follow(self, plan: Plan) -> None:
+        """Take a plan as the one in force, newly made or as it was kept."""
+        self.plan, self.stage = plan, None
+        self.lanes = {each.worker_id: each for each in plan.workers}
+        known = set(self.order)
+        newcomers = tuple(each for each in self.lanes if each not in known)
+        if newcomers:
+            self.order = (*self.order, *newcomers)
+        expected: dict[tuple[str, str], float] = {}
+        for worker_id, each in self.lanes.items():
+            for lane in each.lanes:
+                edge = (lane.source.key, worker_id)
+                expected[edge] = expected.get(edge, 0.0) + lane.expected_bytes_s
+        self.standings.follow(expected)
 
     def adopt(self, plan: Plan, now_s: float) -> None:
-        """Follow a new plan."""
-        self.plan, self.replan, self.short_since_s = plan, False, None
+        """Follow a new plan; whose lanes are older than it goes on with its budget too."""
+        self.follow(plan)
+        for worker_id, each in self.lanes.items():
+            if each.epoch == plan.epoch:
+                part = self.parts[worker_id]
+                part.spent_before = part.spent_bytes
+        self.replan, self.short_since_s = False, None
+        self.fresh.clear()
         update: dict[str, object] = {"epoch": plan.epoch}
+        # Who is gone keeps its place in the line; a plan does not name it, so that is kept here.
+        order = () if len(self.order) == len(self.lanes) else self.order
+        if order != self.memo.order:
+            self.memo = replace(self.memo, order=order)
         if self.memo.planned_s is None:
-            self.memo = replace(self.memo, planned_s=now_s)
+            auto = self.deployment.topology is Topology.AUTO
+            self.memo = replace(self.memo, planned_s=now_s, auto=auto)
             update |= {
+                "topology": plan.topology,
                 "predicted_seconds": plan.predicted_seconds,
                 "bound_seconds": plan.bound_seconds,
             }
+        else:
+            self.replanned_s = now_s
         self.deployment = self.deployment.model_copy(update=update)
 
     def turn(self, status: DeploymentStatus, failure: Failure | None, at: float) -> None:
@@ -179,26 +242,22 @@ class DeploymentRun:
             return []  # a beat that was overtaken by a newer one, or a replay
         part.epoch = max(part.epoch, beat.epoch)
         if beat.epoch and part.lanes_s is None:
-            part.ready, part.lanes_s = True, now_s
-        part.pieces_held, part.bytes_held = beat.pieces_held, beat.bytes_held
-        part.chunks = beat.chunks_received
+            part.ready, part.lanes_s, self.stage = True, now_s, None
+        self._count(part, beat)
         part.activated = beat.activated and part.command_sent
-        # By process, not incarnation: one that was thought lost goes on counting where it was.
-        key = f"{worker_id} {worker.address} {worker.pid}"
-        if beat.origin_bytes > self.memo.spent.get(key, 0):
-            self.memo.spent[key] = beat.origin_bytes
-            if (
-                self.origin_bytes - self.deployment.origin_bytes
-                > ORIGIN_STEP * self.deployment.total_bytes
-            ):
-                self.unkept = True
+        if beat.origin_bytes:
+            # By process, not incarnation: one that was thought lost goes on where it was.
+            self._spend(part, f"{worker_id} {worker.address} {worker.pid}", beat.origin_bytes)
+        if beat.edges:
+            self.standings.take(worker_id, beat.edges, now_s)
         if self.final:
             return []
         effects = self._pass_on(part, worker_id, beat, at)
         if part.receipt is not None:
             if beat.status is WorkerStatus.RECEIVING and incarnation > part.receipt.incarnation:
                 part.receipt = None  # it came back without what it had: its disk is another one
-                self.replan = True
+                part.held_before = part.pieces_held
+                self.replan, self._tally = True, None
             return effects
         if beat.receipt is not None:
             return effects + self._take_receipt(part, beat.receipt, worker_id, now_s, at)
@@ -207,12 +266,38 @@ class DeploymentRun:
             failure = beat.failure or Failure(code="DeploymentFailed", message="gave no reason")
             return effects + self._fail(part, worker_id, failure, at)
         part.failure = beat.failure
+        if beat.failure is not None and beat.failure.code == OUT_OF_BUDGET:
+            self.short.add(worker_id)
+        elif self.short:
+            self.short.discard(worker_id)
         return effects
+
+    def _count(self, part: Part, beat: DeploymentBeat) -> None:
+        total = self.deployment.total_pieces
+        if (beat.pieces_held >= total) != (part.pieces_held >= total):
+            self.stage = None
+        part.pieces_held, part.bytes_held = beat.pieces_held, beat.bytes_held
+        if len(beat.chunks_received) > len(part.chunks) and not self.origin_read:
+            self._chunks_seen.update(beat.chunks_received)
+            self.stage = None
+        part.chunks = beat.chunks_received
+
+    def _spend(self, part: Part, process: str, spent: int) -> None:
+        more = spent - self.memo.spent.get(process, 0)
+        if more <= 0:
+            return
+        self.memo.spent[process] = spent
+        part.spent_bytes += more
+        self.origin_bytes += more
+        step = ORIGIN_STEP * self.deployment.total_bytes
+        self.unkept = self.unkept or self.origin_bytes - self.deployment.origin_bytes > step
 
     def _pass_on(
         self, part: Part, worker_id: str, beat: DeploymentBeat, at: float
     ) -> list[KeepReceipt | Observed]:
         """Tell once of each source that this worker gave up or caught corrupting."""
+        if not (beat.lost_sources or beat.corrupt_sources or part.told):
+            return []
         reports = {f"lost {key}": (EventName.SOURCE_LOST, key) for key in beat.lost_sources}
         reports |= {
             f"corrupt {key}": (EventName.PIECE_CORRUPT, key) for key in beat.corrupt_sources
@@ -241,6 +326,8 @@ class DeploymentRun:
         part.receipt, part.failure, part.status = receipt, None, WorkerStatus.COMPLETE
         part.pieces_held, part.bytes_held = ours.total_pieces, ours.total_bytes
         self.memo.failures.pop(worker_id, None)
+        self.short.discard(worker_id)
+        self._tally = None
         # The rename was before this beat: the agent's own count says how long after its lanes.
         done_s = now_s if part.lanes_s is None else min(now_s, part.lanes_s + receipt.seconds)
         self.memo = replace(self.memo, done_s=max(done_s, self.memo.done_s or done_s))
@@ -259,9 +346,11 @@ class DeploymentRun:
     ) -> list[KeepReceipt | Observed]:
         changed = part.failure != failure
         part.failure = failure
-        if failure.code == "OriginBudgetExceeded":
+        if failure.code == OUT_OF_BUDGET:
+            self.short.add(worker_id)
             return []  # stalls the deployment; the worker goes on when others can feed it
         self.memo.failures[worker_id] = failure
+        self._tally = None
         if not changed:
             return []
         self.unkept = self.replan = True  # the others must not wait for it

@@ -6,6 +6,7 @@ too. Silence counts only while somebody listened. It knows no deployments and ha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ class Membership:
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
         self._members: dict[str, Member] = {}
+        self._offences: Counter[str] = Counter()
 
     def restore(self, workers: Iterable[Worker], now_s: float) -> None:
         """Take the workers back after a restart; everybody gets a fresh interval to be heard."""
@@ -101,6 +103,13 @@ class Membership:
         member = self._members.get(worker_id)
         if member is not None:
             member.suspected = True
+
+    def offend(self, worker_id: str) -> int:
+        """Count that a deployment found the worker slow or corrupting; return how many did, since
+        this process began.
+        """
+        self._offences[worker_id] += 1
+        return self._offences[worker_id]
 
     def forgive(self, gap_s: float, now_s: float) -> None:
         """Discount a time in which nobody listened, e.g. while this process was frozen."""

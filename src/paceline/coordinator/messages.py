@@ -95,6 +95,10 @@ class Memo:
     # Origin bytes by agent process: a restarted one counts from zero again.
     spent: dict[str, int] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)  # by worker, as they reported
+    auto: bool = False  # the topology was chosen here, not asked for
+    order: tuple[str, ...] = ()  # of the line, where the plan lacks some who are gone
+    demoted: dict[str, str] = field(default_factory=dict)  # standings that were judged, by worker
+    late: dict[str, int] = field(default_factory=dict)  # pieces missing when a worker came back
 
 
 @dataclass(frozen=True, slots=True)

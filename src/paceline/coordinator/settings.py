@@ -16,7 +16,7 @@ class Patience:
     suspect_beats: float = 2.0  # silence that confirms a peer's word that a worker is gone
     return_grace_s: float = 60.0  # how long a dead target may take to come back
     deadline_s: float = 600.0  # one whole deployment
-    beats_per_second: float = 250.0  # beyond this the interval grows with the fleet
+    beats_per_second: float = 1000.0  # beyond this the interval grows with the fleet
     link_mbit: float = 80.0  # of a target that has not registered yet, for the estimate only
     deadline_factor: float = 3.0  # of the predicted time, where that is longer than the deadline
     replan_s: float = 0.25  # between two plans of one deployment, so that a burst makes one,
@@ -33,6 +33,10 @@ class Patience:
     def lost_s(self) -> float:
         """Return how long a loss may go unnoticed."""
         return self.lost_after_beats * self.beat_s
+
+    def deadline_of(self, predicted_s: float) -> float:
+        """Return how long a deployment may take that should take ``predicted_s``."""
+        return max(self.deadline_s, self.deadline_factor * predicted_s)
 
     def replan_interval_s(self, workers: int) -> float:
         """Return how long a plan for so many workers stands at least."""

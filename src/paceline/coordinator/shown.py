@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from paceline.coordinator.deployment import DeploymentRun, Part
-from paceline.coordinator.verdict import Tally
+from paceline.coordinator.deployment import DeploymentRun
+from paceline.coordinator.parts import Part, Tally
 from paceline.wire.calls import DeploymentView
 from paceline.wire.records import DeploymentStatus, Failure, WorkerProgress, WorkerStatus
 
@@ -53,6 +53,7 @@ def progress_of(run: DeploymentRun, alive: Callable[[str], bool]) -> Iterator[Wo
             failure=failure,
             receipt=part.receipt,
             activated=part.activated,
+            standing=run.standing_of(worker_id).value,
         )
 
 

@@ -9,7 +9,7 @@ plan, no deployment; expectations and tallies go in, standings come out.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -78,8 +78,8 @@ class Standings:
         self._patience = patience
         self._most = max(1, int(workers * patience.most_demoted + 1e-9))
         self._expected: dict[Edge, float] = {}
-        self._planned_in: Counter[str] = Counter()
-        self._planned_out: Counter[str] = Counter()
+        self._planned_in: defaultdict[str, float] = defaultdict(float)
+        self._planned_out: defaultdict[str, float] = defaultdict(float)
         self._counts: dict[Edge, _Count] = {}
         self._senders: dict[str, list[int]] = {}  # pieces that matched, pieces that did not
         self._suspects: set[Edge] = set()
@@ -109,7 +109,7 @@ class Standings:
             if self._expected.get(key) != expected.get(key):
                 count.ratio, count.slow_looks = None, 0
         self._expected = dict(expected)
-        self._planned_in, self._planned_out = Counter(), Counter()
+        self._planned_in, self._planned_out = defaultdict(float), defaultdict(float)
         for (source, reader), rate in expected.items():
             self._planned_out[source] += rate
             self._planned_in[reader] += rate
@@ -258,8 +258,8 @@ class Standings:
         """
         sources = {source for source, _ in self._suspects}
         readers = {reader for _, reader in self._suspects}
-        out: Counter[str] = Counter()
-        into: Counter[str] = Counter()
+        out: defaultdict[str, float] = defaultdict(float)
+        into: defaultdict[str, float] = defaultdict(float)
         for (source, reader), count in self._counts.items():
             unplanned = count.stale_s > now_s and (source, reader) not in self._expected
             if unplanned and (source in sources or reader in readers):

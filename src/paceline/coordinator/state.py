@@ -9,8 +9,8 @@ is refused raises a PacelineError and has changed nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
+from paceline.coordinator.course import advance, turn
 from paceline.coordinator.deployment import DeploymentRun
 from paceline.coordinator.membership import Membership
 from paceline.coordinator.messages import (
@@ -24,7 +24,6 @@ from paceline.coordinator.messages import (
     FetchLanes,
     KeepDeployment,
     KeepKey,
-    KeepPlan,
     KeepWorker,
     Kept,
     Memo,
@@ -32,15 +31,14 @@ from paceline.coordinator.messages import (
     Register,
     Tick,
 )
-from paceline.coordinator.planning import new_deployment, next_plan
+from paceline.coordinator.parts import tally_of
+from paceline.coordinator.planning import new_deployment
 from paceline.coordinator.settings import Patience
 from paceline.coordinator.shown import progress_of, view_of
-from paceline.coordinator.verdict import Tally, assess, everybody_here, rescue, tally_of
 from paceline.errors import (
     Cancelled,
     Conflict,
     DeploymentFailed,
-    InvalidPlan,
     NotFound,
 )
 from paceline.wire.calls import (
@@ -92,8 +90,9 @@ class CoordinatorState:
         newest = {each.deployment.deployment_id for each in kept.deployments[-RESTORED_CLOSED:]}
         for each in kept.deployments:
             deployment = each.deployment
-            run = DeploymentRun(deployment, each.manifest, each.memo)
-            run.plan = each.plan
+            run = DeploymentRun(deployment, each.manifest, each.memo, state.patience)
+            if each.plan is not None:
+                run.follow(each.plan)
             for receipt in each.receipts:
                 part = run.parts[receipt.worker_id]
                 part.receipt, part.status = receipt, WorkerStatus.COMPLETE
@@ -138,7 +137,7 @@ class CoordinatorState:
     def view(self, deployment_id: str) -> DeploymentView:
         """Return the deployment and how far it is."""
         run = self.run(deployment_id)
-        return view_of(run, tally_of(run, self.fleet.alive))
+        return view_of(run, tally_of(run.parts, run.memo.failures, self.fleet.alive))
 
     def progress(self, deployment_id: str) -> list[WorkerProgress]:
         """Return each target's part."""
@@ -243,10 +242,7 @@ class CoordinatorState:
                 return _command("activate", deployment)
             self._close(worker_id, deployment.deployment_id)
             return None
-        if run.plan is None or run.plan.lanes_of(worker_id) is None:
-            return None
-        behind = part.epoch < run.plan.epoch and (part.receipt is None or not part.ready)
-        return _command("fetch_lanes", deployment) if behind else None
+        return _command("fetch_lanes", deployment) if run.behind(worker_id) else None
 
     def _fetch_lanes(self, event: FetchLanes, now_s: float) -> list[Effect]:
         run = self.run(event.deployment_id)
@@ -276,7 +272,9 @@ class CoordinatorState:
         if known is not None:
             return [Answer(known)]
         deployment = new_deployment(event, self.fleet, self.patience)
-        run = DeploymentRun(deployment, manifest, Memo(created_s=now_s, seed=call.seed))
+        run = DeploymentRun(
+            deployment, manifest, Memo(created_s=now_s, seed=call.seed), self.patience
+        )
         self._follow(run, now_s, announced=True)
         effects: list[Effect] = [KeepDeployment(deployment, run.memo, manifest)]
         if event.key is not None:
@@ -304,7 +302,8 @@ class CoordinatorState:
         if run.final:
             return [Answer(Success())]
         reason = Failure(code="Cancelled", message="cancelled by a caller")
-        return [*self._turn(run, DeploymentStatus.CANCELLED, reason, event.at), Answer(Success())]
+        self._ticking.discard(event.deployment_id)
+        return [*turn(run, DeploymentStatus.CANCELLED, reason, event.at), Answer(Success())]
 
     def _activate(self, event: Activate) -> list[Effect]:
         run = self.run(event.deployment_id)
@@ -359,72 +358,15 @@ class CoordinatorState:
         return effects
 
     def _advance(self, run: DeploymentRun, at: float, now_s: float) -> list[Effect]:
-        """Replan where membership changed, then let the facts decide the status."""
-        tally = tally_of(run, self.fleet.alive)
-        if run.final:
-            return self._finish_activation(run, tally, at)
-        effects: list[Effect] = []
-        rescue(run, tally, now_s, self.patience)
-        try:
-            effects += self._replan(run, tally, at, now_s)
-            status, failure = assess(run, tally, now_s, self.patience)
-        except InvalidPlan as error:
-            status = DeploymentStatus.FAILED
-            failure = Failure(code=error.code, message=error.one_line()[:2000])
-        if (status, failure) != (run.deployment.status, run.deployment.failure):
-            return [*effects, *self._turn(run, status, failure, at)]
-        if effects or run.unkept:
-            run.deployment, run.unkept = run.shown(), False
-            effects.append(KeepDeployment(run.deployment, run.memo))
+        effects = advance(run, self.fleet, self.patience, at, now_s)
+        if not _ticks(run):
+            self._ticking.discard(run.deployment.deployment_id)
         return effects
-
-    def _replan(self, run: DeploymentRun, tally: Tally, at: float, now_s: float) -> list[Effect]:
-        first = run.plan is None
-        if first and not everybody_here(run, tally, now_s, self.patience):
-            return []
-        if not tally.pending or not (first or run.replan):
-            return []
-        plan = next_plan(run, tally.living, self.fleet)
-        run.adopt(plan, now_s)
-        name = EventName.DEPLOYMENT_PLANNED if first else EventName.DEPLOYMENT_REPLANNED
-        data: dict[str, object] = {"epoch": plan.epoch, "workers": len(plan.workers)}
-        return [KeepPlan(plan), Observed(name, at, plan.deployment_id, None, data)]
-
-    def _turn(
-        self, run: DeploymentRun, status: DeploymentStatus, failure: Failure | None, at: float
-    ) -> list[Effect]:
-        """Change the deployment's status, and tell."""
-        before = run.deployment.status
-        run.turn(status, failure, at)
-        deployment = run.deployment
-        if run.final:
-            self._ticking.discard(deployment.deployment_id)
-        data: dict[str, object] = {"from": before.value, "to": status.value}
-        if failure is not None:
-            data |= {"code": failure.code, "message": failure.message}
-        name = EventName.DEPLOYMENT_STATUS_CHANGED
-        told = Observed(name, at, deployment.deployment_id, None, data)
-        return [KeepDeployment(deployment, run.memo), told]
-
-    def _finish_activation(self, run: DeploymentRun, tally: Tally, at: float) -> list[Effect]:
-        waiting = [each for each in tally.living if not run.parts[each].activated]
-        if waiting or not tally.living or run.memo.activated_told:
-            return []
-        run.memo = replace(run.memo, activated_told=True)
-        identity = run.deployment.deployment_id
-        self._ticking.discard(identity)
-        data: dict[str, object] = {
-            "model_id": run.deployment.model_id,
-            "version": run.deployment.version,
-            "workers": len(tally.living),
-        }
-        told = Observed(EventName.DEPLOYMENT_ACTIVATED, at, identity, None, data)
-        return [KeepDeployment(run.deployment, run.memo), told]
 
     def _follow(self, run: DeploymentRun, now_s: float, *, announced: bool) -> None:
         identity = run.deployment.deployment_id
         self._runs[identity] = run
-        if not run.final or (run.memo.activating and not run.memo.activated_told):
+        if _ticks(run):
             self._ticking.add(identity)
         for worker_id in run.parts:
             if not self.fleet.alive(worker_id):
@@ -438,6 +380,11 @@ class CoordinatorState:
 
     def _close(self, worker_id: str, deployment_id: str) -> None:
         self._open[worker_id].discard(deployment_id)
+
+
+def _ticks(run: DeploymentRun) -> bool:
+    """Return whether the passing of time may change the deployment."""
+    return not run.final or (run.memo.activating and not run.memo.activated_told)
 
 
 def _created(deployment: Deployment) -> CreatedDeployment:

@@ -293,6 +293,7 @@ def _write_memo(memo: Memo) -> str:
 def _read_memo(text: str, now_s: float, *, same_boot: bool) -> Memo:
     raw = json.loads(text)
     failures = {name: Failure.model_validate(each) for name, each in raw.pop("failures").items()}
+    raw["order"] = tuple(raw.get("order", ()))
     memo = Memo(**raw, failures=failures)
     if same_boot:
         return memo  # Linux's monotonic clock goes on across processes

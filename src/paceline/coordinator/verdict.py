@@ -7,47 +7,14 @@ nobody is given up for good.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
-from paceline.coordinator.deployment import DeploymentRun
+from paceline.coordinator.deployment import OUT_OF_BUDGET, DeploymentRun
+from paceline.coordinator.parts import Tally
 from paceline.coordinator.settings import Patience
 from paceline.plan import origin_cap_bytes
-from paceline.wire.plan import Topology
 from paceline.wire.records import DeploymentStatus, Failure
 
 RESCUES = 3  # then it is stalled until an operator or the deadline ends it
 NAMED = 20  # workers named in one message; the rest is counted
-OUT_OF_BUDGET = "OriginBudgetExceeded"
-
-
-@dataclass(slots=True)
-class Tally:
-    """The targets of one deployment by how they stand."""
-
-    living: list[str] = field(default_factory=list)  # alive and able to finish
-    pending: list[str] = field(default_factory=list)  # of these, without a receipt
-    done: list[str] = field(default_factory=list)
-    dead: list[str] = field(default_factory=list)  # silent and without a receipt
-    failed: list[str] = field(default_factory=list)  # gave up
-
-
-def tally_of(run: DeploymentRun, alive: Callable[[str], bool]) -> Tally:
-    """Sort the targets by how they stand."""
-    tally = Tally()
-    for worker_id, part in run.parts.items():
-        if part.receipt is not None:
-            tally.done.append(worker_id)
-            if alive(worker_id):
-                tally.living.append(worker_id)
-        elif worker_id in run.memo.failures:
-            tally.failed.append(worker_id)
-        elif alive(worker_id):
-            tally.living.append(worker_id)
-            tally.pending.append(worker_id)
-        else:
-            tally.dead.append(worker_id)
-    return tally
 
 
 def assess(
@@ -55,9 +22,10 @@ def assess(
 ) -> tuple[DeploymentStatus, Failure | None]:
     """Return the status that the facts amount to, with its reason where there is one."""
     stall = _stall(run, tally, now_s, patience)
-    if now_s - run.memo.created_s > patience.deadline_s:
+    deadline_s = patience.deadline_of(run.deployment.predicted_seconds)
+    if now_s - run.memo.created_s > deadline_s:
         waiting = _named([*tally.pending, *tally.dead, *tally.failed], ", ")
-        message = f"not complete within {patience.deadline_s:g} s; waiting for {waiting}"
+        message = f"not complete within {deadline_s:g} s; waiting for {waiting}"
         late = Failure(code="DeploymentFailed", message=message[:2000])
         return DeploymentStatus.FAILED, stall or late
     if not tally.pending or run.plan is None:
@@ -72,7 +40,9 @@ def assess(
         return DeploymentStatus.INIT, None
     if stall is not None:
         return DeploymentStatus.STALLED, stall
-    return _stage(run, tally), None
+    if run.stage is None:
+        run.stage = _stage(run, tally)
+    return run.stage, None
 
 
 def everybody_here(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -> bool:
@@ -109,16 +79,13 @@ def _stage(run: DeploymentRun, tally: Tally) -> DeploymentStatus:
     if any(part.pieces_held >= total for part in held):
         return DeploymentStatus.DISTRIBUTING
     # Nobody holds everything, but among them they may: then too the origin is read.
-    chunks: set[int] = set().union(*(part.chunks for part in held))
-    if len(chunks) >= run.deployment.total_chunks:
-        return DeploymentStatus.DISTRIBUTING
-    return DeploymentStatus.DOWNLOADING
+    return DeploymentStatus.DISTRIBUTING if run.origin_read else DeploymentStatus.DOWNLOADING
 
 
 def _stall(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -> Failure | None:
     fuse = origin_cap_bytes(run.deployment.total_bytes)
     read = run.origin_bytes
-    if run.deployment.topology is not Topology.DIRECT and read > fuse:
+    if run.fused and read > fuse:
         message = f"the origin fuse: got {read} bytes read, wanted at most {fuse}"
         return Failure(code=OUT_OF_BUDGET, message=message)
     if run.short_since_s is not None and now_s - run.short_since_s > 2 * patience.lost_s:
@@ -128,9 +95,11 @@ def _stall(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -
 
 def _short(run: DeploymentRun, tally: Tally) -> Failure | None:
     """Return why a target cannot go on without the origin, where one says so."""
-    for worker_id in tally.pending:
+    if not run.short:
+        return None
+    for worker_id in sorted(run.short.intersection(tally.pending)):
         failure = run.parts[worker_id].failure
-        if failure is not None and failure.code == OUT_OF_BUDGET:
+        if failure is not None:
             message = f"{worker_id}: {failure.message}"[:2000]
             return Failure(code=OUT_OF_BUDGET, message=message)
     return None

@@ -79,6 +79,7 @@ class WorkerProgress(Record):
     failure: Failure | None = None
     receipt: Receipt | None = None
     activated: bool = False
+    standing: str = Field(default="line", max_length=20)  # or tail, quarantined: see the planner's
 
 
 class Deployment(Record):

@@ -1,0 +1,77 @@
+"""One target's part in a deployment as it reported it, and all targets by how they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from paceline.wire.records import Failure, Receipt, WorkerStatus
+
+
+@dataclass(slots=True)
+class Part:
+    """One target's part, as its newest incarnation reported it."""
+
+    incarnation: int = 0
+    epoch: int = 0  # of the lanes it says it follows
+    ready: bool = False  # it acknowledged the manifest: fetched lanes, or says it follows some
+    status: WorkerStatus = WorkerStatus.IDLE
+    pieces_held: int = 0
+    bytes_held: int = 0
+    held_before: int = 0  # pieces that an earlier incarnation reported: they are on its disk
+    chunks: tuple[int, ...] = ()
+    failure: Failure | None = None
+    receipt: Receipt | None = None
+    activated: bool = False
+    lanes_s: float | None = None  # when this incarnation first took lanes
+    dead_since_s: float | None = None
+    told: frozenset[str] = frozenset()  # sources it reported lost or corrupt, already passed on
+    command_sent: bool = False  # the cancel or activate in force rode on an answer already
+    stopped: bool = False  # it confirmed a cancel
+    spent_bytes: int = 0  # read from the origin, by all its processes
+    spent_before: int | None = None  # of these, before it got its present budget, where known
+
+    def begin_again(self, incarnation: int) -> None:
+        """Forget what the previous incarnation said; its receipt stands until contradicted."""
+        self.incarnation, self.epoch, self.status = incarnation, 0, WorkerStatus.IDLE
+        self.ready = False
+        self.held_before = max(self.held_before, self.pieces_held)
+        self.pieces_held = self.bytes_held = 0
+        self.chunks, self.failure, self.lanes_s = (), None, None
+        self.activated, self.told, self.command_sent = False, frozenset(), False
+
+    @property
+    def pieces_known(self) -> int:
+        """Return how many pieces are on its disk, as far as it ever said."""
+        return max(self.pieces_held, self.held_before)
+
+
+@dataclass(slots=True)
+class Tally:
+    """The targets of one deployment by how they stand."""
+
+    living: list[str] = field(default_factory=list)  # alive and able to finish
+    pending: list[str] = field(default_factory=list)  # of these, without a receipt
+    done: list[str] = field(default_factory=list)
+    dead: list[str] = field(default_factory=list)  # silent and without a receipt
+    failed: list[str] = field(default_factory=list)  # gave up
+
+
+def tally_of(
+    parts: Mapping[str, Part], failed: Collection[str], alive: Callable[[str], bool]
+) -> Tally:
+    """Sort the targets by how they stand."""
+    tally = Tally()
+    for worker_id, part in parts.items():
+        if part.receipt is not None:
+            tally.done.append(worker_id)
+            if alive(worker_id):
+                tally.living.append(worker_id)
+        elif worker_id in failed:
+            tally.failed.append(worker_id)
+        elif alive(worker_id):
+            tally.living.append(worker_id)
+            tally.pending.append(worker_id)
+        else:
+            tally.dead.append(worker_id)
+    return tally
