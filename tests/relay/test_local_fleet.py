@@ -10,6 +10,8 @@ import pytest
 
 from paceline.errors import DeploymentFailed, NotReady
 from paceline.manifest import FileEntry, Manifest, verify_directory
+from paceline.relay.extents import Extent
+from paceline.relay.feeds import Feed
 from paceline.relay.limits import SessionLimits
 from paceline.relay.local import LocalFleet, distribute
 from paceline.relay.origin import DirectoryReader
@@ -287,14 +289,11 @@ def test_two_deployments_of_one_model_at_once_do_not_mix(
 def test_a_planted_session_bug_is_caught_on_sockets_too(
     paced: LocalFleet, manifest: Manifest, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    close = Puller.close
+    def forgets_what_was_in_flight(self: Puller, feed: Feed, extent: Extent) -> None:
+        for work, part in self._parts(extent):
+            self._drop_from(feed, work, part)
 
-    def forgets_what_was_in_flight(self: Puller, feed: object, actions: list[object]) -> None:
-        taken = self._taken.copy()
-        close(self, feed, actions)  # type: ignore[arg-type]
-        self._taken = taken
-
-    monkeypatch.setattr(Puller, "close", forgets_what_was_in_flight)
+    monkeypatch.setattr(Puller, "_want_again", forgets_what_was_in_flight)
     _, second, third, *_ = order(manifest)
     paced.deploy(manifest, chain(manifest, model, link_mbit=6)(paced.addresses))
     until(lambda: (beat := paced.beat(second, DEPLOYMENT)) is not None and beat.pieces_held > 10)

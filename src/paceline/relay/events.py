@@ -43,10 +43,13 @@ class PieceRejected:
 
 @dataclass(frozen=True, slots=True)
 class SourceAlive:
-    """A source gave a sign of life: bytes of an unfinished piece, or word that it waits itself."""
+    """A source gave a sign of life: bytes of an unfinished piece (it is ``moving``), or word that
+    it waits itself.
+    """
 
     source_key: str
     stream: int
+    moving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +140,11 @@ class ReportSourceLost:
 
 @dataclass(frozen=True, slots=True)
 class ReportCorrupt:
-    """Tell the coordinator at the next beat who sent bytes that do not match."""
+    """Tell the coordinator at the next beat who sent bytes that do not match; said once a run."""
 
     source_key: str
-    piece: int
+    piece: int  # the first of the run
+    pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,39 @@
 """Who is asked for which pieces, and when somebody else is: the session's view of its sources.
 
 ``RelaySession`` decides what an event means; this half keeps streams full, notices silence and
-standstill, leaves lost sources alone for a while, repairs single pieces elsewhere, and watches the
-origin's budget. No I/O and no clock, like the session itself.
+standstill, leaves lost sources alone for a while, repairs corrupt runs elsewhere, hedges the last
+pieces, and watches the origin's budget. No I/O and no clock, like the session itself.
+
+Lanes become *works*: disjoint runs that tile the model, each with its own candidates. A work pulls
+from one source at a time; several works may share a source, its stream and its window.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 from random import Random
 
 from paceline.errors import OriginBudgetExceeded, PacelineError, PeerLost
 from paceline.relay.events import Abandon, Fetch, ReportSourceLost, SessionAction
 from paceline.relay.extents import Extent, Extents
-from paceline.relay.feeds import Feed, Health, Repair, Work, backoff_s
+from paceline.relay.feeds import FORGIVEN_PIECES, Feed, Health, Work
 from paceline.relay.limits import PieceMap, SessionLimits
+from paceline.relay.repairs import Repair, Repairs
 from paceline.wire.plan import Source, WorkerLanes
+
+PIECE_TIMES = 20  # a piece deadline is this many piece times of the plan
+SPARE_TIMES = 6  # in which a spare that has our pieces sends one, others being served too
+
+
+@dataclass(slots=True, eq=False)
+class Hedge:
+    """Pieces that a second source was asked for while the first still owes them."""
+
+    key: str
+    pieces: Extents
+    asked_s: float
 
 
 class Puller:
@@ -25,108 +43,239 @@ class Puller:
         self, pieces: PieceMap, verified: Extents, limits: SessionLimits, random: Random
     ) -> None:
         self._pieces = pieces
-        self._verified = verified  # the session's own set; only read here
-        self._taken = verified.copy()  # verified, in flight, or under repair
+        self._verified = verified  # the session's own set; kept here once there are lanes
         self._limits = limits
         self._random = random
-        self._work: list[Work] = []
+        self._works: list[Work] = []
+        self._starts: list[int] = []  # first piece of each work
         self._feeds: dict[str, Feed] = {}
         self._health: dict[str, Health] = {}
-        self._repairs: dict[int, Repair] = {}
+        self._repairs = Repairs(limits, random)
+        self._hedge: Hedge | None = None
+        self._hedges_left = 0  # pieces
         self._streams = 0
         self._budget_bytes = 0
         self._piece_deadline_s = 1.0
+        self.checked_s = float("-inf")  # when deadlines were last looked at
         self.origin_spent = 0
         self.lost: dict[str, None] = {}  # an ordered set of source keys, for reports
         self.last_error: PacelineError | None = None
         self.stalled: PacelineError | None = None  # why nothing can be asked just now
+        self.hopeless: Repair | None = None  # arrived corrupt from everybody
 
     # ── lanes ────────────────────────────────────────────────────────────────────────────────────
 
-    def assign(self, lanes: WorkerLanes, durable: Extents, actions: list[SessionAction]) -> None:
+    def assign(self, lanes: WorkerLanes, now_s: float, actions: list[SessionAction]) -> None:
         """Go over to ``lanes``; streams whose source stays are kept with what is in flight."""
-        self._work = [
-            Work(
-                self._pieces.chunk_range(lane.first_chunk, lane.last_chunk),
-                _others((lane.source, *lane.spares), lanes.worker_id),
-            )
-            for lane in lanes.lanes
-        ]
-        self._cover_the_rest(durable)
+        works = self._tile(lanes)
+        planned = {work.candidates[0].key: work.candidates[0] for work in works}
+        for key, feed in list(self._feeds.items()):
+            if planned.get(key) != feed.source:
+                self._forget(feed, actions)
+        self._works = works
+        self._starts = [work.extent.first for work in works]
+        self._piece_deadline_s = lanes.piece_deadline_s
+        self._budget_bytes, self.origin_spent = lanes.origin_budget_bytes, 0
         for health in self._health.values():
             health.retry_at_s = 0.0  # the coordinator knows more than our last failures
-        for key, feed in list(self._feeds.items()):
-            using = [w for w in self._work if w.candidates and w.candidates[0] == feed.source]
-            for work in using:
-                work.active = key
-            if not using:
-                self.close(feed, actions)
-        self._repairs = {
-            piece: repair if repair.asked in self._feeds else Repair(avoid=repair.avoid)
-            for piece, repair in self._repairs.items()
-        }
-        self._budget_bytes, self.origin_spent = lanes.origin_budget_bytes, 0
-        self._piece_deadline_s = lanes.piece_deadline_s
+        self._hedge = None
+        share = int(self._pieces.count * self._limits.hedge_share)
+        self._hedges_left = max(self._limits.least_hedges, share)
+        self._repairs.replan(set(self._feeds))
+        for work in self._works:
+            self._settle(work, now_s)
+        for feed in self._feeds.values():
+            feed.aside = Extents()
+            for repair in self._repairs:
+                if repair.asked == feed.source.key:
+                    for run in repair.pieces:
+                        feed.aside.add(run)
         self.lost.clear()
-        self.stalled = None
+        self.stalled = self.hopeless = None
 
-    def _cover_the_rest(self, durable: Extents) -> None:
-        """Add work for missing pieces that no lane names: marks may be fewer than the plan knew."""
-        covered = durable.copy()
+    def _tile(self, lanes: WorkerLanes) -> list[Work]:
+        """Return disjoint works over the whole model; what no lane names may come from any source:
+        marks may be fewer than the plan knew, and a held piece may rot.
+        """
+        works: list[Work] = []
+        covered = Extents()
         sources: dict[str, Source] = {}
-        for work in self._work:
-            covered.add(work.extent)
-            sources |= {each.key: each for each in work.candidates}
+        for lane in lanes.lanes:
+            candidates = _others((lane.source, *lane.spares), lanes.worker_id)
+            sources |= {each.key: each for each in candidates}
+            extent = self._pieces.chunk_range(lane.first_chunk, lane.last_chunk)
+            if candidates and extent.size:
+                for run in list(covered.gaps(extent)):
+                    works.append(Work(run, candidates, lane.expected_bytes_s))
+                    covered.add(run)
         if sources:
-            last_origin = sorted(sources.values(), key=lambda each: each.kind == "origin")
-            rest = list(covered.gaps(Extent(0, self._pieces.count)))
-            self._work += [Work(extent, tuple(last_origin)) for extent in rest]
+            last_origin = tuple(sorted(sources.values(), key=lambda each: each.kind == "origin"))
+            rest = covered.gaps(Extent(0, self._pieces.count))
+            works += [Work(run, last_origin) for run in rest]
+        return sorted(works, key=lambda work: work.extent.first)
+
+    def _settle(self, work: Work, now_s: float) -> None:
+        """Count what of ``work`` is here, on its way, or under repair."""
+        held = list(self._verified.common(work.extent))
+        work.missing = work.extent.size - sum(run.size for run in held)
+        for run in (*held, *self._repairs.pieces.common(work.extent)):
+            work.taken.add(run)
+        for key, feed in self._feeds.items():
+            for run in list(feed.in_flight.common(work.extent)):
+                if work.is_first_choice(key):
+                    work.taken.add(run)
+                    work.asked_pieces += run.size
+                    work.asked_bytes += self._pieces.bytes_of(run)
+                else:
+                    feed.in_flight.remove(run)  # it goes on with other lanes, no more with this
+        if work.candidates[0].key in self._feeds:
+            work.active = work.candidates[0].key
+        work.progress_s = now_s
+        self._size_window(work)
 
     def is_first_choice(self, key: str) -> bool:
         """Return whether the lanes name this source first for pieces that are still missing."""
-        return any(key == work.candidates[0].key for work in self._unfinished() if work.candidates)
+        return any(work.missing and work.is_first_choice(key) for work in self._works)
 
-    # ── streams ──────────────────────────────────────────────────────────────────────────────────
+    def candidates_of(self, piece: int) -> tuple[Source, ...]:
+        """Return who may be asked for ``piece``."""
+        for work, _ in self._parts(Extent(piece, piece + 1)):
+            return work.candidates
+        return ()
+
+    def _parts(self, extent: Extent) -> Iterator[tuple[Work, Extent]]:
+        """Yield the works that ``extent`` touches, each with its part of it."""
+        first, stop = extent
+        works = self._works
+        for at in range(max(0, bisect_right(self._starts, first) - 1), len(works)):
+            work = works[at]
+            begin, end = work.extent
+            if begin >= stop:
+                return
+            if first >= begin and stop <= end:
+                yield work, extent
+                return
+            if first < end:
+                yield work, Extent(max(first, begin), min(stop, end))
+
+    # ── what arrives ─────────────────────────────────────────────────────────────────────────────
 
     def feed(self, key: str, stream: int) -> Feed | None:
         """Return the stream, or None where it was given up already."""
         feed = self._feeds.get(key)
         return feed if feed is not None and feed.stream == stream else None
 
-    def arrived(self, key: str, extent: Extent, now_s: float) -> None:
-        """Take note that verified pieces came from ``key`` (and need not come from elsewhere)."""
-        self._taken.add(extent)
-        for feed in self._feeds.values():
-            self._drop_in_flight(feed, extent)
-        if self._repairs:
-            for piece in range(extent.first, extent.stop):
-                self._repairs.pop(piece, None)
+    def alive(self, feed: Feed, now_s: float, *, moving: bool) -> None:
+        """Take note of a sign of life."""
+        feed.heard_s = now_s
+        if moving:
+            feed.moved_s = now_s
+
+    def arrived(self, key: str, stream: int, extent: Extent, now_s: float) -> int:
+        """Count verified pieces, whoever they came from; return how many are new."""
+        feed = self.feed(key, stream)
+        new = self.hold(extent, now_s, feed)
         self.stalled = None
-        if sender := self._feeds.get(key):
-            sender.heard_s = sender.progress_s = now_s
-            self._health.pop(key, None)
+        if feed is not None:
+            feed.heard_s = feed.moved_s = now_s
+            feed.judged.append((extent.size, 0))
+            if key in self._health:
+                health = self._health[key]
+                health.good += extent.size
+                if health.good >= FORGIVEN_PIECES:
+                    del self._health[key]
+        return new
+
+    def hold(self, extent: Extent, now_s: float, sender: Feed | None = None) -> int:
+        """Count pieces as verified: nobody needs to send them any more; return how many are new."""
+        if not self._works:
+            return self._verified.add(extent)
+        new = 0
+        for work, part in self._parts(extent):
+            fresh = self._verified.add(part)
+            if fresh:
+                new += fresh
+                work.missing -= fresh
+                work.progress_s = now_s
+                if work.behind and sender is not None:
+                    work.behind.pop(sender.source.key, None)
+            self._drop(work, part, sender)
+            work.taken.add(part)
+        if self._repairs:
+            self._repairs.arrived(extent)
+        return new
 
     def missing_again(self, extent: Extent) -> None:
         """Ask anew for pieces that were here and are not any more."""
-        self._taken.remove(extent)
+        for work, part in self._parts(extent):
+            for run in list(self._verified.common(part)):
+                work.missing += self._verified.remove(run)
+                work.taken.remove(run)
+        self._verified.remove(extent)
 
-    def rejected(self, key: str, piece: int, now_s: float) -> Repair:
-        """Set a piece aside that ``key`` sent corrupt, to be fetched on its own after a while."""
-        self._taken.add(Extent(piece, piece + 1))
-        repair = self._repairs.setdefault(piece, Repair())
-        repair.attempts += 1
-        repair.senders.append(key)
-        repair.asked = None
-        repair.retry_at_s = now_s + backoff_s(repair.attempts, self._limits, self._random)
-        if not key.startswith("origin:"):  # what the origin sends, peers can only have from there
-            repair.avoid.add(key)
-        return repair
+    def rejected(
+        self, key: str, stream: int, extent: Extent, now_s: float
+    ) -> tuple[Feed | None, bool]:
+        """Take note of corrupt pieces; return their stream if it is open, and whether its share of
+        them is so bad that it should be left.
 
-    def corrupted(self, feed: Feed, piece: int) -> bool:
-        """Count a corrupt piece against a stream; return whether it is not worth reading on."""
-        self._drop_in_flight(feed, Extent(piece, piece + 1))
-        feed.corrupt += 1
-        return feed.corrupt >= self._limits.corrupt_before_lost
+        What is neither here nor on its way from elsewhere is set aside, to be fetched on its own.
+        """
+        feed = self.feed(key, stream)
+        if feed is not None:
+            feed.heard_s = feed.moved_s = now_s
+            feed.judged.append((extent.size, extent.size))
+        for work, part in list(self._parts(extent)):
+            if feed is not None:
+                self._drop_from(feed, work, part)
+                if self._hedge is not None and self._hedge.key == key:
+                    self._hedge.pieces.remove(part)
+            elsewhere = Extents(run for each in self._feeds.values() for run in each.in_flight)
+            for missing in list(self._verified.gaps(part)):
+                for run in list(elsewhere.gaps(missing)):
+                    work.taken.add(run)
+                    for repair in self._repairs.rejected(key, run, now_s):
+                        self._judge(repair, work)
+        if self._hedge is not None and not self._hedge.pieces:
+            self._hedge = None
+        return feed, feed is not None and feed.is_bad(self._limits)
+
+    def _judge(self, repair: Repair, work: Work) -> None:
+        if self._repairs.is_hopeless(repair, work.candidates, self._is_gone):
+            self.hopeless = repair
+
+    def _is_gone(self, source: Source) -> bool:
+        health = self._health.get(source.key)
+        return health is not None and health.retry_at_s == float("inf")
+
+    def _drop(self, work: Work, part: Extent, sender: Feed | None) -> None:
+        """Take ``part`` of ``work`` out of every stream's flight."""
+        if sender is not None and self._drop_from(sender, work, part) and self._hedge is None:
+            return  # the usual case: all of it was in flight here, and so nowhere else
+        for feed in self._feeds.values():
+            if feed is not sender:
+                self._drop_from(feed, work, part)
+        if self._hedge is not None:
+            self._hedge.pieces.remove(part)
+            if not self._hedge.pieces:
+                self._hedge = None
+
+    def _drop_from(self, feed: Feed, work: Work, part: Extent) -> bool:
+        """Take ``part`` out of one stream's flight; return whether all of it was there."""
+        if feed.aside:
+            feed.aside.remove(part)
+        if feed.in_flight.covers(part):
+            feed.in_flight.remove(part)
+            work.asked_pieces -= part.size
+            work.asked_bytes -= self._pieces.bytes_of(part)
+            return True
+        for run in list(feed.in_flight.common(part)):
+            feed.in_flight.remove(run)
+            work.asked_pieces -= run.size
+            work.asked_bytes -= self._pieces.bytes_of(run)
+        return False
+
+    # ── leaving sources ──────────────────────────────────────────────────────────────────────────
 
     def lose(
         self,
@@ -138,132 +287,235 @@ class Puller:
         for_good: bool = False,
     ) -> None:
         """Give a stream up, and its source for a while; what was in flight is wanted again."""
-        key, idle = feed.source.key, not feed.in_flight
-        self.close(feed, actions)
+        key, idle = feed.source.key, not feed.waiting
+        self._forget(feed, actions)
         if idle:
             return  # a stream closed while nothing was asked of it is no loss
         health = self._health.setdefault(key, Health())
-        health.failures += 1
-        health.retry_at_s = now_s + backoff_s(health.failures, self._limits, self._random)
+        health.failed(now_s, self._limits, self._random)
         if for_good:
             health.retry_at_s = float("inf")
+        self._report_lost(key, error, actions)
+
+    def _report_lost(self, key: str, error: PacelineError, actions: list[SessionAction]) -> None:
         self.last_error = error
         self.lost[key] = None
         actions.append(ReportSourceLost(key, error.one_line()))
 
-    def close(self, feed: Feed, actions: list[SessionAction]) -> None:
+    def close_all(self, actions: list[SessionAction]) -> None:
+        """End every stream."""
+        for feed in list(self._feeds.values()):
+            self._forget(feed, actions)
+
+    def _forget(self, feed: Feed, actions: list[SessionAction]) -> None:
         """End a stream; what was in flight is wanted again."""
         key = feed.source.key
         del self._feeds[key]
-        for run in feed.in_flight:
-            self._taken.remove(run)
-        for piece, repair in self._repairs.items():
+        for run in list(feed.in_flight):
+            self._want_again(feed, run)
+        for repair in self._repairs:
             if repair.asked == key:
-                repair.asked = None
-                self._taken.add(Extent(piece, piece + 1))
-        for work in self._work:
+                self._repairs.unanswered(repair)
+        if self._hedge is not None and self._hedge.key == key:
+            self._hedge = None
+        for work in self._works:
             if work.active == key:
                 work.active = None
         actions.append(Abandon(key, feed.stream))
 
-    def close_all(self, actions: list[SessionAction]) -> None:
-        """End every stream."""
-        for feed in list(self._feeds.values()):
-            self.close(feed, actions)
+    def _want_again(self, feed: Feed, extent: Extent) -> None:
+        """Take ``extent`` out of flight; what a hedge has asked elsewhere is in flight there."""
+        hedge = self._hedge
+        other = self._feeds.get(hedge.key) if hedge is not None else None
+        for work, part in self._parts(extent):
+            self._drop_from(feed, work, part)
+            work.taken.remove(part)
+            if hedge is None or other is None or other is feed:
+                continue
+            for run in list(hedge.pieces.common(part)):
+                hedge.pieces.remove(run)
+                other.aside.remove(run)
+                self._fly(other, work, run, hedge.asked_s)
+                work.active, work.progress_s = hedge.key, hedge.asked_s
+        if hedge is not None and not hedge.pieces:
+            self._hedge = None
+
+    def _leave(self, work: Work, error: PacelineError, now_s: float) -> bool:
+        """Take ``work`` away from a source that lives but has nothing for it; return whether the
+        plan meant it to have. Others may go on reading there.
+        """
+        key = work.active or ""
+        work.behind.setdefault(key, Health()).failed(now_s, self._limits, self._random)
+        if (feed := self._feeds.get(key)) is not None:
+            for run in list(feed.in_flight.common(work.extent)):
+                self._want_again(feed, run)
+        work.active = None if work.active == key else work.active
+        self.last_error = error
+        return work.is_first_choice(key)
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
 
     def deadlines(self) -> Iterator[float]:
         """Yield the times at which something here may have to change."""
         for feed in self._feeds.values():
-            if (at := feed.deadline_s(*self._patience(feed.source))) is not None:
-                yield at
-        for repair in self._repairs.values():
-            yield repair.retry_at_s if repair.asked is None else repair.asked_s + self._repair_s()
-        for work in self._unfinished():
-            if work.active is None:
-                rests = (self._health.get(each.key) for each in work.candidates)
-                yield from (rest.retry_at_s for rest in rests if rest is not None)
+            if feed.waiting:
+                yield feed.heard_s + self._silence_s(feed.source)
+        for repair in self._repairs:
+            yield repair.retry_at_s if repair.asked is None else self._repair_ends_s(repair)
+        for work in self._works:
+            if work.active is not None:
+                if work.asked_pieces:
+                    yield self._standstill_at_s(work)
+            elif work.wanting:
+                for rests in (self._health, work.behind):
+                    for source in work.candidates:
+                        if (rest := rests.get(source.key)) is not None:
+                            yield rest.retry_at_s
+        if self._hedge is not None:
+            yield self._hedge.asked_s + self._piece_deadline_s
+        elif (due_s := self._hedge_due_s()) is not None:
+            yield due_s
 
     def check_deadlines(self, now_s: float, actions: list[SessionAction]) -> None:
         """Give up sources that are silent or stand still, and repairs that take too long."""
+        self.checked_s = now_s
         for feed in list(self._feeds.values()):
-            silence_s, standstill_s = self._patience(feed.source)
-            lost_at = feed.deadline_s(silence_s, standstill_s)
-            if lost_at is None or now_s < lost_at:
+            silence_s = self._silence_s(feed.source)
+            if feed.waiting and now_s >= feed.heard_s + silence_s:
+                error = PeerLost(
+                    "source went silent",
+                    got=f"{now_s - feed.heard_s:.2f} s",
+                    wanted=f"a sign of life within {silence_s:.2f} s",
+                    where=feed.source.key,
+                )
+                self.lose(feed, error, now_s, actions)
+        for work in self._works:
+            key = work.active
+            if key is None or not work.asked_pieces or now_s < self._standstill_at_s(work):
                 continue
-            silent = now_s - feed.heard_s >= silence_s
-            what = "source went silent" if silent else "source lives but makes no progress"
-            waited = f"{now_s - (feed.heard_s if silent else feed.progress_s):.2f} s"
-            limit = f"a piece within {silence_s if silent else standstill_s:.2f} s"
-            error = PeerLost(what, got=waited, wanted=limit, where=feed.source.key)
-            self.lose(feed, error, now_s, actions)
-        for piece, repair in self._repairs.items():
-            if repair.asked and now_s >= repair.asked_s + self._repair_s():
+            error = PeerLost(
+                "source lives but makes no progress",
+                got=f"{now_s - work.progress_s:.2f} s",
+                wanted="a piece",
+                where=key,
+            )
+            if self._leave(work, error, now_s):
+                self._report_lost(key, error, actions)
+        for repair in self._repairs:
+            if repair.asked is not None and now_s >= self._repair_ends_s(repair):
                 if (asked := self._feeds.get(repair.asked)) is not None:
-                    self._drop_in_flight(asked, Extent(piece, piece + 1))
-                repair.avoid.add(repair.asked)
-                repair.asked = None
+                    for run in repair.pieces:
+                        asked.aside.remove(run)
+                self._repairs.unanswered(repair)
+        hedge = self._hedge
+        if hedge is not None and now_s >= hedge.asked_s + self._piece_deadline_s:
+            self._end_hedge(hedge, now_s)
 
-    def _patience(self, source: Source) -> tuple[float, float]:
-        """Return after which silence, and after which standstill, ``source`` counts as lost."""
-        limits, deadline_s = self._limits, self._piece_deadline_s
+    def _silence_s(self, source: Source) -> float:
         if source.kind == "origin":
-            silence_s = max(limits.origin_deadline_s, deadline_s)
-            return silence_s, silence_s + limits.standstill_factor * deadline_s
-        return deadline_s, max(limits.standstill_min_s, limits.standstill_factor * deadline_s)
+            return max(self._limits.origin_deadline_s, self._piece_deadline_s)
+        return self._piece_deadline_s
 
-    def _repair_s(self) -> float:
-        """Return how long to wait for one repaired piece before asking somebody else."""
-        return 4 * self._piece_deadline_s
+    def _piece_s(self, work: Work) -> float:
+        """Return how long one piece takes as the plan has it."""
+        piece_s = self._piece_deadline_s / PIECE_TIMES
+        if work.expected_bytes_s > 0:
+            piece_s = max(piece_s, self._pieces.piece_bytes / work.expected_bytes_s)
+        return piece_s
+
+    def _standstill_at_s(self, work: Work) -> float:
+        """Return when the work's source counts as having nothing for it.
+
+        Long for the source that the plan names: in a plan that is just starting the whole line
+        waits for its head. Short for a spare while others are left to try: one that has our
+        pieces sends at once, and one that is behind us would hold us up for as long as it is.
+        """
+        limits, feed = self._limits, self._feeds.get(work.active or "")
+        wait_s = max(limits.standstill_min_s, limits.standstill_factor * self._piece_deadline_s)
+        if feed is not None and feed.source.kind == "origin":
+            wait_s += max(limits.origin_deadline_s, self._piece_deadline_s)
+        at_s = work.progress_s + wait_s
+        if work.hurry_s > 0 and feed is not None:
+            at_s = min(at_s, max(work.progress_s, feed.moved_s) + work.hurry_s)
+        return at_s
+
+    def _repair_ends_s(self, repair: Repair) -> float:
+        """Return until when to wait for repaired pieces before asking somebody else."""
+        feed = self._feeds.get(repair.asked or "")
+        silence_s = self._piece_deadline_s if feed is None else self._silence_s(feed.source)
+        moved_s = 0.0 if feed is None else min(feed.moved_s, repair.asked_s + 3 * silence_s)
+        return max(repair.asked_s, moved_s) + silence_s
 
     # ── asking ───────────────────────────────────────────────────────────────────────────────────
 
     def pump(self, now_s: float, actions: list[SessionAction]) -> None:
         """Ask for whatever can be asked for now; close streams that nothing is left for."""
-        for piece, repair in self._repairs.items():
+        for repair in [*self._repairs] if self._repairs else ():
             if repair.asked is None and now_s >= repair.retry_at_s:
-                self._ask_repair(piece, repair, now_s, actions)
-        for work in self._unfinished():
-            feed = self._source_for(work, now_s)
-            if feed is not None:
-                self._top_up(feed, work, now_s, actions)
-        used = {work.active for work in self._work} | {r.asked for r in self._repairs.values()}
+                self._ask_repair(repair, now_s, actions)
+        drained = not self._repairs
+        for work in self._works:
+            if work.wanting > 0:
+                if (feed := self._source_for(work, now_s)) is not None:
+                    self._top_up(feed, work, now_s, actions)
+                drained = drained and work.wanting == 0
+        if drained and self._hedge is None:
+            self._start_hedge(now_s, actions)
         for key, feed in list(self._feeds.items()):
-            if not feed.in_flight and key not in used:
-                self.close(feed, actions)
-
-    def _unfinished(self) -> Iterator[Work]:
-        return (work for work in self._work if not self._verified.covers(work.extent))
+            if not feed.waiting and not any(
+                work.active == key and work.wanting for work in self._works
+            ):
+                self._forget(feed, actions)
 
     def _source_for(self, work: Work, now_s: float) -> Feed | None:
         if work.active is not None and (feed := self._feeds.get(work.active)):
             return feed
         work.active = None
-        missing = next(self._taken.gaps(work.extent), None)
-        if missing is None:
-            return None  # all of it is on its way from somewhere
-        for source in work.candidates:
-            if self._may_ask(source, missing, now_s):
-                work.active = source.key
-                return self._open(source, now_s)
+        missing = next(work.taken.gaps(work.extent))
+        able = [each for each in work.candidates if self._may_ask(each, missing, work, now_s)]
+        if able:
+            best = min(able, key=lambda each: self._failures(each, work))
+            work.active, work.progress_s = best.key, now_s
+            work.hurry_s = 0.0
+            if len(able) > 1 and not work.is_first_choice(best.key):
+                # Jittered: of two orphans that wait for each other one leaves first and reads on,
+                # and the other one then has a source.
+                least_s = max(self._limits.spare_standstill_s, SPARE_TIMES * self._piece_s(work))
+                work.hurry_s = least_s * (1 + self._random.random())
+            return self._open(best, now_s)
         if not all(self._may_afford(each, missing) for each in work.candidates):
             self.stalled = self._over_budget()
         return None
 
-    def _ask_repair(
-        self, piece: int, repair: Repair, now_s: float, actions: list[SessionAction]
-    ) -> None:
-        extent = Extent(piece, piece + 1)
-        works = [work for work in self._work if work.extent.first <= piece < work.extent.stop]
-        candidates = list({each.key: each for work in works for each in work.candidates}.values())
-        fresh = [each for each in candidates if each.key not in repair.avoid]
-        for source in (*fresh, *(each for each in candidates if each.key in repair.avoid)):
-            if self._may_ask(source, extent, now_s):
-                repair.asked, repair.asked_s = source.key, now_s
-                self._request(self._open(source, now_s), extent, now_s, actions)
-                return
-        repair.retry_at_s = now_s + self._limits.backoff_s  # all of them rest; look again soon
+    def _failures(self, source: Source, work: Work) -> int:
+        """Return how often a source was given up of late: the untried come first. The origin that
+        a lane names is asked before its spares all the same: they get the pieces from us.
+        """
+        if source.kind == "origin" and work.is_first_choice(source.key):
+            return 0
+        rests = (self._health.get(source.key), work.behind.get(source.key))
+        return sum(rest.failures for rest in rests if rest is not None)
+
+    def _ask_repair(self, repair: Repair, now_s: float, actions: list[SessionAction]) -> None:
+        work, part = next(self._parts(next(iter(repair.pieces))))
+        if part.size < repair.pieces.count:
+            repair = self._repairs.split(repair, part)  # a run at a time, of one lane
+        self._judge(repair, work)
+        if self.hopeless is not None:
+            return
+
+        def may_ask(source: Source) -> bool:
+            return self._may_ask(source, part, work, now_s)
+
+        source = self._repairs.choose(repair, work.candidates, may_ask, now_s)
+        if source is None:
+            return
+        if source.kind == "origin":
+            fits = self._pieces.fitting(part, self._origin_left(), part.size)
+            if fits.size < part.size:
+                repair, part = self._repairs.split(repair, fits), fits
+        repair.asked, repair.asked_s = source.key, now_s
+        self._request(self._open(source, now_s), part, now_s, actions, aside=True)
 
     def _open(self, source: Source, now_s: float) -> Feed:
         feed = self._feeds.get(source.key)
@@ -273,23 +525,34 @@ class Puller:
             self._feeds[source.key] = feed
         return feed
 
+    def _size_window(self, work: Work) -> None:
+        """Decide how much of ``work`` may be in flight: what a second brings at the planned rate,
+        within the source's window, which lanes of one source share. A larger one keeps no pipe
+        fuller, and is asked again when the source dies or turns out to be slow.
+        """
+        limits, rate = self._limits, work.expected_bytes_s
+        sharing = sum(each.active == work.active and each.wanting > 0 for each in self._works) or 1
+        most = limits.window_bytes
+        if rate > 0:
+            most = min(most, int(rate * limits.window_s))
+        several = max(1, limits.least_window_pieces // sharing) * self._pieces.piece_bytes
+        work.window_bytes = max(several, most // sharing)
+        work.window_pieces = max(1, limits.window_pieces // sharing)
+
     def _top_up(self, feed: Feed, work: Work, now_s: float, actions: list[SessionAction]) -> None:
         """Ask for more once half of the window has drained: few requests, never an empty pipe."""
-        limits = self._limits
-        if feed.in_flight and (
-            feed.in_flight_bytes > limits.window_bytes // 2
-            or feed.in_flight.count > limits.window_pieces // 2
+        if work.asked_pieces and (
+            work.asked_bytes > work.window_bytes // 2 or work.asked_pieces > work.window_pieces // 2
         ):
             return
-        for gap in list(self._taken.gaps(work.extent)):
-            room_bytes = limits.window_bytes - feed.in_flight_bytes
-            room_pieces = limits.window_pieces - feed.in_flight.count
+        self._size_window(work)
+        while (gap := next(work.taken.gaps(work.extent), None)) is not None:
+            room_bytes = work.window_bytes - work.asked_bytes
+            room_pieces = work.window_pieces - work.asked_pieces
             extent = self._pieces.fitting(gap, room_bytes, room_pieces)
-            if extent.size == 0 and not feed.in_flight:
-                extent = Extent(gap.first, gap.first + 1)  # a piece larger than the window
             if feed.source.kind == "origin":
                 extent = self._pieces.fitting(extent, self._origin_left(), extent.size)
-                if extent.size == 0 and not feed.in_flight:
+                if extent.size == 0 and not work.asked_pieces:
                     work.active = None  # the fuse: others may still be asked
                     self.stalled = self._over_budget()
             if extent.size == 0:
@@ -297,26 +560,40 @@ class Puller:
             self._request(feed, extent, now_s, actions)
 
     def _request(
-        self, feed: Feed, extent: Extent, now_s: float, actions: list[SessionAction]
+        self,
+        feed: Feed,
+        extent: Extent,
+        now_s: float,
+        actions: list[SessionAction],
+        *,
+        aside: bool = False,
     ) -> None:
-        if not feed.in_flight:
-            feed.heard_s = feed.progress_s = now_s
-        self._taken.add(extent)
-        feed.in_flight.add(extent)
-        asked_bytes = self._pieces.bytes_of(extent)
-        feed.in_flight_bytes += asked_bytes
+        if not feed.waiting:
+            feed.heard_s = now_s
+        if aside:
+            feed.aside.add(extent)
+        else:
+            for work, part in self._parts(extent):
+                if not work.asked_pieces:
+                    work.progress_s = now_s
+                self._fly(feed, work, part, now_s)
         if feed.source.kind == "origin":
-            self.origin_spent += asked_bytes
+            self.origin_spent += self._pieces.bytes_of(extent)
         actions.append(Fetch(feed.source, feed.stream, extent))
 
-    def _drop_in_flight(self, feed: Feed, extent: Extent) -> None:
-        for run in list(feed.in_flight.common(extent)):
-            feed.in_flight.remove(run)
-            feed.in_flight_bytes -= self._pieces.bytes_of(run)
+    def _fly(self, feed: Feed, work: Work, part: Extent, asked_s: float) -> None:
+        """Count ``part`` of ``work`` as in flight in ``feed``."""
+        work.taken.add(part)
+        work.asked_pieces += feed.in_flight.add(part)
+        work.asked_bytes += self._pieces.bytes_of(part)
+        feed.asked.append((asked_s, part))
 
-    def _may_ask(self, source: Source, extent: Extent, now_s: float) -> bool:
-        health = self._health.get(source.key)
-        return (health is None or now_s >= health.retry_at_s) and self._may_afford(source, extent)
+    def _may_ask(self, source: Source, extent: Extent, work: Work, now_s: float) -> bool:
+        for rests in (self._health, work.behind):
+            rest = rests.get(source.key)
+            if rest is not None and now_s < rest.retry_at_s:
+                return False
+        return self._may_afford(source, extent)
 
     def _may_afford(self, source: Source, extent: Extent) -> bool:
         if source.kind != "origin":
@@ -333,6 +610,68 @@ class Puller:
             wanted=f"at most {self._budget_bytes}",
             do="Bring a holder back, or raise the budget with a new plan.",
         )
+
+    # ── hedging ──────────────────────────────────────────────────────────────────────────────────
+
+    def _hedge_due_s(self) -> float | None:
+        """Return when the last pieces in flight have taken too long, or None before the end."""
+        if self._hedges_left <= 0 or self._repairs or any(work.wanting for work in self._works):
+            return None
+        found = self._oldest()
+        return None if found is None else found[0]
+
+    def _oldest(self) -> tuple[float, Work, Extent] | None:
+        """Return the pieces in flight from a worker that are due first, and when they are due.
+
+        A source at its planned rate sends a window in a second; twice that is late. Where no rate
+        is planned, one that has sent nothing for as long as a piece may take.
+        """
+        due: list[tuple[float, Work, Extent]] = []
+        for feed in self._feeds.values():
+            if feed.source.kind == "worker" and (oldest := feed.oldest()) is not None:
+                asked_s, run = oldest
+                for work, part in self._parts(run):
+                    if work.expected_bytes_s > 0:
+                        drains_s = work.window_bytes / work.expected_bytes_s
+                        due_s = asked_s + max(self._piece_deadline_s, 2 * drains_s)
+                    else:
+                        due_s = max(asked_s, work.progress_s) + self._piece_deadline_s
+                    due.append((due_s, work, part))
+                    break
+        return min(due, key=lambda each: each[0], default=None)
+
+    def _start_hedge(self, now_s: float, actions: list[SessionAction]) -> None:
+        """Ask a spare for the oldest pieces in flight once they are late; who sends first wins.
+
+        Never the origin: a fleet that waits for its slowest link would read the model twice.
+        """
+        found = self._oldest() if self._hedges_left > 0 else None
+        if found is None or now_s < found[0]:
+            return
+        _, work, run = found
+        owing = {key for key, feed in self._feeds.items() if next(feed.in_flight.common(run), None)}
+        for source in work.candidates:
+            if source.kind == "origin" or source.key in owing:
+                continue
+            if self._may_ask(source, run, work, now_s):
+                most = min(self._limits.hedge_pieces, self._hedges_left)
+                extent = self._pieces.fitting(run, self._limits.window_bytes, most)
+                extent = Extent(run.first, max(extent.stop, run.first + 1))
+                self._hedges_left -= extent.size
+                self._hedge = Hedge(source.key, Extents([extent]), now_s)
+                self._request(self._open(source, now_s), extent, now_s, actions, aside=True)
+                return
+
+    def _end_hedge(self, hedge: Hedge, now_s: float) -> None:
+        """Leave a spare that did not help; the first source still owes the pieces."""
+        self._hedge = None
+        feed = self._feeds.get(hedge.key)
+        for run in hedge.pieces:
+            if feed is not None:
+                feed.aside.remove(run)
+            for work, _ in self._parts(run):
+                rest = work.behind.setdefault(hedge.key, Health())
+                rest.failed(now_s, self._limits, self._random)
 
 
 def _others(candidates: tuple[Source, ...], worker_id: str) -> tuple[Source, ...]:

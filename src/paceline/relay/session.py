@@ -5,8 +5,9 @@ lost and who replaces it, what to do with corrupt pieces, when the model is comp
 sockets, files or threads, and no idea of topologies: it executes lanes. The socket driver, the
 in-memory network of the tests and any simulator run this same object.
 
-Promises: held pieces are never asked for again; a piece is in flight from one source at a time; the
-origin is asked for at most ``origin_budget_bytes`` an epoch; every wait ends (I12).
+Promises: held pieces are never asked for again; a piece is in flight from one source at a time (the
+last ones from two, where the first is late); the origin is asked for at most
+``origin_budget_bytes`` an epoch; every wait ends (I12).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from paceline.relay.events import (
 from paceline.relay.extents import Extent, Extents
 from paceline.relay.limits import PieceMap, SessionLimits
 from paceline.relay.pulling import Puller
+from paceline.relay.repairs import Repair
 from paceline.wire.plan import WorkerLanes
 from paceline.wire.records import Failure, WorkerStatus
 
@@ -50,7 +52,8 @@ from paceline.wire.records import Failure, WorkerStatus
 class RelaySession:
     """Executes one worker's lanes; see the module's docstring.
 
-    ``held`` are the pieces already durable on this worker's disk.
+    ``held`` are the pieces already durable on this worker's disk. ``pieces`` is the manifest's
+    ``PieceMap`` where the caller has one already: it is read only and may be shared.
     """
 
     def __init__(
@@ -58,17 +61,23 @@ class RelaySession:
         *,
         worker_id: str,
         manifest: Manifest,
-        held: Iterable[int] = (),
+        held: Iterable[int] | Extents = (),
         limits: SessionLimits | None = None,
         seed: int = 0,
+        pieces: PieceMap | None = None,
     ) -> None:
         self.worker_id = worker_id
         self._manifest = manifest
         self._digest = manifest.digest
         self._limits = limits or SessionLimits()
-        self._pieces = PieceMap(manifest)
-        self._durable = Extents.of(held)
+        self._pieces = pieces or PieceMap(manifest)
+        self._durable = held.copy() if isinstance(held, Extents) else Extents.of(held)
         self._verified = self._durable.copy()
+        self._bytes_held = sum(self._pieces.bytes_of(run) for run in self._durable)
+        self._chunks = {
+            number for number, run in enumerate(self._pieces.chunks) if self._durable.covers(run)
+        }
+        self._chunks_received: tuple[int, ...] | None = None  # sorted, made when asked for
         self._pull = Puller(
             self._pieces, self._verified, self._limits, Random(f"{seed}/{worker_id}")
         )
@@ -76,7 +85,7 @@ class RelaySession:
         self._over = False  # cancelled: no lanes revive it
         self._lanes: WorkerLanes | None = None
         self._error: PacelineError | None = None
-        self._now_s = self._progress_s = self._alive_s = 0.0
+        self._progress_s = self._alive_s = 0.0
         self._corrupt: dict[str, None] = {}  # an ordered set of who sent corrupt pieces
         self._refetched = self._rejected = 0
 
@@ -85,23 +94,21 @@ class RelaySession:
     def handle(self, event: SessionEvent, now_s: float) -> list[SessionAction]:
         """Take one event at time ``now_s`` (any monotonic clock) and return what to do."""
         actions: list[SessionAction] = []
-        self._now_s = now_s
         match event:
-            case LanesAssigned(lanes):
-                self._assign(lanes, now_s, actions)
-            case PieceVerified(key, _, extent):
-                self._arrived(key, extent, now_s)
-            case PieceRejected(key, stream, extent):
-                for piece in range(*extent):
-                    self._reject(key, stream, piece, now_s, actions)
-            case SourceAlive(key, stream):
+            case PieceVerified(key, stream, extent):
+                self._arrived(key, stream, extent, now_s)
+            case PiecesDurable(extent):
+                self._became_durable(extent, now_s)
+            case SourceAlive(key, stream, moving):
                 if feed := self._pull.feed(key, stream):
-                    feed.heard_s = self._alive_s = now_s
+                    self._pull.alive(feed, now_s, moving=moving)
+                    self._alive_s = now_s
+            case PieceRejected(key, stream, extent):
+                self._reject(key, stream, extent, now_s, actions)
             case SourceFailed(key, stream, error):
                 self._source_failed(key, stream, error, now_s, actions)
-            case PiecesDurable(extent):
-                self._verified.add(extent)
-                self._durable.add(extent)
+            case LanesAssigned(lanes):
+                self._assign(lanes, now_s, actions)
             case PiecesRotten(extent):
                 self._rot(extent)
             case LocalFailed(error):
@@ -122,25 +129,24 @@ class RelaySession:
             return None
         give_up_s = self._give_up_s()
         # What lies in the past was looked at in the last ``handle`` and waits for something else.
-        later = (at for at in self._pull.deadlines() if self._now_s < at < give_up_s)
+        seen_s = self._pull.checked_s
+        later = (at for at in self._pull.deadlines() if seen_s < at < give_up_s)
         return min(later, default=give_up_s)
 
     def progress(self) -> SessionProgress:
         """Return where this worker stands; what is reported as held is durable (I2)."""
         stalled = self._pull.stalled if self._status is WorkerStatus.RECEIVING else None
         failure = self._error or stalled
+        if self._chunks_received is None:
+            self._chunks_received = tuple(sorted(self._chunks))
         return SessionProgress(
             deployment_id=self._lanes.deployment_id if self._lanes else "",
             epoch=self.epoch,
             status=self._status,
             pieces_held=self._durable.count,
-            bytes_held=sum(self._pieces.bytes_of(run) for run in self._durable),
+            bytes_held=self._bytes_held,
             pieces_verified=self._verified.count,
-            chunks_received=tuple(
-                number
-                for number, extent in enumerate(self._pieces.chunks)
-                if self._durable.covers(extent)
-            ),
+            chunks_received=self._chunks_received,
             refetched_pieces=self._refetched,
             corrupt_pieces=self._rejected,
             origin_spent_bytes=self._pull.origin_spent,
@@ -168,45 +174,52 @@ class RelaySession:
         self._lanes = lanes
         if self._status is WorkerStatus.COMPLETE:
             return  # the new epoch is acknowledged; there is nothing left to pull
-        self._pull.assign(lanes, self._durable, actions)
+        self._pull.assign(lanes, now_s, actions)
         self._corrupt.clear()
         self._error = None
         self._status = WorkerStatus.RECEIVING
         self._progress_s = self._alive_s = now_s
 
-    def _arrived(self, key: str, extent: Extent, now_s: float) -> None:
-        new = self._verified.add(extent)
+    def _arrived(self, key: str, stream: int, extent: Extent, now_s: float) -> None:
+        new = self._pull.arrived(key, stream, extent, now_s)
         self._refetched += extent.size - new
-        self._pull.arrived(key, extent, now_s)
         if new:
             self._progress_s = self._alive_s = now_s
 
+    def _became_durable(self, extent: Extent, now_s: float) -> None:
+        if not self._verified.covers(extent):
+            self._pull.hold(extent, now_s)
+        fresh = list(self._durable.gaps(extent))
+        for run in fresh:
+            self._durable.add(run)
+            self._bytes_held += self._pieces.bytes_of(run)
+            for number in self._pieces.chunks_of(run):
+                if self._durable.covers(self._pieces.chunks[number]):
+                    self._chunks.add(number)
+                    self._chunks_received = None
+
     def _reject(
-        self, key: str, stream: int, piece: int, now_s: float, actions: list[SessionAction]
+        self, key: str, stream: int, extent: Extent, now_s: float, actions: list[SessionAction]
     ) -> None:
-        self._rejected += 1
+        self._rejected += extent.size
         self._corrupt[key] = None
-        actions.append(ReportCorrupt(key, piece))
-        feed = self._pull.feed(key, stream)
-        leave = False
+        actions.append(ReportCorrupt(key, extent.first, extent.size))
+        feed, leave = self._pull.rejected(key, stream, extent, now_s)
         if feed is not None:
-            feed.heard_s = self._alive_s = now_s
-            leave = self._pull.corrupted(feed, piece)
-        if piece in self._verified:
-            return
-        repair = self._pull.rejected(key, piece, now_s)
-        if repair.attempts >= self._limits.piece_attempts:
-            error = CorruptData(
-                f"a piece arrived corrupt {repair.attempts} times",
-                got=f"piece {piece} from {', '.join(dict.fromkeys(repair.senders))}",
-                wanted="bytes that match the manifest",
-                where=self._manifest.files[self._manifest.piece_of(piece).file_index].path,
-                do="Check the source object and the named workers' disks; publish again if needed.",
-            )
-            self._fail(error, actions)
-        elif feed is not None and leave:
-            lost = PeerLost("source sends corrupt pieces", got=feed.corrupt, where=key)
-            self._pull.lose(feed, lost, now_s, actions)
+            self._alive_s = now_s
+            if leave:
+                lost = PeerLost("source sends corrupt pieces", got=feed.corrupt, where=key)
+                self._pull.lose(feed, lost, now_s, actions)
+
+    def _corrupt_everywhere(self, repair: Repair) -> PacelineError:
+        piece = next(iter(repair.pieces)).first
+        return CorruptData(
+            f"a piece arrived corrupt {repair.attempts} times",
+            got=f"piece {piece} from {', '.join(repair.corrupt)}",
+            wanted="bytes that match the manifest",
+            where=self._manifest.files[self._manifest.piece_of(piece).file_index].path,
+            do="Check the source object and the named workers' disks; publish again if needed.",
+        )
 
     def _source_failed(
         self,
@@ -227,8 +240,10 @@ class RelaySession:
 
     def _rot(self, extent: Extent) -> None:
         if self._status is not WorkerStatus.COMPLETE:
+            self._bytes_held -= sum(map(self._pieces.bytes_of, self._durable.common(extent)))
             self._durable.remove(extent)
-            self._verified.remove(extent)
+            self._chunks.difference_update(self._pieces.chunks_of(extent))
+            self._chunks_received = None
             self._pull.missing_again(extent)
 
     # ── going on, and ends ───────────────────────────────────────────────────────────────────────
@@ -243,6 +258,8 @@ class RelaySession:
             actions.append(Complete())
         else:
             self._pull.pump(now_s, actions)
+        if (repair := self._pull.hopeless) is not None:
+            self._fail(self._corrupt_everywhere(repair), actions)
 
     def _give_up_s(self) -> float:
         return min(self._alive_s + self._limits.give_up_s, self._progress_s + self._limits.stall_s)
