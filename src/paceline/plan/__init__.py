@@ -4,8 +4,10 @@ It knows topologies, racks and rates. No sockets, no clock, no randomness beyond
 the same inputs give the same plan on a standby, in a test and in the simulator.
 """
 
-from paceline.plan.cost import Prediction, origin_cap_bytes, predict
+from paceline.plan.cost import Prediction, origin_cap_bytes
+from paceline.plan.line import next_order
 from paceline.plan.make import make_plan
+from paceline.plan.predict import predict
 from paceline.plan.worker import PlanWorker, Standing, cross_rack_bytes, rack_of
 
 __all__ = [
@@ -14,6 +16,7 @@ __all__ = [
     "Standing",
     "cross_rack_bytes",
     "make_plan",
+    "next_order",
     "origin_cap_bytes",
     "predict",
     "rack_of",

@@ -1,75 +1,180 @@
-"""What a topology would take: closed formulas, before a byte moves.
+"""What a plan takes, from the loads it puts on links: one function for plans, tables and estimates.
 
-B is goodput (on paced loopback agents the link rate itself; on shaped hosts rate x 1448 / 1514).
-chain = S/B + (N-1) p/B; binary tree = 2 S/B + ceil(log2 N) 2p/B; direct = N S / B_external.
-Nobody can be faster than S/B. Knows numbers only, no workers.
+seconds = the most loaded resource (each link in and out, the origin's, each rack's uplink in and
+out, each disk) + the longest path, a piece a hop. B is goodput (on paced loopback agents the link
+rate itself; on shaped hosts rate x 1448 / 1514). Nobody can be faster than S/B.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.errors import InvalidPlan
-from paceline.wire.plan import Topology
+from paceline.plan.cargo import Cargo
+from paceline.plan.flows import Flow
+from paceline.plan.line import Line
+from paceline.plan.trees import ORIGIN
+from paceline.plan.worker import rack_of
 
 MIB = 1024 * 1024
 SLACK_SHARE = 0.02  # the origin fuse: 2 % beyond the model,
 SLACK_BYTES = 64 * MIB  # or this much for a small one
 
+# Streams that share a link do not share it evenly. A chain of 1,000 at 4 MiB loses 0.8 % to its
+# depth, so stripes win where a line is longer than about 600.
+STRIPE_PENALTY = 0.005
+DEEP = 0.01  # of the bound: a path that takes longer is what limits a plan
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What workers share. ``external_mbit`` None: the origin is as fast as one of them."""
+
+    external_mbit: float | None = None
+    oversubscription: float = 1.0  # a rack's links together / its uplink
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds and bytes; ``depth`` is the longest path from the origin, in hops."""
+    """Seconds and bytes; ``depth`` is the longest path from the origin, in hops.
+
+    ``limited_by`` is "link", "origin", "uplink", "disk" or "depth".
+    """
 
     seconds: float
     bound_seconds: float
     cross_rack_bytes: int
     origin_bytes: int
     depth: int
+    limited_by: str = "link"
 
 
-def predict(
-    topology: Topology | str,
-    *,
-    total_bytes: int,
-    workers: int,
-    piece_bytes: int,
-    link_mbit: float,
-    external_mbit: float | None = None,
-    racks: int = 1,
-    depth: int | None = None,
-) -> Prediction:
-    """Return what ``topology`` takes for ``workers`` equal workers that hold nothing yet.
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What flows take together, and the rate that each of them can count on, in their order."""
 
-    ``external_mbit`` (the origin's link) defaults to ``link_mbit``; ``depth`` to the topology's
-    own. ``cross_rack_bytes`` is the least possible; a plan states its own.
-    """
-    topology = Topology(topology)
-    if topology not in (Topology.DIRECT, Topology.TREE):
-        topology = Topology.CHAIN
-    if workers < 1 or total_bytes < 0 or piece_bytes < 1 or link_mbit <= 0:
-        raise InvalidPlan(
-            "nothing to predict",
-            got=f"{workers} workers, {total_bytes} bytes, {link_mbit} Mbit/s",
-            wanted="at least one worker and a link",
+    prediction: Prediction
+    rates: list[float]  # bytes/s
+
+
+def price(line: Line, flows: Sequence[Flow], cargo: Cargo, network: Network) -> Price:
+    """Return what ``flows`` (each worker's after its source's, in every stripe) take."""
+    workers = line.workers
+    speed = [worker.link_mbit * 1e6 / 8 for worker in workers]
+    external = _external(line, network)
+    bound = cargo.total / min(external, min(speed[: line.length], default=external))
+    taken, sent = [0] * len(workers), [0] * len(workers)
+    readers = [0] * len(workers)  # flows out of, and into, each worker
+    sources = [0] * len(workers)
+    origin = origin_readers = 0
+    for flow in flows:
+        taken[flow.reader] += flow.size
+        sources[flow.reader] += flow.size > 0
+        if flow.source >= 0:
+            sent[flow.source] += flow.size
+            readers[flow.source] += flow.size > 0
+        else:
+            origin += flow.size
+            origin_readers += flow.size > 0
+    leaves = set(line.leaves)
+    by_line = by_leaf = 0.0
+    for place, rate in enumerate(speed):
+        seconds = max(taken[place], sent[place]) / rate
+        if place in leaves:
+            by_leaf = max(by_leaf, seconds)
+        else:
+            by_line = max(by_line, seconds)
+    crossing, by_uplink = _uplinks(line, flows, network)
+    shared = max(by_line, origin / external, by_uplink)
+    even = by_line / shared if shared else 1.0  # links wait for what limits everybody
+    rates = [
+        even
+        * min(
+            speed[flow.reader] / max(1, sources[flow.reader]),
+            speed[flow.source] / max(1, readers[flow.source])
+            if flow.source >= 0
+            else external / max(1, origin_readers),
         )
-    link = link_mbit * 1e6 / 8
-    external = (external_mbit or link_mbit) * 1e6 / 8
-    bound = total_bytes / min(link, external)
-    crossings = min(racks, workers) - 1
-    if topology is Topology.DIRECT:
-        origin = workers * total_bytes
-        seconds = max(bound, origin / external)
-        return Prediction(seconds, bound, 0, origin, 1)
-    if topology is Topology.CHAIN:
-        depth = depth or workers
-        fanout = 1
-    else:
-        depth = depth or (workers - 1).bit_length() + 1
-        fanout = min(2, max(1, workers - 1))
-    piece = min(piece_bytes, total_bytes)
-    seconds = max(bound, fanout * total_bytes / link) + (depth - 1) * fanout * piece / link
-    return Prediction(seconds, bound, crossings * total_bytes, total_bytes, depth)
+        for flow in flows
+    ]
+    depth, path = _longest_path(flows, rates, cargo, even)
+    by = {
+        "link": max(by_line, by_leaf),
+        "origin": origin / external,
+        "uplink": by_uplink,
+        "disk": max(
+            (
+                taken[place] / (worker.disk_mbit * 1e6 / 8)
+                for place, worker in enumerate(workers)
+                if worker.disk_mbit
+            ),
+            default=0.0,
+        ),
+    }
+    limit = max(by, key=lambda name: by[name])
+    seconds = by[limit]
+    if any(flow.stripe for flow in flows):
+        seconds *= 1 + STRIPE_PENALTY
+    if path > max(DEEP * bound, seconds - bound):
+        limit = "depth"
+    return Price(Prediction(seconds + path, bound, crossing, origin, depth, limit), rates)
+
+
+def _external(line: Line, network: Network) -> float:
+    if network.external_mbit is not None:
+        return network.external_mbit * 1e6 / 8
+    links = [line.workers[place].link_mbit for place in line.core]
+    return min(links or [worker.link_mbit for worker in line.workers]) * 1e6 / 8
+
+
+def _uplinks(line: Line, flows: Iterable[Flow], network: Network) -> tuple[int, float]:
+    """Return how many bytes cross between racks, and how long the busiest uplink takes."""
+    racks = [rack_of(worker) for worker in line.workers]
+    links: dict[tuple[str, str], float] = {}
+    for rack, worker in zip(racks, line.workers, strict=True):
+        links[rack] = links.get(rack, 0.0) + worker.link_mbit * 1e6 / 8
+    into: Counter[tuple[str, str]] = Counter()
+    out: Counter[tuple[str, str]] = Counter()
+    crossing = 0
+    for flow in flows:
+        rack = racks[flow.reader]
+        if flow.source == ORIGIN:
+            into[rack] += flow.size
+        elif racks[flow.source] != rack:
+            into[rack] += flow.size
+            out[racks[flow.source]] += flow.size
+            crossing += flow.size
+    most = max(
+        (
+            load / (links[rack] / network.oversubscription)
+            for loads in (into, out)
+            for rack, load in loads.items()
+        ),
+        default=0.0,
+    )
+    return crossing, most
+
+
+def _longest_path(
+    flows: Iterable[Flow], rates: Sequence[float], cargo: Cargo, even: float
+) -> tuple[int, float]:
+    """Return the longest path in hops, and how long a piece needs beyond its first hop."""
+    piece = min(cargo.piece_bytes, cargo.total)
+    hops: dict[tuple[int, int], tuple[int, float]] = {}
+    deepest, slowest = 1, 0.0
+    for flow, rate in zip(flows, rates, strict=True):
+        depth, late = 1, 0.0
+        if flow.source >= 0 and not flow.from_holder:
+            above = hops.get((flow.stripe, flow.source))
+            if above is not None:
+                # A hop takes as long as the link, not what limits everybody, lets it.
+                depth, late = above[0] + 1, above[1] + (piece * even / rate if rate else 0.0)
+        known = hops.get((flow.stripe, flow.reader), (0, 0.0))
+        hops[flow.stripe, flow.reader] = max(known[0], depth), max(known[1], late)
+        if flow.size:
+            deepest, slowest = max(deepest, depth), max(slowest, late)
+    return deepest, slowest
 
 
 def origin_cap_bytes(total_bytes: int) -> int:
@@ -77,15 +182,17 @@ def origin_cap_bytes(total_bytes: int) -> int:
     return max(int(total_bytes * (1 + SLACK_SHARE)), total_bytes + SLACK_BYTES)
 
 
-def origin_shares(total_bytes: int, spent_bytes: int, workers: int) -> list[int]:
-    """Return each worker's share of what the fuse still allows, in the order of the line.
+def origin_shares(total_bytes: int, spent_bytes: int, needs: Sequence[int]) -> list[int]:
+    """Return each worker's share of what the fuse still allows; together never more than that.
 
-    The first one reads the origin and gets nearly all; half of the slack is spread over the
-    others, for a piece that only the origin still has while the coordinator is away.
+    ``needs`` is what each begins at the origin: those get nearly all, in proportion. Half of the
+    slack is spread over the others, for a piece that only the origin still has while the
+    coordinator is away.
     """
     cap = origin_cap_bytes(total_bytes)
     left = max(0, cap - spent_bytes)
-    if workers < 2:
-        return [left][:workers]
-    share = min(left, cap - total_bytes) // 2 // (workers - 1)
-    return [left - share * (workers - 1), *[share] * (workers - 1)]
+    wanted = sum(needs)
+    others = sum(1 for need in needs if not need)
+    share = min(left, cap - total_bytes) // 2 // others if others else 0
+    rest = left - share * others
+    return [rest * need // wanted if need else share for need in needs]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from paceline.manifest import Manifest
 from paceline.wire.plan import Labels, Plan, Source
 
 
@@ -43,15 +44,18 @@ def rack_of(worker: PlanWorker) -> tuple[str, str]:
     return (worker.labels.zone, worker.labels.rack)
 
 
-def cross_rack_bytes(plan: Plan, workers: Iterable[PlanWorker], total_bytes: int) -> int:
+def cross_rack_bytes(plan: Plan, workers: Iterable[PlanWorker], manifest: Manifest) -> int:
     """Return how many bytes ``plan`` moves between racks when nobody holds anything yet.
 
     Bytes from the origin come through the external link and cross no rack here.
     """
     racks = {worker.worker_id: rack_of(worker) for worker in workers}
+    ends = [0]
+    for chunk in manifest.chunks:
+        ends.append(ends[-1] + chunk.size)
     return sum(
-        total_bytes
+        ends[lane.last_chunk + 1] - ends[lane.first_chunk]
         for each in plan.workers
-        for lane in each.lanes[:1]
+        for lane in each.lanes
         if lane.source.worker_id and racks[lane.source.worker_id] != racks[each.worker_id]
     )

@@ -1,0 +1,122 @@
+"""What is moved, as planners see it: sizes of chunks, stripes of them, and who lacks how much.
+
+A stripe is a run of chunks that travels along a tree of its own. Knows no digests and no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from paceline.manifest import Manifest
+from paceline.plan.worker import PlanWorker
+
+# Four stripes: a worker has at most four sources and four readers, and trees of 10,000 workers are
+# seven deep; more of them make trees no shallower that matters, and streams thinner.
+STRIPES = 4
+EVEN_ENOUGH = 1.05  # the longest stripe against the mean: what uneven ones cost in time
+
+
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """Chunks ``first`` to ``last``, both inclusive, and their bytes."""
+
+    first: int
+    last: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """One model version: ``sizes`` are the bytes of its chunks, in order."""
+
+    sizes: tuple[int, ...]
+    piece_bytes: int
+    pieces: int
+    total: int = field(init=False)
+    ends: tuple[int, ...] = field(init=False)  # ends[n] bytes stand before chunk n
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ends", (0, *accumulate(self.sizes)))
+        object.__setattr__(self, "total", self.ends[-1])
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Cargo:
+        """Return the sizes of ``manifest``."""
+        sizes = tuple(chunk.size for chunk in manifest.chunks)
+        return cls(sizes, manifest.piece_bytes, manifest.piece_count)
+
+    @classmethod
+    def even(cls, total_bytes: int, piece_bytes: int, chunk_bytes: int) -> Cargo:
+        """Return a model that nobody has published yet: chunks of one size, the last one shorter.
+
+        ``chunk_bytes`` 0 cuts it so fine that stripes come out even.
+        """
+        chunk = chunk_bytes or max(1, total_bytes // (64 * STRIPES))
+        sizes = [chunk] * (total_bytes // chunk)
+        if rest := total_bytes - sum(sizes):
+            sizes.append(rest)
+        return cls(tuple(sizes or [0]), piece_bytes, -(-total_bytes // piece_bytes))
+
+    def size_of(self, first: int, last: int) -> int:
+        """Return the bytes of chunks ``first`` to ``last``, both inclusive."""
+        return self.ends[last + 1] - self.ends[first]
+
+    def stripes(self, count: int) -> list[Stripe]:
+        """Return the model as ``count`` runs of chunks, as even in bytes as chunks allow."""
+        edges = [0]
+        for number in range(1, count):
+            wanted = self.total * number / count
+            least, most = edges[-1] + 1, len(self.sizes) - (count - number)
+            edge = least
+            while edge < most and abs(self.ends[edge + 1] - wanted) <= abs(
+                self.ends[edge] - wanted
+            ):
+                edge += 1
+            edges.append(edge)
+        edges.append(len(self.sizes))
+        return [
+            Stripe(first, stop - 1, self.size_of(first, stop - 1))
+            for first, stop in pairwise(edges)
+        ]
+
+    def stripe_count(self, workers: int) -> int:
+        """Return how many stripes to cut for so many workers: four, fewer where chunks or workers
+        are few or where fewer come out evener.
+        """
+        most = min(STRIPES, workers, len(self.sizes))
+        best, least = 1, float("inf")
+        for count in range(most, 1, -1):
+            longest = max(stripe.size for stripe in self.stripes(count))
+            uneven = longest * count / self.total if self.total else 1.0
+            if uneven <= EVEN_ENOUGH:
+                return count
+            if uneven < least - 1e-9:
+                best, least = count, uneven
+        return best
+
+    def missing(self, worker: PlanWorker, stripes: Sequence[Stripe]) -> list[int]:
+        """Return how many bytes of each stripe ``worker`` lacks.
+
+        Pieces held beyond whole chunks are spread evenly over what is missing.
+        """
+        if worker.complete:
+            return [0] * len(stripes)
+        lacking = [stripe.size for stripe in stripes]
+        if worker.held_chunks:
+            lasts = [stripe.last for stripe in stripes]
+            at = 0
+            for chunk in sorted(worker.held_chunks):
+                while at < len(lasts) and lasts[at] < chunk:
+                    at += 1
+                if at < len(lasts) and chunk >= 0:
+                    lacking[at] -= self.sizes[chunk]
+        held = min(worker.held_pieces, self.pieces)
+        if held and (left := sum(lacking)):
+            by_pieces = self.total - self.total * held // self.pieces
+            if by_pieces < left:
+                if len(lacking) == 1:
+                    return [by_pieces]
+                return [size * by_pieces // left for size in lacking]
+        return lacking

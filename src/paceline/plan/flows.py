@@ -1,0 +1,276 @@
+"""Who takes what from whom: trees become flows, one or more for every worker and stripe.
+
+Here the slow and the quarantined are fed where links have room, and what somebody holds already is
+taken from there instead of from the origin or across racks: rarest first, least burdened, nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.plan.cargo import Cargo, Stripe
+from paceline.plan.line import SLOW_LINK, Line
+from paceline.plan.trees import NOWHERE, ORIGIN, Trees
+from paceline.plan.worker import PlanWorker, Standing, rack_of
+
+MOST_RUNS = 16  # lanes that one stripe of one worker may be split into
+_ROOM = 1e-6
+
+
+@dataclass(slots=True)
+class Flow:
+    """``reader`` takes chunks ``first`` to ``last`` of ``stripe`` from ``source``.
+
+    Both are places (``source`` may be ORIGIN); ``size`` is what the reader lacks of it.
+    """
+
+    reader: int
+    source: int
+    stripe: int
+    first: int
+    last: int
+    size: int
+    from_holder: bool = False  # the source held it before: the path begins there
+
+
+def nearness(one: PlanWorker, other: PlanWorker) -> int:
+    """Return how close two workers stand: 3 same host, 2 same rack, 1 same zone, 0 neither."""
+    ours, theirs = one.labels, other.labels
+    if ours.zone != theirs.zone:
+        return 0
+    if ours.rack != theirs.rack:
+        return 1
+    return 3 if ours.host and ours.host == theirs.host else 2
+
+
+def feed_leaves(line: Line, trees: Trees) -> None:
+    """Give every leaf (slow, quarantined) its sources in ``trees``, in place.
+
+    Fastest first, each behind a worker whose link has room for it: the last of the line, those
+    whose children need nothing; where there is no room, behind a faster one of its own kind.
+    """
+    leaves = [place for place in line.leaves if not line.workers[place].complete]
+    if not leaves:
+        return
+    room = _room(line, trees)
+    pool = [place for place in (*reversed(line.core), *line.beside) if room.get(place, 0) > _ROOM]
+    pool.sort(key=lambda place: room[place] < 1)  # whole slots first
+    stripes = len(trees.up)
+    for leaf in leaves:
+        worker = line.workers[leaf]
+        share = _share(line, worker) * trees.slots / stripes
+        taken: list[int] = []
+        for stripe in range(stripes):
+            source = _with_room(line, worker, share, pool, room, taken)
+            if source is None:  # everybody's link is full: whoever is least so, this once
+                source = max(room, key=lambda place: (room[place], place), default=None)
+            if source is None:
+                trees.up[stripe][leaf] = ORIGIN
+                continue
+            trees.up[stripe][leaf] = source
+            room[source] -= share
+            taken.append(source)
+        pool = [place for place in pool if room[place] > _ROOM]
+        if worker.standing is not Standing.QUARANTINED:
+            room[leaf] = share * stripes
+            pool.append(leaf)
+
+
+def _room(line: Line, trees: Trees) -> dict[int, float]:
+    """Return how many slots everyone has left who may feed others; who is complete takes none."""
+    room = {
+        place: float(trees.slots)
+        for place in (*line.core, *line.beside)
+        if line.feeds(place) and (place >= line.length or trees.up[0][place] != NOWHERE)
+    }
+    for up in trees.up:
+        for place, source in enumerate(up):
+            if source >= 0 and source in room and not line.workers[place].complete:
+                room[source] -= 1
+    return room
+
+
+def _share(line: Line, worker: PlanWorker) -> float:
+    """Return which part of a whole link a leaf can take."""
+    by_link = min(1.0, worker.link_mbit / line.link_mbit)
+    return min(by_link, SLOW_LINK) if worker.standing is Standing.TAIL else by_link
+
+
+def _with_room(
+    line: Line,
+    worker: PlanWorker,
+    share: float,
+    pool: Sequence[int],
+    room: dict[int, float],
+    taken: Iterable[int],
+) -> int | None:
+    """Return who has room for ``share``: of those looked at the nearest, one already asked last."""
+    able = []
+    for place in pool:
+        if room[place] >= share - _ROOM:
+            able.append(place)
+            if len(able) == 16:
+                break
+    known = set(taken)
+    return max(
+        able,
+        key=lambda place: (place not in known, nearness(line.workers[place], worker)),
+        default=None,
+    )
+
+
+class Feeding:
+    """Makes the flows of one plan."""
+
+    def __init__(
+        self, line: Line, trees: Trees, cargo: Cargo, stripes: Sequence[Stripe], scarce: bool
+    ) -> None:
+        self._line = line
+        self._trees = trees
+        self._cargo = cargo
+        self._stripes = stripes
+        self.missing = [cargo.missing(worker, stripes) for worker in line.workers]
+        self._room = _room(line, trees)
+        self._racks = [rack_of(worker) for worker in line.workers]
+        # Who may be asked for what it holds; the slow and quarantined when the origin may not.
+        able = [
+            place
+            for place, worker in enumerate(line.workers)
+            if worker.standing is not Standing.GONE and (scarce or line.feeds(place))
+        ]
+        self._complete = [place for place in able if line.workers[place].complete]
+        self._complete_in: dict[tuple[str, str], list[int]] = {}
+        for place in self._complete:
+            self._complete_in.setdefault(self._racks[place], []).append(place)
+        self._partial = [
+            place
+            for place in able
+            if line.workers[place].held_chunks and not line.workers[place].complete
+        ]
+        self._held_in: dict[tuple[str, str], set[int]] = {}
+        self._partial_in: dict[tuple[str, str], list[int]] = {}
+        for place in self._partial:
+            rack = self._racks[place]
+            self._partial_in.setdefault(rack, []).append(place)
+            self._held_in.setdefault(rack, set()).update(line.workers[place].held_chunks)
+        self._held: set[int] = set().union(*self._held_in.values())
+        self._burden: dict[int, int] = {}  # bytes asked of partial holders
+
+    def flows(self) -> list[Flow]:
+        """Return the flows of every stripe, each worker's after its source's."""
+        made = []
+        for number, stripe in enumerate(self._stripes):
+            up = self._trees.up[number]
+            for place in self._trees.top_down(number):
+                worker = self._line.workers[place]
+                if worker.complete or worker.standing is Standing.GONE:
+                    continue
+                source = up[place]
+                size = self.missing[place][number]
+                flow = Flow(place, source, number, stripe.first, stripe.last, size)
+                if source >= 0 and self._line.workers[source].complete:
+                    flow.from_holder = True
+                crossing = source >= 0 and self._racks[source] != self._racks[place]
+                if source == ORIGIN or (size and crossing):
+                    made += self._from_holders(flow)
+                else:
+                    made.append(flow)
+        return made
+
+    def _from_holders(self, flow: Flow) -> list[Flow]:
+        """Return ``flow`` from whoever holds it already: anybody instead of the origin, somebody
+        in the same rack instead of a crossing.
+        """
+        at_origin = flow.source == ORIGIN
+        holder = self._complete_holder(flow.reader, at_origin)
+        if holder is not None:
+            if flow.source in self._room and not flow.from_holder:
+                self._room[flow.source] += 1
+            self._room[holder] = self._room.get(holder, 0.0) - 1
+            flow.source, flow.from_holder = holder, True
+            return [flow]
+        rack = self._racks[flow.reader]
+        held = self._held if at_origin else self._held_in.get(rack, set())
+        own = self._line.workers[flow.reader].held_chunks
+        wanted = [
+            chunk
+            for chunk in range(flow.first, flow.last + 1)
+            if chunk in held and chunk not in own
+        ]
+        if not wanted:
+            return [flow]
+        return self._split(flow, wanted, self._partial if at_origin else self._partial_in[rack])
+
+    def _complete_holder(self, reader: int, at_origin: bool) -> int | None:
+        worker = self._line.workers[reader]
+        if at_origin:
+            found = self._complete
+        else:
+            found = [
+                place
+                for place in self._complete_in.get(self._racks[reader], ())
+                if self._room.get(place, 0.0) >= 1 - _ROOM
+            ]
+        return min(
+            found,
+            key=lambda place: (
+                self._room.get(place, 0.0) < 1 - _ROOM,
+                -nearness(worker, self._line.workers[place]),
+                -self._room.get(place, 0.0),
+                place,
+            ),
+            default=None,
+        )
+
+    def _split(self, flow: Flow, wanted: Sequence[int], holders: Sequence[int]) -> list[Flow]:
+        """Return ``flow`` cut into runs of chunks: some from holders, the rest as it was."""
+        workers = self._line.workers
+        by_chunk = {
+            chunk: tuple(
+                place
+                for place in holders
+                if chunk in workers[place].held_chunks and place != flow.reader
+            )
+            for chunk in wanted
+        }
+        runs: list[tuple[int, int, tuple[int, ...]]] = []
+        for chunk in wanted:
+            if runs and runs[-1][1] == chunk - 1 and runs[-1][2] == by_chunk[chunk]:
+                runs[-1] = (runs[-1][0], chunk, runs[-1][2])
+            else:
+                runs.append((chunk, chunk, by_chunk[chunk]))
+        runs = [run for run in runs if run[2]]
+        longest = sorted(runs, key=lambda run: (run[0] - run[1], run[0]))[: MOST_RUNS // 2]
+        reader = workers[flow.reader]
+        cuts = []
+        for first, last, able in sorted(longest, key=lambda run: (len(run[2]), run[0])):
+            size = self._cargo.size_of(first, last)
+            holder = min(
+                able,
+                key=lambda place: (
+                    self._burden.get(place, 0),
+                    -nearness(reader, workers[place]),
+                    place,
+                ),
+            )
+            self._burden[holder] = self._burden.get(holder, 0) + size
+            cuts.append(Flow(flow.reader, holder, flow.stripe, first, last, size, True))
+        return self._around(flow, sorted(cuts, key=lambda cut: cut.first))
+
+    def _around(self, flow: Flow, cuts: Sequence[Flow]) -> list[Flow]:
+        """Return ``cuts`` and what of ``flow`` lies between them, in order."""
+        left = max(0, flow.size - sum(cut.size for cut in cuts))
+        own = self._line.workers[flow.reader].held_chunks
+        made: list[Flow] = []
+        at = flow.first
+        for stop, cut in [*((cut.first, cut) for cut in cuts), (flow.last + 1, None)]:
+            if at < stop:
+                lacking = sum(self._cargo.sizes[n] for n in range(at, stop) if n not in own)
+                size = min(left, lacking)
+                left -= size
+                made.append(Flow(flow.reader, flow.source, flow.stripe, at, stop - 1, size))
+            if cut is not None:
+                made.append(cut)
+                at = cut.last + 1
+        return made

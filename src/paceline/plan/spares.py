@@ -1,0 +1,154 @@
+"""Who steps in when a source is lost: the spares of every lane, in the order to try.
+
+First whom the next plan would name if that source alone were gone (``closing.match``), so that
+orphans spread over links that have just become free. Then sources further up, complete workers,
+and neighbours; never somebody who only has what this worker gave him.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from paceline.plan.closing import match
+from paceline.plan.flows import Flow, nearness
+from paceline.plan.line import Line
+from paceline.plan.trees import ORIGIN, Trees
+
+MOST_SPARES = 8  # workers; plans of 10,000 workers stay small and a retry loop stays short
+MOST_ANCESTORS = 4
+_FARTHEST = 2 * MOST_SPARES  # places along the line that are looked at
+
+
+class Spares:
+    """Answers for one plan, stripe by stripe."""
+
+    def __init__(self, line: Line, trees: Trees) -> None:
+        self._line = line
+        self._up = trees.up
+        self._holders = [place for place in line.beside if line.feeds(place)]
+        self._roots = [
+            place
+            for stripe in range(len(trees.up))
+            for place, source in enumerate(trees.up[stripe])
+            if source == ORIGIN
+        ]
+        self._spans = [_spans(trees, stripe) for stripe in range(len(trees.up))]
+        self._heirs = [self._heirs_of(trees, stripe) for stripe in range(len(trees.up))]
+
+    def of(self, flow: Flow) -> list[int]:
+        """Return the places that step in for ``flow``'s source, best first; the origin not."""
+        reader, stripe = flow.reader, flow.stripe
+        chosen: list[int] = []
+        taken = {reader, flow.source}
+
+        def add(candidates: Iterable[int], most: int = MOST_SPARES) -> None:
+            for place in candidates:
+                if len(chosen) >= most:
+                    return
+                if place >= 0 and place not in taken and self._line.feeds(place):
+                    chosen.append(place)
+                    taken.add(place)
+
+        own = self._up[stripe][reader]
+        if flow.source != ORIGIN:
+            if flow.source != own and own >= 0:  # from a holder: the tree's own source steps in
+                add([own])
+            add([self._heirs[stripe].get(reader, ORIGIN)])
+            add(self._free_of(reader, stripe, self._sources_of(flow.source, stripe)))
+            add(self._ancestors(flow.source, stripe), MOST_ANCESTORS)
+        add(self.holders_for(reader))
+        around = self._around(reader)
+        if flow.source != ORIGIN:
+            add(self._free_of(reader, stripe, around))
+        else:
+            add(self._roots)
+        # Those below got what they have from here, but one may have come back with its disk.
+        add(place for place in around if self._line.workers[place].held_pieces)
+        return chosen
+
+    def _heirs_of(self, trees: Trees, stripe: int) -> dict[int, int]:
+        """Return who adopts whom, would the one source of each be gone."""
+        heirs: dict[int, int] = {}
+        up = self._up[stripe]
+        spans = self._spans[stripe]
+        for place, orphans in enumerate(trees.children(stripe)):
+            if not orphans:
+                continue
+            others = [
+                other
+                for other in self._sources_of(place, stripe)
+                if self._line.feeds(other) and other != up[place]
+            ]
+
+            def above(other: int, orphans: Sequence[int] = orphans) -> int | None:
+                return next((each for each in orphans if _below(spans, each, other)), None)
+
+            adopted = match(orphans, up[place], others, above)
+            first = next(iter(adopted))
+            for orphan, adopter in adopted.items():
+                heir = up[place] if adopter is None else adopter
+                if heir == ORIGIN:
+                    heir = ORIGIN if orphan == first else first
+                heirs[orphan] = heir
+        return heirs
+
+    def _sources_of(self, place: int, stripe: int) -> list[int]:
+        """Return whom ``place`` takes from in the other stripes: they pass on this one to few."""
+        if place >= self._line.length:
+            return []
+        return [
+            up[place] for number, up in enumerate(self._up) if number != stripe and up[place] >= 0
+        ]
+
+    def _ancestors(self, place: int, stripe: int) -> Iterator[int]:
+        up = self._up[stripe]
+        while place < self._line.length and (place := up[place]) >= 0:
+            yield place
+
+    def _free_of(self, reader: int, stripe: int, places: Iterable[int]) -> Iterator[int]:
+        """Yield those of ``places`` that are not fed, in this stripe, by ``reader``."""
+        spans = self._spans[stripe]
+        return (place for place in places if not _below(spans, reader, place))
+
+    def _around(self, reader: int) -> list[int]:
+        return [
+            place
+            for step in range(1, _FARTHEST)
+            for place in (reader - step, reader + step)
+            if 0 <= place < self._line.length and not self._line.out[place]
+        ]
+
+    def holders_for(self, reader: int) -> list[int]:
+        """Return complete workers from near to far; equally near ones in turn."""
+        holders = self._holders
+        if not holders:
+            return []
+        start = reader % len(holders)
+        turned = [*holders[start:], *holders[:start]]
+        if len(turned) > 16 * MOST_SPARES:
+            turned = turned[: 16 * MOST_SPARES]
+        worker = self._line.workers[reader]
+        return sorted(turned, key=lambda place: -nearness(self._line.workers[place], worker))
+
+
+Spans = tuple[list[int], list[int]]
+
+
+def _spans(trees: Trees, stripe: int) -> Spans:
+    """Return, by place, when a walk through the tree comes to it, and when it leaves it."""
+    begin = [-1] * len(trees.up[stripe])
+    end = [-1] * len(trees.up[stripe])
+    order = trees.top_down(stripe)
+    for at, place in enumerate(order):
+        begin[place] = end[place] = at
+    up = trees.up[stripe]
+    for place in reversed(order):
+        if (above := up[place]) >= 0:
+            end[above] = max(end[above], end[place])
+    return begin, end
+
+
+def _below(spans: Spans, top: int, place: int) -> bool:
+    """Return whether ``place`` is ``top`` or fed by it."""
+    begin, end = spans
+    return begin[top] >= 0 and begin[top] <= begin[place] <= end[top]

@@ -1,0 +1,243 @@
+"""The shapes on a line, as trees of places: for every stripe, who takes from whom.
+
+A chain and a k-ary tree are one stripe. ``tree-of-chains`` and ``mesh`` are several, whose trees
+have disjoint interiors (as in SplitStream, SOSP 2003): in one stripe a worker feeds as many as
+there are stripes, in the others nobody, so its link sends what it receives and no more.
+Knows racks and places; no rates, no holdings.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from paceline.plan.worker import PlanWorker, rack_of
+from paceline.wire.plan import Topology
+
+ORIGIN = -1  # takes from the origin
+NOWHERE = -2  # takes from nobody: it has no place in this tree
+
+CELL = 32  # workers of one chain of a tree-of-chains; a rack with more is cut
+
+
+@dataclass(frozen=True, slots=True)
+class Trees:
+    """``up[stripe][place]`` is whom that place takes the stripe from.
+
+    ``slots`` is how many children, over all stripes, one worker feeds at the shape's full rate.
+    """
+
+    up: list[list[int]]
+    slots: int
+
+    def children(self, stripe: int) -> list[list[int]]:
+        """Return, for every place, those that take ``stripe`` from it."""
+        up = self.up[stripe]
+        below: list[list[int]] = [[] for _ in up]
+        for place, parent in enumerate(up):
+            if parent >= 0:
+                below[parent].append(place)
+        return below
+
+    def top_down(self, stripe: int) -> list[int]:
+        """Return the places of one tree, every parent before its children (in pre-order)."""
+        below = self.children(stripe)
+        todo = [place for place, parent in enumerate(self.up[stripe]) if parent == ORIGIN]
+        todo.reverse()
+        found = []
+        while todo:
+            place = todo.pop()
+            found.append(place)
+            todo.extend(reversed(below[place]))
+        return found
+
+
+def build_trees(
+    topology: Topology,
+    workers: Sequence[PlanWorker],
+    core: Sequence[int],
+    stripes: int,
+    fanout: int = 2,
+) -> Trees:
+    """Return ``topology`` (not direct) over the places ``core`` of ``workers``."""
+    if topology is Topology.CHAIN:
+        return Trees([_from_parents([None, *range(len(core) - 1)], core, len(workers))], 1)
+    if topology is Topology.TREE:
+        parents = _tree([workers[place] for place in core], fanout)
+        return Trees([_from_parents(parents, core, len(workers))], fanout)
+    weaver = _Weaver(stripes, len(workers))
+    if not core:
+        return Trees(weaver.up, stripes)
+    zones = _runs(core, lambda place: (workers[place].labels.zone,))
+    units = []
+    for zone in zones:
+        racks = _runs(zone, lambda place: rack_of(workers[place]))
+        cells = weaver.ring if topology is Topology.TREE_OF_CHAINS else weaver.tree
+        units.append(weaver.join([cells(rack) for rack in racks]))
+    whole = weaver.join(units)
+    for stripe, root in enumerate(whole.entries):
+        weaver.up[stripe][root] = ORIGIN
+    return Trees(weaver.up, stripes)
+
+
+def _from_parents(parents: Sequence[int | None], core: Sequence[int], count: int) -> list[int]:
+    up = [NOWHERE] * count
+    for place, parent in zip(core, parents, strict=False):
+        up[place] = ORIGIN if parent is None else core[parent]
+    return up
+
+
+def _runs(places: Iterable[int], key: Callable[[int], tuple[str, ...]]) -> list[list[int]]:
+    """Return ``places`` by ``key``, groups in the order in which they first appear."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for place in places:
+        groups.setdefault(key(place), []).append(place)
+    return list(groups.values())
+
+
+# ── one stripe ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _tree(line: Sequence[PlanWorker], fanout: int) -> list[int | None]:
+    """Return a k-ary tree in pre-order: first the parent, then the rest in ``fanout`` parts.
+
+    The rest is cut where a rack begins, if one does near the even cut; so the depth stays
+    logarithmic and a rack is mostly fed from within.
+    """
+    parents: list[int | None] = [None] * len(line)
+    edges = {0}
+    for _, rack in groupby(range(len(line)), key=lambda place: rack_of(line[place])):
+        edges.add(next(iter(rack)))
+    todo: list[tuple[int, int, int | None]] = [(0, len(line), None)]
+    while todo:
+        start, end, parent = todo.pop()
+        if start >= end:
+            continue
+        parents[start] = parent
+        first = start + 1
+        for parts in range(fanout, 0, -1):
+            cut = _cut(first, end, parts, edges)
+            todo.append((first, cut, start))
+            first = cut
+    return parents
+
+
+def _cut(first: int, end: int, parts: int, edges: set[int]) -> int:
+    """Return where the first of ``parts`` equal parts of ``[first, end)`` ends, near a rack's."""
+    if parts == 1:
+        return end
+    rest = end - first
+    even = first + -(-rest // parts)
+    for distance in range(rest // (2 * parts) + 1):
+        for cut in (even + distance, even - distance):
+            if cut in edges:
+                return cut
+    return even
+
+
+# ── several stripes ──────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Workers that already pass every stripe among themselves."""
+
+    members: list[int]
+    entries: list[int]  # by stripe: who takes it from outside
+    open: list[int]  # members that can feed somebody more
+
+    def slots(self, free: Sequence[int]) -> int:
+        return sum(free[place] for place in self.open)
+
+
+class _Weaver:
+    """Joins workers to racks, racks to zones, zones to a fleet, each time by interior-disjoint
+    trees: k units of m slots each, m (k - 1) edges among them, m slots left for the level above.
+    """
+
+    def __init__(self, stripes: int, count: int) -> None:
+        self.stripes = stripes
+        self.up = [[NOWHERE] * count for _ in range(stripes)]
+        self._depth = [[0] * count for _ in range(stripes)]  # below the unit's entry
+        self._free = [stripes] * count
+
+    def ring(self, places: Sequence[int]) -> _Unit:
+        """Return ``places`` as chains, one a stripe, each begun at another host; a rack of more
+        than CELL hosts is cut into cells.
+        """
+        cells = -(-len(places) // CELL)
+        if cells > 1:
+            edges = [len(places) * number // cells for number in range(cells + 1)]
+            cuts = pairwise(edges)
+            return self.join([self.ring(places[first:stop]) for first, stop in cuts])
+        count = len(places)
+        entries = []
+        for stripe in range(self.stripes):
+            start = stripe * count // self.stripes
+            turned = [*places[start:], *places[:start]]
+            entries.append(turned[0])
+            for step in range(1, count):
+                self.up[stripe][turned[step]] = turned[step - 1]
+                self._depth[stripe][turned[step]] = step
+                self._free[turned[step - 1]] -= 1
+        return _Unit(list(places), entries, self._open(places))
+
+    def tree(self, places: Sequence[int]) -> _Unit:
+        """Return ``places`` joined by one tree a stripe."""
+        return self.join([_Unit([place], [place] * self.stripes, [place]) for place in places])
+
+    def join(self, units: Sequence[_Unit]) -> _Unit:
+        """Return ``units`` as one: in each stripe every unit but the first is entered once."""
+        if len(units) == 1:
+            return units[0]
+        count, stripes = len(units), self.stripes
+        slots = [unit.slots(self._free) for unit in units]
+        late: list[tuple[int, int]] = []
+        placed: list[list[bool]] = []
+        for stripe in range(stripes):
+            inner = list(range(stripe % count, count, stripes))
+            into = set(inner)
+            feeders = deque(inner[:1])
+            within = [False] * count
+            within[inner[0]] = True
+            for unit in (*inner[1:], *(other for other in range(count) if other not in into)):
+                while feeders and slots[feeders[0]] <= 0:
+                    feeders.popleft()
+                if not feeders:
+                    late.append((stripe, unit))
+                    continue
+                self._wire(stripe, units[feeders[0]], units[unit])
+                slots[feeders[0]] -= 1
+                within[unit] = True
+                if unit in into:
+                    feeders.append(unit)
+            placed.append(within)
+        for stripe, unit in late:  # where units do not divide by stripes; in this tree all leaves
+            able = [
+                other
+                for other in range(count)
+                if placed[stripe][other] and other != unit and slots[other] > 0
+            ]
+            feeder = able[0] if able else stripe % count
+            self._wire(stripe, units[feeder], units[unit])
+            slots[feeder] -= 1
+            placed[stripe][unit] = True
+        members = [place for unit in units for place in unit.members]
+        entries = [units[stripe % count].entries[stripe] for stripe in range(stripes)]
+        return _Unit(members, entries, self._open(place for unit in units for place in unit.open))
+
+    def _open(self, places: Iterable[int]) -> list[int]:
+        return [place for place in places if self._free[place] > 0]
+
+    def _wire(self, stripe: int, feeder: _Unit, unit: _Unit) -> None:
+        depth = self._depth[stripe]
+        able = [place for place in feeder.open if self._free[place] > 0]
+        source = min(able or feeder.members, key=lambda place: (depth[place], -self._free[place]))
+        entry = unit.entries[stripe]
+        self.up[stripe][entry] = source
+        self._free[source] -= 1
+        deeper = depth[source] + 1
+        for place in unit.members:
+            depth[place] += deeper
