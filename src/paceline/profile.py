@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from paceline.errors import InvalidProfile, NotReady
+from paceline.errors import AccessDenied, InvalidProfile, NotReady
 
 MIB = 1024 * 1024
 
@@ -56,6 +56,30 @@ class StorageSettings(_Settings):
     model_prefix: str = "models"
     data_prefix: str = "data"
     checkpoint_prefix: str = "checkpoints"
+
+
+class ObjectSettings(_Settings):
+    """The S3 server where no installation of ours runs one; credentials by reference only."""
+
+    endpoint_url: str = ""  # "": $AWS_ENDPOINT_URL, else Amazon's of the region
+    region: str = "us-east-1"
+    access_key_env: str = "AWS_ACCESS_KEY_ID"  # the variable that holds it
+    secret_key_env: str = "AWS_SECRET_ACCESS_KEY"  # noqa: S105 (a variable's name)
+
+
+class SecuritySettings(_Settings):
+    """Whom this installation believes, and what it lets in."""
+
+    trusted_publishers: tuple[str, ...] = ()  # public keys, as `paceline keys new` prints them
+    require_signature: bool = False  # refuse manifests that none of them signed
+    source_roots: tuple[str, ...] = ()  # local directories models may come from
+
+
+class StoreSettings(_Settings):
+    """What a node's disk keeps; the active version, and what is served, always stays."""
+
+    keep_versions: int = Field(default=5, ge=0)  # of each model, newest first; 0: all
+    free_share: float = Field(default=0.05, ge=0, lt=1)  # below it the oldest versions go
 
 
 class RelaySettings(_Settings):
@@ -138,6 +162,9 @@ class Profile(_Settings):
     cluster: ClusterSettings = ClusterSettings()
     services: ServiceSettings = ServiceSettings()
     storage: StorageSettings = StorageSettings()
+    objects: ObjectSettings = ObjectSettings()
+    security: SecuritySettings = SecuritySettings()
+    store: StoreSettings = StoreSettings()
     relay: RelaySettings = RelaySettings()
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
@@ -213,6 +240,48 @@ class Runtime(_Settings):
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "DO_NOT_TRACK": "1",
         }
+
+
+class ObjectAccess(_Settings):
+    """An S3 server and the credentials for it, read from a profile and the environment."""
+
+    endpoint_url: str
+    access_key: str
+    secret_key: str
+    region: str
+
+    def __repr__(self) -> str:
+        return f"ObjectAccess({self.endpoint_url!r})"
+
+    __str__ = __repr__
+
+
+def object_access(profile: Profile) -> ObjectAccess:
+    """Return the S3 server that ``profile`` names, with the credentials it refers to.
+
+    Raises AccessDenied naming the variables where there are none.
+    """
+    named = profile.objects
+    endpoint = (
+        named.endpoint_url
+        or os.environ.get("AWS_ENDPOINT_URL_S3")
+        or os.environ.get("AWS_ENDPOINT_URL")
+        or f"https://s3.{named.region}.amazonaws.com"
+    )
+    access_key = os.environ.get(named.access_key_env, "")
+    secret_key = os.environ.get(named.secret_key_env, "")
+    if not access_key or not secret_key:
+        missing = named.secret_key_env if access_key else named.access_key_env
+        raise AccessDenied(
+            "no S3 credentials",
+            got=f"${missing} is not set",
+            wanted=f"${named.access_key_env} and ${named.secret_key_env}",
+            where=endpoint,
+            do="Set both, or name a running installation with --state.",
+        )
+    return ObjectAccess(
+        endpoint_url=endpoint, access_key=access_key, secret_key=secret_key, region=named.region
+    )
 
 
 RUNTIME_FILE = "runtime.json"

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from random import Random
 
 import pytest
 
 from paceline.errors import PermanentError, ServiceUnavailable, SourceChanged, StorageFull
-from paceline.objects import ObjectStore, client, ranges
+from paceline.objects import ObjectStore, client, patience
 
 DATA = bytes(range(256)) * 400
 Answer = Callable[[BaseHTTPRequestHandler, int, int, int], None]
+
+
+class Quiet(ThreadingHTTPServer):
+    """A server whose handlers may break off without a traceback on the terminal."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass
 
 
 @contextmanager
@@ -33,7 +44,7 @@ def serving(answer: Answer) -> Iterator[tuple[ObjectStore, list[str]]]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Quiet(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -80,7 +91,7 @@ def read(store: ObjectStore, size: int | None = None) -> bytes:
 
 @pytest.fixture(autouse=True)
 def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "BACKOFF_S", 0.001)
+    monkeypatch.setattr(patience, "BACKOFF_S", 0.001)
     monkeypatch.setattr(client, "MAX_ATTEMPTS", 1)
 
 
@@ -92,16 +103,89 @@ def test_a_body_cut_midway_goes_on_where_it_stopped() -> None:
 
 def test_a_body_that_is_always_short_is_service_unavailable() -> None:
     with serving(lambda h, n, a, b: send(h, a, b, cut=b - a + 1)) as (store, asked):
-        with pytest.raises(ServiceUnavailable):
+        with pytest.raises(ServiceUnavailable, match=f"0 read.*{patience.ATTEMPTS} times"):
             read(store)
-    assert len(asked) == ranges.ATTEMPTS
+    assert len(asked) == patience.ATTEMPTS
 
 
-def test_a_server_that_never_answers_is_asked_no_more_often_than_configured() -> None:
+@pytest.mark.parametrize(
+    ("status", "code"), [(503, "SlowDown"), (429, "TooManyRequests"), (500, "InternalError")]
+)
+def test_a_server_that_never_answers_is_asked_no_more_often_than_configured(
+    status: int, code: str
+) -> None:
+    with serving(lambda h, n, a, b: refuse(h, status, code)) as (store, asked):
+        with pytest.raises(ServiceUnavailable, match=f"{code}.*{patience.ATTEMPTS} times"):
+            read(store)
+    assert len(asked) == patience.ATTEMPTS
+
+
+def test_the_budget_ends_the_attempts_whatever_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(patience, "BUDGET_S", 0.0)
     with serving(lambda h, n, a, b: refuse(h, 503, "SlowDown")) as (store, asked):
-        with pytest.raises(ServiceUnavailable):
+        with pytest.raises(ServiceUnavailable, match="1 times"):
             read(store)
-    assert len(asked) == client.MAX_ATTEMPTS
+    assert len(asked) == 1
+
+
+def test_progress_fills_the_budget_up_again() -> None:
+    def a_little(handler: BaseHTTPRequestHandler, n: int, first: int, last: int) -> None:
+        send(handler, first, last, cut=max(0, last - first + 1 - 2000))
+
+    with serving(a_little) as (store, asked):
+        assert read(store) == DATA[1000:51_000]
+    assert len(asked) == 25  # far more than patience.ATTEMPTS
+
+
+def test_what_arrives_is_told_before_the_range_is_complete() -> None:
+    told: list[int] = []
+    into = bytearray(50_000)
+    with serving(lambda h, n, a, b: send(h, a, b, cut=20_000 if n == 1 else 0)) as (store, _):
+        for filled in store.stream_range("s3://bucket/key", 1000, memoryview(into), etag="e"):
+            told.append(filled)
+            assert into[:filled] == DATA[1000 : 1000 + filled]
+    assert told[-1] == 50_000
+    assert 30_000 in told  # what came before the cut, and again after the failed attempt
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_server_on_a_bad_day_is_read_whole(seed: int) -> None:
+    draw = Random(seed)
+
+    def bad_day(handler: BaseHTTPRequestHandler, n: int, first: int, last: int) -> None:
+        match draw.randrange(4):
+            case 0:
+                refuse(handler, *draw.choice([(503, "SlowDown"), (429, "Throttling")]))
+            case 1:
+                handler.connection.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )
+                os.close(handler.connection.detach())  # a reset
+            case 2:
+                send(handler, first, last, cut=draw.randrange(1, last - first + 2))
+            case _:
+                send(handler, first, last, cut=max(0, last - first + 1 - draw.randrange(1, 30_000)))
+
+    with serving(bad_day) as (store, asked):
+        assert read(store) == DATA[1000:51_000]
+    assert len(asked) > 1
+
+
+def test_a_version_is_asked_for_by_its_id() -> None:
+    asked: list[str] = []
+
+    def answer(handler: BaseHTTPRequestHandler, n: int, first: int, last: int) -> None:
+        asked.append(handler.path)
+        asked.append(str(handler.headers["If-Match"]))
+        send(handler, first, last)
+
+    with serving(answer) as (store, _):
+        into = memoryview(bytearray(10))
+        store.read_range_into("s3://bucket/key", 0, into, etag="e", version_id="v7")
+    assert "versionId=v7" in asked[0]
+    assert asked[1] == '"e"'
 
 
 def test_another_etag_midway_is_source_changed() -> None:
@@ -160,5 +244,5 @@ def test_a_server_that_ignores_the_range_is_not_believed() -> None:
         handler.wfile.write(DATA)
 
     with serving(answer) as (store, _):
-        with pytest.raises(ServiceUnavailable, match="ignored the range"):
+        with pytest.raises(PermanentError, match="ignored the range"):
             read(store)

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 CONNECT_TIMEOUT_S = 5.0
-READ_TIMEOUT_S = 30.0
+READ_TIMEOUT_S = 20.0  # twice within the budget of objects.patience
 MAX_ATTEMPTS = 3  # the first try included; botocore's standard mode jitters its backoff
 POOL = 32
 

@@ -1,26 +1,27 @@
 """Reading part of an object into memory that the caller owns, pinned to one content.
 
-A read that breaks off goes on where it stopped; an object that was replaced is an error, never a
-mix. Some servers ignore ``If-Match`` (rclone among them), so the answer's ETag and total size are
-compared here as well.
+What has arrived is told as it arrives, so that it can be verified and forwarded before the range is
+complete. A read that breaks off goes on where it stopped; an object that was replaced is an error,
+never a mix. Some servers ignore ``If-Match`` (rclone among them), so the answer's ETag and total
+size are compared here as well.
 """
 
 from __future__ import annotations
 
-import random
 import re
-import time
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.errors import ServiceUnavailable, SourceChanged
+from paceline.errors import PermanentError, ServiceUnavailable, SourceChanged
+from paceline.objects.patience import Patience
 from paceline.objects.translate import translated
 from paceline.objects.url import parse_url
 
-ATTEMPTS = 4
-BACKOFF_S = 0.1  # doubles with each attempt, times a jitter of 0.5 to 1.5
-STEP = 1024 * 1024  # urllib3 copies each read once; small steps keep that copy in the cache
+# urllib3 copies each read once; small steps keep that copy in the cache, and a slow server shows
+# signs of life.
+STEP = 256 * 1024
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
@@ -32,29 +33,49 @@ class PinnedObject:
     url: str
     etag: str
     size: int | None  # None: not checked
+    version_id: str | None = None  # a bucket with versioning keeps this content to the end
 
 
-def read_range(
+def stream_range(
     client: Any, endpoint_url: str, pinned: PinnedObject, offset: int, view: memoryview
-) -> None:
-    """Fill ``view`` with the object's bytes from ``offset`` on.
+) -> Iterator[int]:
+    """Fill ``view`` with the object's bytes from ``offset`` on, and yield how many bytes of it are
+    there after every step (and after every failed attempt, so that a caller can stop).
 
-    Raises SourceChanged, SourceMissing, AccessDenied, or ServiceUnavailable: at once where the
-    request itself fails (botocore tried that again already), after ``ATTEMPTS`` broken bodies.
+    Raises SourceChanged, SourceMissing, AccessDenied at once; ServiceUnavailable when the server
+    gave no byte for as long as ``Patience`` allows.
     """
     target = view.cast("B")
-    done = attempt = 0
+    patience = Patience()
+    done = 0
     while done < len(target):
-        attempt += 1
-        start = done
-        with translated(endpoint_url, pinned.url):
-            answer = _request(client, pinned, offset + done, len(target) - done)
         try:
-            with translated(endpoint_url, pinned.url), closing(answer["Body"]) as body:
-                _check(answer, pinned, offset + done, len(target) - done)
-                while done < len(target) and (got := body.readinto(target[done : done + STEP])):
-                    done += got
-            if done < len(target):
+            for done in _one_answer(client, endpoint_url, pinned, offset, target, done):  # noqa: B020
+                patience.progressed()
+                yield done
+        except ServiceUnavailable as error:
+            patience.failed(error)
+            yield done
+
+
+def _one_answer(
+    client: Any,
+    endpoint_url: str,
+    pinned: PinnedObject,
+    offset: int,
+    target: memoryview,
+    done: int,
+) -> Iterator[int]:
+    """Ask for what is missing and yield as it arrives; raises where the answer ends too early."""
+    with translated(endpoint_url, pinned.url):
+        answer = _request(client, pinned, offset + done, len(target) - done)
+    body = answer["Body"]
+    with closing(body):
+        _check(answer, pinned, offset + done, len(target) - done)
+        while done < len(target):
+            with translated(endpoint_url, pinned.url):
+                got = body.readinto(target[done : done + STEP])
+            if not got:
                 raise ServiceUnavailable(
                     "S3 sent a short body",
                     got=f"{done} bytes",
@@ -62,16 +83,15 @@ def read_range(
                     where=f"{pinned.url} on {endpoint_url}",
                     do="Try again; if it stays, check the server and what stands before it.",
                 )
-        except ServiceUnavailable:
-            if attempt >= ATTEMPTS:
-                raise
-            if done == start:  # no progress: back off; a body cut midway may go on at once
-                time.sleep(BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+            done += got
+            yield done
 
 
 def _request(client: Any, pinned: PinnedObject, offset: int, length: int) -> dict[str, Any]:
     bucket, key = parse_url(pinned.url)
     pin = {"IfMatch": f'"{pinned.etag}"'} if pinned.etag else {}
+    if pinned.version_id:
+        pin["VersionId"] = pinned.version_id
     wanted = f"bytes={offset}-{offset + length - 1}"
     answer: dict[str, Any] = client.get_object(Bucket=bucket, Key=key, Range=wanted, **pin)
     return answer
@@ -96,8 +116,12 @@ def _check(answer: dict[str, Any], pinned: PinnedObject, offset: int, length: in
         whole = int(answer.get("ContentLength", -1))
         if offset == 0 and whole == length and pinned.size in (None, whole):
             return
-        raise ServiceUnavailable(
-            "S3 ignored the range", got=got_range or "no Content-Range", where=pinned.url
+        raise PermanentError(
+            "S3 ignored the range",
+            got=got_range or "no Content-Range",
+            wanted=f"bytes {offset}-{offset + length - 1}",
+            where=pinned.url,
+            do="Use a server, or a proxy before it, that answers ranged GETs.",
         )
     first, last, total = (int(group) for group in match.groups())
     if pinned.size is not None and total != pinned.size:

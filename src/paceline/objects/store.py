@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import CorruptData, InvalidInput, SourceMissing
 from paceline.objects.client import make_client
-from paceline.objects.ranges import PinnedObject, read_range
+from paceline.objects.ranges import PinnedObject, stream_range
 from paceline.objects.translate import from_client_error, translated
+from paceline.objects.uploads import DIGEST_KEY, Uploader
 from paceline.objects.url import ObjectInfo, parse_url
-from paceline.profile import Runtime
+from paceline.profile import ObjectAccess, Runtime
 
 MIB = 1024 * 1024
 PART_BYTES = 16 * MIB
@@ -41,6 +44,7 @@ class ObjectStore:
         self._credentials = (access_key, secret_key, region)
         self._lock = threading.Lock()
         self._made: Any = None
+        self.reused_bytes = 0  # of uploads that went on with what an earlier attempt left
 
     @classmethod
     def from_runtime(cls, runtime: Runtime) -> ObjectStore:
@@ -49,6 +53,16 @@ class ObjectStore:
             endpoint_url=runtime.endpoints.s3_url,
             access_key=runtime.secrets.s3_access_key,
             secret_key=runtime.secrets.s3_secret_key,
+        )
+
+    @classmethod
+    def from_access(cls, access: ObjectAccess) -> ObjectStore:
+        """Return the store that a profile and the environment name (``profile.object_access``)."""
+        return cls(
+            endpoint_url=access.endpoint_url,
+            access_key=access.access_key,
+            secret_key=access.secret_key,
+            region=access.region,
         )
 
     def __repr__(self) -> str:
@@ -113,31 +127,72 @@ class ObjectStore:
         return self._written(url, len(data))
 
     def read_range_into(
-        self, url: str, offset: int, view: memoryview, *, etag: str, size: int | None = None
+        self,
+        url: str,
+        offset: int,
+        view: memoryview,
+        *,
+        etag: str,
+        size: int | None = None,
+        version_id: str | None = None,
     ) -> None:
         """Fill ``view`` with the object's bytes from ``offset`` on, pinned to ``etag``.
 
         Raises SourceChanged where the object has another ETag (or total size) by now.
         """
+        for _ in self.stream_range(url, offset, view, etag=etag, size=size, version_id=version_id):
+            pass
+
+    def stream_range(
+        self,
+        url: str,
+        offset: int,
+        view: memoryview,
+        *,
+        etag: str,
+        size: int | None = None,
+        version_id: str | None = None,
+    ) -> Iterator[int]:
+        """Do what ``read_range_into`` does, and yield how much of ``view`` is there as it comes."""
         _object(url)
-        pinned = PinnedObject(url, etag, size)
-        read_range(self._client, self.endpoint_url, pinned, offset, view)
+        pinned = PinnedObject(url, etag, size, version_id)
+        return stream_range(self._client, self.endpoint_url, pinned, offset, view)
 
-    def upload_file(self, path: Path | str, url: str) -> ObjectInfo:
-        """Write the file as one object, in parallel parts where it is large."""
-        from boto3.s3.transfer import TransferConfig
-
-        bucket, key = _object(url)
+    def upload_file(self, path: Path | str, url: str, sha256: str = "") -> ObjectInfo:
+        """Write the file as one object, in parallel parts where it is large, going on with the
+        parts that an attempt which died left there. ``sha256`` is kept beside it (see ``holds``).
+        """
+        _object(url)
         source = _regular(Path(path))
         size = source.stat().st_size
-        config = TransferConfig(
-            multipart_threshold=2 * PART_BYTES,
-            multipart_chunksize=max(PART_BYTES, -(-size // 9_000)),  # S3 allows 10,000 parts
-            max_concurrency=PARALLEL,
-        )
-        with translated(self.endpoint_url, url):
-            self._client.upload_file(str(source), bucket, key, Config=config)
+        reused = Uploader(self._client, self.endpoint_url).upload(source, url, sha256)
+        with self._lock:
+            self.reused_bytes += reused
         return self._written(url, size)
+
+    def holds(self, url: str, size: int, sha256: str) -> bool:
+        """Return whether the object is there, whole, uploaded as content of this digest."""
+        bucket, key = _object(url)
+        try:
+            with translated(self.endpoint_url, url):
+                answer = self._client.head_object(Bucket=bucket, Key=key)
+        except SourceMissing:
+            return False
+        known = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
+        return int(answer["ContentLength"]) == size and known.get(DIGEST_KEY) == sha256
+
+    def abort_uploads(self, prefix_url: str, older_than_s: float = 0.0) -> int:
+        """Drop the unfinished uploads below ``prefix_url`` that are older, and return how many."""
+        bucket, prefix = _object(prefix_url)
+        prefix = f"{prefix.rstrip('/')}/"
+        uploader = Uploader(self._client, self.endpoint_url)
+        before = time.time() - older_than_s
+        found = [
+            each for each in uploader.unfinished(bucket, prefix) if each.began.timestamp() <= before
+        ]
+        for each in found:
+            uploader.abort(bucket, each)
+        return len(found)
 
     def download_file(self, url: str, path: Path | str) -> ObjectInfo:
         """Write the object to ``path`` (replaced at once, when complete) by parallel ranges."""
@@ -171,6 +226,22 @@ class ObjectStore:
                     for each in page.get("Contents", ())
                 ]
         return sorted(found, key=lambda info: info.url)
+
+    def directories(self, prefix_url: str) -> list[str]:
+        """Return the names of the directories right below ``prefix_url``, sorted."""
+        bucket, prefix = parse_url(prefix_url)
+        prefix = f"{prefix.rstrip('/')}/" if prefix else ""
+        names: list[str] = []
+        with translated(self.endpoint_url, prefix_url):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=bucket, Prefix=prefix, Delimiter="/"
+            )
+            for page in pages:
+                names += [
+                    each["Prefix"].removeprefix(prefix).rstrip("/")
+                    for each in page.get("CommonPrefixes", ())
+                ]
+        return sorted(names)
 
     def delete(self, url: str) -> None:
         """Delete the object; one that does not exist is no error."""

@@ -91,7 +91,7 @@ def from_client_error(response: dict[str, object], endpoint_url: str, url: str) 
         return StorageFull("S3 has no room", got=got, where=where, do="Free space or raise quota.")
     if code in _CORRUPT:
         return CorruptData("S3 received other bytes than were sent", got=got, where=where)
-    if known & _BUSY or status >= 500:
+    if known & _BUSY or (status >= 500 and status != 501):  # 501: it never will
         return ServiceUnavailable("S3 cannot serve now", got=got, where=where, do=_CHECK_SERVER)
     return PermanentError("S3 refused the request", got=got, where=where)
 

@@ -1,0 +1,176 @@
+"""Files to objects: in parts, resumed, refused when damaged; over a real S3 server."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from paceline.errors import SourceChanged
+from paceline.objects import ObjectStore, patience, uploads
+from tests.support.rclone import RcloneS3
+
+URL = "s3://uploads/model/weights.bin"
+PART = 5 * 1024 * 1024  # the least that S3 knows
+SIZE = 3 * PART + 12_345
+
+
+@pytest.fixture
+def store(s3: RcloneS3, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    monkeypatch.setattr(uploads, "PART_BYTES", PART)
+    monkeypatch.setattr(patience, "BACKOFF_S", 0.001)
+    made = s3.store()
+    made.ensure_bucket("uploads")
+    made.abort_uploads("s3://uploads/model")
+    made.delete_prefix("s3://uploads/model")
+    return made
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(Random(7).randbytes(SIZE))
+    return path
+
+
+class Crash(BaseException):
+    """What ends a process before it can clean up."""
+
+
+def crash_after(store: ObjectStore, parts: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let the store's client upload ``parts`` parts, then die in each further one."""
+    client, sent, lock = store._client, [], threading.Lock()
+    upload_part = client.upload_part
+
+    def counted(**request: Any) -> Any:
+        with lock:
+            if len(sent) >= parts:
+                raise Crash
+            sent.append(request["PartNumber"])
+        return upload_part(**request)
+
+    monkeypatch.setattr(client, "upload_part", counted)
+    return sent
+
+
+def read(store: ObjectStore) -> bytes:
+    return store.get_bytes(URL)
+
+
+def test_a_large_file_goes_in_parts_and_arrives_whole(store: ObjectStore, file: Path) -> None:
+    info = store.upload_file(file, URL)
+    assert info.size == SIZE
+    assert read(store) == file.read_bytes()
+    assert store.reused_bytes == 0
+    assert store.abort_uploads("s3://uploads/model") == 0
+
+
+def test_an_upload_that_died_goes_on_with_its_parts(
+    store: ObjectStore, s3: RcloneS3, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Crash):
+        crash_after(store, 2, monkeypatch)
+        store.upload_file(file, URL)
+    assert not store.exists(URL)
+    again = s3.store()
+    sent = crash_after(again, 99, monkeypatch)
+    again.upload_file(file, URL)
+    assert len(sent) == 2
+    assert again.reused_bytes >= PART + 12_345
+    assert read(again) == file.read_bytes()
+    assert again.abort_uploads("s3://uploads/model") == 0
+
+
+def test_parts_of_other_bytes_are_sent_again(
+    store: ObjectStore, s3: RcloneS3, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Crash):
+        crash_after(store, 3, monkeypatch)
+        store.upload_file(file, URL)
+    file.write_bytes(Random(8).randbytes(SIZE))  # the same size, the same number of parts
+    again = s3.store()
+    again.upload_file(file, URL)
+    assert again.reused_bytes == 0
+    assert read(again) == file.read_bytes()
+
+
+def test_parts_of_another_cut_are_left_alone(
+    store: ObjectStore, s3: RcloneS3, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Crash):
+        crash_after(store, 1, monkeypatch)
+        store.upload_file(file, URL)
+    with file.open("ab") as longer:
+        longer.write(bytes(PART))
+    monkeypatch.setattr(uploads, "PART_BYTES", PART + 1024 * 1024)
+    again = s3.store()
+    again.upload_file(file, URL)
+    assert again.reused_bytes == 0
+    assert read(again) == file.read_bytes()
+    assert again.abort_uploads("s3://uploads/model") == 1  # the other one, when it is asked for
+
+
+def test_only_old_uploads_are_aborted_when_an_age_is_given(
+    store: ObjectStore, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Crash):
+        crash_after(store, 1, monkeypatch)
+        store.upload_file(file, URL)
+    assert store.abort_uploads("s3://uploads/model", older_than_s=3600) == 0
+    assert store.abort_uploads("s3://uploads/model") == 1
+
+
+def test_an_upload_that_somebody_else_ended_begins_anew(
+    store: ObjectStore, s3: RcloneS3, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Crash):
+        crash_after(store, 1, monkeypatch)
+        store.upload_file(file, URL)
+    again = s3.store()
+    resume = uploads.Uploader._resume
+
+    def too_late(self: uploads.Uploader, where: Any, url: str, lengths: Any) -> Any:
+        found = resume(self, where, url, lengths)
+        store.abort_uploads("s3://uploads/model")
+        return found
+
+    monkeypatch.setattr(uploads.Uploader, "_resume", too_late)
+    again.upload_file(file, URL)
+    assert read(again) == file.read_bytes()
+
+
+def test_a_file_that_shrinks_meanwhile_is_no_object(
+    store: ObjectStore, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    md5 = uploads._Slice.md5
+
+    def shrinking(self: uploads._Slice) -> bytes:
+        with file.open("r+b") as shorter:
+            shorter.truncate(PART)
+        return md5(self)
+
+    monkeypatch.setattr(uploads._Slice, "md5", shrinking)
+    with pytest.raises(SourceChanged, match="shorter"):
+        store.upload_file(file, URL)
+    assert not store.exists(URL)
+
+
+@pytest.mark.parametrize("size", [0, 1, 70_000])
+def test_a_small_file_is_known_by_its_digest(store: ObjectStore, file: Path, size: int) -> None:
+    file.write_bytes(bytes(size))
+    digest = hashlib.sha256(bytes(size)).hexdigest()
+    assert not store.holds(URL, size, digest)
+    store.upload_file(file, URL, digest)
+    assert store.holds(URL, size, digest)
+    assert not store.holds(URL, size, "0" * 64)
+    assert not store.holds(URL, size + 1, digest)
+
+
+def test_directories_are_listed_by_name(store: ObjectStore) -> None:
+    for key in ("v1/a", "v10/b/c", "file"):
+        store.put_bytes(f"s3://uploads/model/{key}", b"x")
+    assert store.directories("s3://uploads/model") == ["v1", "v10"]
