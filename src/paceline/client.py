@@ -77,9 +77,11 @@ class CoordinatorClient:
         """
         return self._call(Registered, "POST", "/workers/register", call)
 
-    def heartbeat(self, beat: Heartbeat) -> HeartbeatAnswer:
-        """Report, and return what the coordinator wants done."""
-        return self._call(HeartbeatAnswer, "POST", "/workers/heartbeat", beat)
+    def heartbeat(self, beat: Heartbeat, wait_s: float = 0.0) -> HeartbeatAnswer:
+        """Report, and return what the coordinator wants done, waiting up to ``wait_s`` for it."""
+        query = f"?{urlencode({'wait_s': round(wait_s, 3)})}" if wait_s > 0 else ""
+        path = f"/workers/heartbeat{query}"
+        return self._call(HeartbeatAnswer, "POST", path, beat, timeout_s=self._timeout_s + wait_s)
 
     def lanes(self, deployment_id: str, worker_id: str) -> WorkerLanes:
         """Return the worker's part of the newest plan."""

@@ -16,7 +16,17 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from paceline.coordinator.messages import Answer, Cancel, Create, Event, Observed, Tick
+from paceline.coordinator.bell import Bell
+from paceline.coordinator.messages import (
+    Activate,
+    Answer,
+    Cancel,
+    Create,
+    Event,
+    KeepPlan,
+    Observed,
+    Tick,
+)
 from paceline.coordinator.ring import RING_EVENTS, EventRing
 from paceline.coordinator.settings import Patience
 from paceline.coordinator.state import CoordinatorState
@@ -59,6 +69,7 @@ class Coordinator:
         self._state = self._restored()
         self._ring = EventRing(self._store.recent_events(RING_EVENTS))
         self._trouble: PacelineError | None = None  # why nothing can be committed, if so
+        self._bell = Bell()
         self._ticked_s = monotonic()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._tick_on, name="coordinator-tick", daemon=True)
@@ -83,6 +94,7 @@ class Coordinator:
     def end_waits(self) -> None:
         """Have long polls answer now, because the server wants to stop."""
         self._stopping.set()
+        self._bell.ring()
 
     def handle(self, event: Event) -> BaseModel | None:
         """Take one event to its end: decided, committed, told; return its answer.
@@ -97,6 +109,9 @@ class Coordinator:
             except PacelineError as error:
                 raise self._undo(error) from error
             self._ring.extend(told)
+        asked = isinstance(event, Activate | Cancel)
+        if asked or any(isinstance(each, KeepPlan) for each in effects):
+            self._bell.ring()
         for each in told:
             _log_event(each.name, each.deployment_id, each.worker_id, each.data)
         return next((each.record for each in effects if isinstance(each, Answer)), None)
@@ -168,6 +183,11 @@ class Coordinator:
             except PacelineError as error:
                 raise self._undo(error) from error
         return record
+
+    @property
+    def bell(self) -> Bell:
+        """Return what rings when there may be something new for agents to do."""
+        return self._bell
 
     def check_ready(self) -> None:
         """Raise ServiceUnavailable where this process cannot decide or commit."""

@@ -18,12 +18,44 @@ from paceline.wire.records import Worker
 
 @dataclass(slots=True)
 class Member:
-    """One worker's record, and what only this process knows of it."""
+    """One worker as it registered, what its beats said since, and what only this process knows."""
 
-    record: Worker
+    registered: Worker
     heard_s: float
     beat_s: float  # the interval it was told
+    heard_at: float
+    available_storage: int
+    alive: bool = True
+    bandwidth_in: float = 0.0
+    bandwidth_out: float = 0.0
     suspected: bool = False  # a peer lost it, and it has not been heard since
+
+    @property
+    def record(self) -> Worker:
+        """Return the worker as it is now; made when somebody asks, and not at each beat."""
+        return self.registered.model_copy(
+            update={
+                "alive": self.alive,
+                "last_heartbeat": self.heard_at,
+                "bandwidth_in": self.bandwidth_in,
+                "bandwidth_out": self.bandwidth_out,
+                "available_storage": self.available_storage,
+            }
+        )
+
+    @classmethod
+    def of(cls, worker: Worker, now_s: float, beat_s: float) -> Member:
+        """Return ``worker`` as a member who was heard just now."""
+        return cls(
+            worker,
+            now_s,
+            beat_s,
+            worker.last_heartbeat,
+            worker.available_storage,
+            worker.alive,
+            worker.bandwidth_in,
+            worker.bandwidth_out,
+        )
 
 
 class Membership:
@@ -33,11 +65,12 @@ class Membership:
         self._patience = patience
         self._members: dict[str, Member] = {}
         self._offences: Counter[str] = Counter()
+        self._look_s = float("-inf")  # nobody can have been silent for too long before
 
     def restore(self, workers: Iterable[Worker], now_s: float) -> None:
         """Take the workers back after a restart; everybody gets a fresh interval to be heard."""
         for worker in workers:
-            self._members[worker.worker_id] = Member(worker, now_s, self.beat_interval_s())
+            self._enter(worker, now_s)
 
     def workers(self) -> list[Worker]:
         """Return everyone who ever registered."""
@@ -51,7 +84,7 @@ class Membership:
     def alive(self, worker_id: str) -> bool:
         """Return whether the worker is registered and heard of."""
         member = self._members.get(worker_id)
-        return member is not None and member.record.alive
+        return member is not None and member.alive
 
     def beat_interval_s(self) -> float:
         """Return how often workers should beat: slower, the larger the fleet."""
@@ -77,32 +110,29 @@ class Membership:
             last_heartbeat=at,
             pid=call.pid,
         )
-        self._members[call.worker_id] = Member(worker, now_s, self.beat_interval_s())
+        self._enter(worker, now_s)
         return worker
 
     def hear(self, beat: Heartbeat, at: float, now_s: float) -> Worker | None:
-        """Take a beat and return its sender, or None where that must register (again) first."""
+        """Take a beat and return its sender as it registered, or None where that must register
+        (again) first.
+        """
         member = self._members.get(beat.worker_id)
-        if member is None or not member.record.alive:
+        if member is None or not member.alive:
             return None
-        if member.record.incarnation != beat.incarnation:
+        if member.registered.incarnation != beat.incarnation:
             return None
         member.heard_s, member.suspected, member.beat_s = now_s, False, self.beat_interval_s()
-        member.record = member.record.model_copy(
-            update={
-                "last_heartbeat": at,
-                "bandwidth_in": beat.bandwidth_in,
-                "bandwidth_out": beat.bandwidth_out,
-                "available_storage": beat.available_storage or member.record.available_storage,
-            }
-        )
-        return member.record
+        member.heard_at = at
+        member.bandwidth_in, member.bandwidth_out = beat.bandwidth_in, beat.bandwidth_out
+        member.available_storage = beat.available_storage or member.available_storage
+        return member.registered
 
     def suspect(self, worker_id: str) -> None:
         """Take a peer's word that it lost this worker: a beat refutes it, silence confirms it."""
         member = self._members.get(worker_id)
-        if member is not None:
-            member.suspected = True
+        if member is not None and member.alive and not member.suspected:
+            member.suspected, self._look_s = True, float("-inf")
 
     def offend(self, worker_id: str) -> int:
         """Count that a deployment found the worker slow or corrupting; return how many did, since
@@ -118,18 +148,30 @@ class Membership:
 
     def lose_silent(self, now_s: float) -> list[Worker]:
         """Mark those who were silent for too long and return them."""
-        lost = []
+        if now_s <= self._look_s:
+            return []
+        lost, next_s = [], float("inf")
         for member in self._members.values():
+            if not member.alive:
+                continue
             beats = (
                 self._patience.suspect_beats
                 if member.suspected
                 else self._patience.lost_after_beats
             )
-            if member.record.alive and now_s - member.heard_s > beats * member.beat_s:
-                gone = {"alive": False, "bandwidth_in": 0.0, "bandwidth_out": 0.0}
-                member.record = member.record.model_copy(update=gone)
+            until_s = member.heard_s + beats * member.beat_s
+            if now_s > until_s:
+                member.alive, member.bandwidth_in, member.bandwidth_out = False, 0.0, 0.0
                 lost.append(member.record)
+            else:
+                next_s = min(next_s, until_s)
+        # Each beat only moves these times further away; suspicion makes us look again at once.
+        self._look_s = next_s
         return lost
+
+    def _enter(self, worker: Worker, now_s: float) -> None:
+        self._members[worker.worker_id] = Member.of(worker, now_s, self.beat_interval_s())
+        self._look_s = float("-inf")
 
 
 def _refuse_stale(call: RegisterWorker, known: Worker) -> None:

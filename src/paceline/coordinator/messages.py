@@ -51,6 +51,14 @@ class Beat(_Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Listen(_Event):
+    """An agent whose beat was answered without a command still holds the line: is there one now?"""
+
+    worker_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FetchLanes(_Event):
     """An agent asks for its part of the newest plan, which also acknowledges the manifest."""
 
@@ -77,7 +85,7 @@ class Tick(_Event):
     """Time passed."""
 
 
-Event = Create | Register | Beat | FetchLanes | Cancel | Activate | Tick
+Event = Create | Register | Beat | Listen | FetchLanes | Cancel | Activate | Tick
 
 # --- effects ------------------------------------------------------------------------------------
 

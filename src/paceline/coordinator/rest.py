@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
 from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.messages import Activate, Beat, Event, FetchLanes, Register
+from paceline.coordinator.messages import Activate, Beat, Event, FetchLanes, Listen, Register
 from paceline.errors import InvalidInput, NotFound, ServiceUnavailable
 from paceline.wire.base import Name, Sha256
 from paceline.wire.calls import (
@@ -118,9 +118,32 @@ def _add_workers(router: APIRouter, coordinator: Coordinator) -> None:
         return _answer(coordinator, Register(call=call, at=coordinator.now()), Registered)
 
     @router.post("/workers/heartbeat", tags=["workers"])
-    def heartbeat(beat: Heartbeat) -> HeartbeatAnswer:
-        """Take a worker's report and answer what it should do."""
-        return _answer(coordinator, Beat(beat=beat, at=coordinator.now()), HeartbeatAnswer)
+    async def heartbeat(
+        beat: Heartbeat,
+        wait_s: Annotated[float, Query(ge=0, le=LONGEST_POLL_S, allow_inf_nan=False)] = 0.0,
+    ) -> HeartbeatAnswer:
+        """Take a worker's report and answer what it should do, waiting for the first command."""
+        event = Beat(beat=beat, at=coordinator.now())
+        answer = await run_in_threadpool(_answer, coordinator, event, HeartbeatAnswer)
+        listen = Listen(worker_id=beat.worker_id, incarnation=beat.incarnation)
+        until_s = asyncio.get_running_loop().time() + wait_s
+        heard: asyncio.Future[None] | None = None
+        try:
+            while answer.go_on and not answer.commands and not coordinator.stopping:
+                left_s = until_s - asyncio.get_running_loop().time()
+                if left_s <= 0:
+                    break
+                if heard is None or heard.done():
+                    heard = coordinator.bell.listen()
+                else:
+                    await asyncio.wait([heard], timeout=left_s)
+                    if not heard.done():
+                        break
+                answer = await run_in_threadpool(_answer, coordinator, listen, HeartbeatAnswer)
+        finally:
+            if heard is not None:
+                coordinator.bell.leave(heard)
+        return answer
 
     @router.get("/workers", tags=["workers"])
     def list_workers() -> WorkerList:

@@ -8,7 +8,7 @@ is refused raises a PacelineError and has changed nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from paceline.coordinator.course import advance, turn
 from paceline.coordinator.deployment import DeploymentRun
@@ -26,6 +26,7 @@ from paceline.coordinator.messages import (
     KeepKey,
     KeepWorker,
     Kept,
+    Listen,
     Memo,
     Observed,
     Register,
@@ -44,6 +45,7 @@ from paceline.errors import (
 from paceline.wire.calls import (
     Command,
     CreatedDeployment,
+    DeploymentBeat,
     DeploymentView,
     HeartbeatAnswer,
     Registered,
@@ -108,6 +110,8 @@ class CoordinatorState:
         match event:
             case Beat():
                 return self._beat(event, now_s)
+            case Listen():
+                return self._listen(event)
             case Tick():
                 return self._tick(event, now_s)
             case Register():
@@ -198,12 +202,10 @@ class CoordinatorState:
 
     def _beat(self, event: Beat, now_s: float) -> list[Effect]:
         beat = event.beat
-        interval_s = self.fleet.beat_interval_s()
         worker = self.fleet.hear(beat, event.at, now_s)
         if worker is None:
             self.beats_refused += 1
-            stranger = {"continue": False, "epoch": self.leader_epoch, "next_beat_s": interval_s}
-            return [Answer(HeartbeatAnswer.model_validate(stranger))]
+            return [self._stranger()]
         self.beats += 1
         effects: list[Effect] = []
         listed = {each.deployment_id: each for each in beat.deployments}
@@ -214,17 +216,35 @@ class CoordinatorState:
             effects += run.report(worker, each, now_s, event.at)
             for key in each.lost_sources:
                 self.fleet.suspect(key)
+        return [*effects, self._answer(beat.worker_id, listed)]
+
+    def _listen(self, event: Listen) -> list[Effect]:
+        worker = self.fleet.find(event.worker_id)
+        if worker is None or not worker.alive or worker.incarnation != event.incarnation:
+            return [self._stranger()]
+        return [self._answer(event.worker_id, {})]
+
+    def _answer(self, worker_id: str, listed: Mapping[str, DeploymentBeat]) -> Answer:
         commands = []
-        for run in list(self._open_runs(beat.worker_id)):
+        for run in list(self._open_runs(worker_id)):
             entry = listed.get(run.deployment.deployment_id)
             moving = entry is not None and entry.status is WorkerStatus.RECEIVING
-            command = self._command(run, beat.worker_id, moving)
+            command = self._command(run, worker_id, moving)
             if command is not None:
                 commands.append(command)
-        answer = HeartbeatAnswer(
-            epoch=self.leader_epoch, next_beat_s=interval_s, commands=tuple(commands)
+        return Answer(
+            HeartbeatAnswer(
+                epoch=self.leader_epoch,
+                next_beat_s=self.fleet.beat_interval_s(),
+                commands=tuple(commands),
+            )
         )
-        return [*effects, Answer(answer)]
+
+    def _stranger(self) -> Answer:
+        """Return what has an agent register (again)."""
+        interval_s = self.fleet.beat_interval_s()
+        stranger = {"continue": False, "epoch": self.leader_epoch, "next_beat_s": interval_s}
+        return Answer(HeartbeatAnswer.model_validate(stranger))
 
     def _command(self, run: DeploymentRun, worker_id: str, moving: bool) -> Command | None:
         deployment, part = run.deployment, run.parts[worker_id]

@@ -10,7 +10,7 @@ GET    /deployments/{id}/lanes?worker_id=W                   → WorkerLanes
 GET    /deployments/{id}/plan                                → Plan
 POST   /deployments/{id}/activate                            → Success (at the next beat)
 POST   /workers/register                 RegisterWorker     → Registered
-POST   /workers/heartbeat                Heartbeat          → HeartbeatAnswer
+POST   /workers/heartbeat?wait_s=S       Heartbeat          → HeartbeatAnswer (long poll)
 GET    /workers                                              → WorkerList
 GET    /ledger/{stage}/{input_digest}                        → StageRecord | 404
 PUT    /ledger/{stage}/{input_digest}    StageRecord        → StageRecord
