@@ -31,7 +31,7 @@ from paceline.relay.frames import (
 from paceline.relay.library import Library
 from paceline.relay.pacing import Pacer
 from paceline.relay.server import PeerServer
-from paceline.relay.sockets import read_frame, receive
+from paceline.relay.sockets import PlainChannel, read_frame
 from paceline.relay.staging import Staging
 from paceline.relay.store import Store
 from tests.relay.kit import manifest_of, write_model
@@ -82,18 +82,18 @@ class Port:
 
 
 def next_frame(sock: socket.socket) -> tuple[Header, bytes]:
-    return read_frame(sock, time.monotonic() + 10, *Kind)
+    return read_frame(PlainChannel(sock), time.monotonic() + 10, *Kind)
 
 
 def take_piece(sock: socket.socket) -> tuple[int, bytes]:
     """Return the next piece, past any word that there is none yet."""
     while True:
         raw = bytearray(HEADER.size)
-        receive(sock, memoryview(raw), time.monotonic() + 10)
+        PlainChannel(sock).receive(memoryview(raw), time.monotonic() + 10)
         header = decode(raw)
         if header.kind is Kind.PIECE:
             data = bytearray(header.second)
-            receive(sock, memoryview(data), time.monotonic() + 10)
+            PlainChannel(sock).receive(memoryview(data), time.monotonic() + 10)
             return header.first, bytes(data)
         assert header.kind in (Kind.WAITING, Kind.WELCOME)
 

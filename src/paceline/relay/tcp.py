@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from paceline.relay.client import PeerStream
 from paceline.relay.counters import Counters
 from paceline.relay.pacing import Pacer
 from paceline.relay.server import PeerServer
 from paceline.relay.staging import Staging
+from paceline.relay.tls import TlsSettings
 from paceline.relay.transport import Find, Report, Rotten
 from paceline.wire.plan import Source
 
 
-@dataclass(frozen=True, slots=True)
 class TcpTransport:
-    """Frames over TCP; both sides prove that they know ``token``."""
+    """Frames over TCP, or over mutual TLS 1.3; both sides prove that they know ``token``.
 
-    token: str
-    name: str = "tcp"
+    Raises InvalidInput where the credentials cannot be used.
+    """
+
+    def __init__(self, token: str, tls: TlsSettings | None = None) -> None:
+        self._token = token
+        self._server_tls = tls.context(server=True) if tls else None
+        self._client_tls = tls.context(server=False) if tls else None
+
+    @property
+    def name(self) -> str:
+        """Return what profiles call it."""
+        return "tcp"
 
     def serve(
         self,
@@ -35,10 +43,11 @@ class TcpTransport:
             host=host,
             port=port,
             worker_id=worker_id,
-            token=self.token,
+            token=self._token,
             find=find,
             pacer=pacer,
             on_rotten=on_rotten,
+            tls=self._server_tls,
         )
 
     def pull(
@@ -58,10 +67,11 @@ class TcpTransport:
             source=source,
             stream=stream,
             worker_id=worker_id,
-            token=self.token,
+            token=self._token,
             staging=staging,
             pacer=pacer,
             counters=counters,
             keepalive_s=keepalive_s,
             report=report,
+            tls=self._client_tls,
         )

@@ -1,0 +1,138 @@
+"""What arrives on one stream: bytes → SHA-256 → file, judged a piece at a time.
+
+Only when the digest matches does a piece count as held, and only then can the server side pass it
+on (I3). What happened is reported as events; what to do next is decided elsewhere, and how the
+bytes came is the transports' business. One thread takes pieces; any may ask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from paceline.errors import InvalidFrame, PeerLost
+from paceline.manifest import Piece
+from paceline.relay.counters import Counters
+from paceline.relay.events import PieceRejected, PieceVerified, SourceAlive
+from paceline.relay.extents import Extent, Extents
+from paceline.relay.pacing import Pacer
+from paceline.relay.staging import Staging
+from paceline.wire.plan import Source
+
+if TYPE_CHECKING:
+    from paceline.relay.transport import Report
+
+SILENCE_S = 30.0  # a bound of the byte threads' own; the session notices much earlier
+
+
+class Intake:
+    """The pieces asked of ``source`` and the one that is arriving."""
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        stream: int,
+        worker_id: str,
+        staging: Staging,
+        pacer: Pacer,
+        counters: Counters,
+        keepalive_s: float,
+        report: Report,
+    ) -> None:
+        self._key = source.key
+        self._stream = stream
+        self._worker_id = worker_id
+        self._staging = staging
+        self._pacer = pacer
+        self._counters = counters
+        self._keepalive_s = keepalive_s
+        self._report = report
+        self._lock = threading.Lock()
+        self._asked = Extents()
+        self._told_alive_s = 0.0
+        self._piece: Piece | None = None
+        self._mine = False  # whether the arriving piece is ours to write, or a duplicate
+        self._descriptor = -1
+        self._digest = hashlib.sha256()
+        self._done = 0
+
+    def ask(self, extent: Extent) -> None:
+        """Take note that ``extent`` was asked for."""
+        with self._lock:
+            self._asked.add(extent)
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether something that was asked for has not arrived."""
+        return bool(self._asked) or self._piece is not None
+
+    def begin(self, index: int, length: int) -> None:
+        """Expect the ``length`` bytes of piece ``index``; raises InvalidFrame if nobody asked."""
+        manifest = self._staging.manifest
+        with self._lock:
+            asked = self._asked.remove(Extent(index, index + 1))
+        if not asked or index >= manifest.piece_count:
+            raise InvalidFrame("a piece nobody asked for", got=index, where=self._key)
+        piece = manifest.piece_of(index)
+        if length != piece.length:
+            raise InvalidFrame("piece of another length", got=length, wanted=piece.length)
+        try:
+            self._mine = self._staging.claim(index)
+        except TimeoutError as error:
+            raise PeerLost(str(error), where=self._key) from error
+        self._piece, self._done = piece, 0
+        self._digest = hashlib.sha256()
+        self._descriptor = self._staging.descriptor(piece.file_index)
+
+    def take(self, block: memoryview) -> None:
+        """Hash and write the next bytes of the piece; those of a duplicate are dropped."""
+        piece = self._piece
+        if piece is None or self._done + len(block) > piece.length:
+            raise InvalidFrame("bytes beyond a piece", got=len(block), where=self._key)
+        if self._mine:
+            self._digest.update(block)
+            self._staging.write(self._descriptor, block, piece.file_offset + self._done)
+        self._done += len(block)
+        self._pacer.take(len(block))
+        if self._done < piece.length:
+            self.alive(self._keepalive_s)
+
+    def end(self) -> bool:
+        """Judge the piece and report it; return whether its bytes were right."""
+        piece, mine, staging = self._piece, self._mine, self._staging
+        if piece is None or self._done != piece.length:
+            raise InvalidFrame("a piece ended early", got=self._done, where=self._key)
+        matches = not mine or self._digest.hexdigest() == piece.sha256
+        if mine and matches:
+            staging.hold(piece)
+            self._piece = None
+            self._counters.add(received=piece.length)
+        else:
+            self.drop()
+            self._counters.add(refetched=piece.length)
+        if mine:
+            staging.edges.judged(
+                self._key, self._worker_id, matched=int(matches), corrupt=int(not matches)
+            )
+        extent = Extent(piece.index, piece.index + 1)
+        kind = PieceVerified if matches else PieceRejected
+        self._report(kind(self._key, self._stream, extent))
+        return matches
+
+    def drop(self) -> None:
+        """Give up the piece that was arriving; its bytes were received for nothing."""
+        piece, self._piece = self._piece, None
+        if piece is not None:
+            self._counters.add(received=self._done)
+            if self._mine:
+                self._staging.release(piece.index)
+
+    def alive(self, at_most_every_s: float = 0.0) -> None:
+        """Report a sign of life of the source."""
+        now = time.monotonic()
+        if now - self._told_alive_s >= at_most_every_s:
+            self._told_alive_s = now
+            self._report(SourceAlive(self._key, self._stream))

@@ -1,0 +1,400 @@
+"""What every transport between workers promises: one suite, TCP and gRPC, plain and mutual TLS."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import PacelineError, PeerLost, PortInUse
+from paceline.relay.events import PieceRejected, SourceFailed
+from paceline.relay.extents import Extent
+from paceline.relay.identity import issue_identity, make_authority
+from paceline.relay.pacing import Pacer
+from paceline.relay.tcp import TcpTransport
+from paceline.relay.tls import TlsSettings
+from paceline.relay.transport import Transport
+from tests.relay.peers import Heard, Pair, Proxy
+
+TOKEN = "cluster-token"
+KINDS = ["tcp", "tcp+mtls"]
+
+Make = Callable[..., Transport]
+
+
+def transport(kind: str, token: str, tls: TlsSettings | None) -> Transport:
+    return TcpTransport(token, tls)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> object:
+    return make_authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture
+def make(kind: str, authority: object, tmp_path: Path) -> Make:
+    """Return what makes the transport of a worker, with its own identity where there is TLS."""
+
+    def made(worker_id: str, token: str = TOKEN) -> Transport:
+        tls = None
+        if kind.endswith("mtls"):
+            tls = issue_identity(authority, worker_id, tmp_path / "identities")  # type: ignore
+        return transport(kind, token, tls)
+
+    return made
+
+
+@pytest.fixture
+def pair(make: Make, tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path, make)
+    yield made
+    made.close()
+
+
+def test_everything_asked_for_arrives_and_is_what_the_manifest_says(pair: Pair) -> None:
+    theirs, mine = pair.open()
+    pair.hold_all(theirs)
+    heard = Heard()
+    pair.reader.pull(mine, pair.address, heard).request(pair.everything())
+    assert sorted(heard.wait_pieces(pair.manifest.piece_count)) == list(range(*pair.everything()))
+    assert mine.all_verified
+    for index in range(*pair.everything()):
+        assert pair.arrived(mine, index) == pair.data(index)
+    assert pair.reader.counters.received_bytes == pair.manifest.total_size
+    assert pair.reader.counters.refetched_bytes == 0
+
+
+def test_a_parked_stream_goes_on_the_moment_a_piece_is_verified(pair: Pair) -> None:
+    theirs, mine = pair.open()
+    heard = Heard()
+    pair.reader.pull(mine, pair.address, heard).request(Extent(0, 4))
+    heard.wait_alive(3)  # it hears that the source waits too
+    assert heard.pieces() == []
+    pair.hold(theirs, 2)  # whatever is verified first is served first
+    assert heard.wait_pieces(1) == [2]
+    pair.hold(theirs, 0, 1, 3)
+    assert sorted(heard.wait_pieces(4)) == [0, 1, 2, 3]
+
+
+def test_what_is_not_verified_is_never_sent(pair: Pair) -> None:
+    theirs, mine = pair.open()
+    data, piece = memoryview(pair.data(1)), pair.manifest.piece_of(1)
+    assert theirs.claim(1)  # written, not judged yet
+    theirs.write(theirs.descriptor(piece.file_index), data, piece.file_offset)
+    heard = Heard()
+    pair.reader.pull(mine, pair.address, heard).request(Extent(1, 2))
+    heard.wait_alive(4)
+    assert heard.pieces() == []
+    theirs.hold(piece)
+    assert heard.wait_pieces(1) == [1]
+
+
+def test_bytes_that_do_not_match_are_reported_and_held_by_nobody(pair: Pair) -> None:
+    theirs, mine = pair.open()
+    pair.hold(theirs, 3, rotten=True)
+    pair.hold(theirs, 4)
+    heard = Heard()
+    pair.reader.pull(mine, pair.address, heard).request(Extent(3, 5))
+    assert heard.wait_pieces(1, PieceRejected) == [3]
+    assert heard.wait_pieces(1) == [4]
+    assert 3 not in mine.verified
+    assert pair.reader.counters.refetched_bytes == pair.manifest.piece_of(3).length
+
+
+def test_a_complaint_makes_the_source_look_at_its_disk(pair: Pair) -> None:
+    theirs, mine = pair.open()
+    pair.hold(theirs, 3, rotten=True)
+    heard = Heard()
+    pair.reader.pull(mine, pair.address, heard).request(Extent(3, 4))
+    heard.wait_pieces(1, PieceRejected)
+    wait_until(lambda: pair.source.rotten == [(pair.manifest.digest, 3)])
+    assert 3 not in theirs.verified
+
+
+def test_a_rejected_piece_can_be_asked_again_on_the_same_stream(pair: Pair) -> None:
+    theirs, mine = pair.open()
+    pair.hold(theirs, 3, rotten=True)
+    heard = Heard()
+    stream = pair.reader.pull(mine, pair.address, heard)
+    stream.request(Extent(3, 4))
+    heard.wait_pieces(1, PieceRejected)
+    wait_until(lambda: bool(pair.source.rotten))
+    pair.hold(theirs, 3)
+    stream.request(Extent(3, 4))
+    assert heard.wait_pieces(1) == [3]
+    assert pair.arrived(mine, 3) == pair.data(3)
+
+
+def test_a_peer_may_come_before_the_deployment_does(pair: Pair) -> None:
+    mine = pair.reader.library.open(pair.manifest)
+    heard = Heard()
+    pair.reader.pull(mine, pair.address, heard).request(Extent(0, 1))
+    heard.wait_alive(2)
+    pair.hold(pair.source.library.open(pair.manifest), 0)
+    assert heard.wait_pieces(1) == [0]
+
+
+def test_a_model_that_nobody_opens_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.relay.serving.UNKNOWN_DIGEST_S", 0.3)
+    mine = pair.reader.library.open(pair.manifest)
+    heard = Heard()
+    pair.reader.pull(mine, pair.address, heard).request(Extent(0, 1))
+    assert isinstance(heard.failure(), PeerLost)
+    assert heard.pieces() == []
+
+
+def test_a_source_that_gave_the_model_up_says_so_at_once(pair: Pair) -> None:
+    theirs, mine = pair.open()
+    heard = Heard()
+    pair.reader.pull(mine, pair.address, heard).request(Extent(0, 1))
+    heard.wait_alive()
+    theirs.give_up(True)
+    assert "gave the model up" in str(heard.failure())
+
+
+def test_who_does_not_know_the_token_gets_nothing(pair: Pair, make: Make) -> None:
+    theirs, mine = pair.open()
+    pair.hold_all(theirs)
+    heard = Heard()
+    stranger = make("node-1", token="guess")
+    pair.reader.pull(mine, pair.address, heard, transport=stranger).request(Extent(0, 1))
+    assert isinstance(heard.failure(), PacelineError)
+    assert "token" in str(heard.failure())
+    assert heard.pieces() == []
+    assert mine.verified.count == 0
+
+
+def test_a_request_beyond_the_model_ends_the_stream(pair: Pair) -> None:
+    theirs, mine = pair.open()
+    pair.hold_all(theirs)
+    heard = Heard()
+    count = pair.manifest.piece_count
+    pair.reader.pull(mine, pair.address, heard).request(Extent(0, count + 1))
+    assert "beyond" in str(heard.failure())
+
+
+def test_a_new_request_resumes_a_stream_that_had_nothing_to_do(pair: Pair) -> None:
+    theirs, mine = pair.open()
+    pair.hold_all(theirs)
+    heard = Heard()
+    stream = pair.reader.pull(mine, pair.address, heard)
+    for index in range(5):
+        stream.request(Extent(index, index + 1))
+        assert heard.wait_pieces(index + 1)[-1] == index
+
+
+def test_two_readers_at_once_both_get_everything(pair: Pair) -> None:
+    theirs, mine = pair.open()
+    other = pair.another("node-2")
+    also = other.library.open(pair.manifest)
+    ears = Heard(), Heard()
+    pair.reader.pull(mine, pair.address, ears[0]).request(pair.everything())
+    other.pull(also, pair.address, ears[1]).request(pair.everything())
+    for index in range(*pair.everything()):
+        pair.hold(theirs, index)
+    for heard in ears:
+        heard.wait_pieces(pair.manifest.piece_count)
+    assert mine.all_verified
+    assert also.all_verified
+
+
+def test_a_chain_relays_while_it_receives(pair: Pair) -> None:
+    theirs, mine = pair.open()
+    last = pair.another("node-2")
+    tail = last.library.open(pair.manifest)
+    middle, end = Heard(), Heard()
+    last.pull(tail, pair.reader.serve(), end, whom="node-1").request(pair.everything())
+    pair.reader.pull(mine, pair.address, middle).request(pair.everything())
+    pair.hold(theirs, 5)
+    assert end.wait_pieces(1) == [5]  # before the middle has any other
+    pair.hold(theirs, *(set(range(*pair.everything())) - {5}))
+    end.wait_pieces(pair.manifest.piece_count)
+    assert tail.all_verified
+
+
+def test_pieces_of_one_byte_travel(make: Make, tmp_path: Path) -> None:
+    pair = Pair(tmp_path, make, size=3, piece_bytes=65_536)
+    try:
+        theirs, mine = pair.open()
+        assert min(piece.length for piece in pair.manifest.pieces) == 1
+        pair.hold_all(theirs)
+        heard = Heard()
+        pair.reader.pull(mine, pair.address, heard).request(pair.everything())
+        heard.wait_pieces(pair.manifest.piece_count)
+        assert mine.all_verified
+    finally:
+        pair.close()
+
+
+def test_a_piece_larger_than_a_block_arrives_whole(make: Make, tmp_path: Path) -> None:
+    pair = Pair(tmp_path, make, size=5_000_000, piece_bytes=2 * 1024 * 1024)
+    try:
+        theirs, mine = pair.open()
+        pair.hold_all(theirs)
+        heard = Heard()
+        pair.reader.pull(mine, pair.address, heard).request(pair.everything())
+        heard.wait_pieces(pair.manifest.piece_count)
+        assert mine.all_verified
+        assert pair.arrived(mine, 0) == pair.data(0)
+    finally:
+        pair.close()
+
+
+def test_an_abrupt_end_is_reported_and_leaves_no_claim(pair: Pair) -> None:
+    theirs, mine = pair.open()
+    proxy = Proxy(pair.address)
+    try:
+        heard = Heard()
+        pair.reader.pull(mine, proxy.address, heard).request(Extent(0, 2))
+        heard.wait_alive()
+        proxy.cut()
+        assert isinstance(heard.failure(), PeerLost)
+        assert mine.claim(0)
+    finally:
+        proxy.close()
+    pair.hold(theirs, 0)
+
+
+def test_a_source_that_stops_is_noticed(pair: Pair) -> None:
+    _, mine = pair.open()
+    heard = Heard()
+    pair.reader.pull(mine, pair.address, heard).request(Extent(0, 2))
+    heard.wait_alive()
+    pair.source.server.stop()
+    assert isinstance(heard.failure(), PeerLost)
+
+
+def test_a_half_open_connection_is_noticed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.relay.intake.SILENCE_S", 0.6)
+    _, mine = pair.open()
+    proxy = Proxy(pair.address)
+    try:
+        heard = Heard()
+        pair.reader.pull(mine, proxy.address, heard).request(Extent(0, 2))
+        heard.wait_alive()
+        proxy.silent.set()
+        assert "silent" in str(heard.failure())
+    finally:
+        proxy.close()
+
+
+def test_close_returns_at_once_and_reports_nothing(pair: Pair) -> None:
+    _, mine = pair.open()
+    proxy = Proxy(pair.address)
+    try:
+        heard = Heard()
+        stream = pair.reader.pull(mine, proxy.address, heard)
+        stream.request(Extent(0, 2))
+        heard.wait_alive()
+        proxy.silent.set()  # nobody answers a farewell
+        started_s = time.thread_time()
+        stream.close()
+        assert time.thread_time() - started_s < 1
+        stream.request(Extent(2, 3))  # late, and harmless
+        wait_until(lambda: mine.claim(0))
+        assert heard.of(SourceFailed) == []
+    finally:
+        proxy.close()
+
+
+def test_nobody_at_the_address_is_a_failed_source(pair: Pair) -> None:
+    _, mine = pair.open()
+    heard = Heard()
+    pair.reader.pull(mine, "127.0.0.1:1", heard).request(Extent(0, 2))
+    assert isinstance(heard.failure(), PeerLost)
+
+
+def test_a_taken_port_is_named(pair: Pair) -> None:
+    port = int(pair.address.rpartition(":")[2])
+    with pytest.raises(PortInUse, match=str(port)):
+        pair.reader.serve(port=port)
+
+
+def test_edges_are_counted_on_both_sides(pair: Pair) -> None:
+    theirs, mine = pair.open()
+    pair.hold(theirs, 0, 1)
+    pair.hold(theirs, 2, rotten=True)
+    heard = Heard()
+    stream = pair.reader.pull(mine, pair.address, heard)
+    stream.request(Extent(0, 3))
+    heard.wait_pieces(2)
+    heard.wait_pieces(1, PieceRejected)
+    stream.request(Extent(7, 8))
+    heard.wait_alive(2)  # by now the source has counted
+    (sent,) = theirs.edges.tallies()
+    assert (sent.source, sent.reader) == ("node-0", "node-1")
+    assert sent.bytes == sum(pair.manifest.piece_of(index).length for index in range(3))
+    assert sent.busy_s > 0
+    (got,) = mine.edges.tallies()
+    assert (got.source, got.reader) == ("node-0", "node-1")
+    assert (got.pieces, got.corrupt) == (2, 1)
+
+
+def test_waiting_for_pieces_is_not_the_edges_time(pair: Pair) -> None:
+    theirs, mine = pair.open()
+    heard = Heard()
+    pair.reader.pull(mine, pair.address, heard, keepalive_s=0.02).request(Extent(0, 1))
+    heard.wait_alive(20)
+    pair.hold(theirs, 0)
+    heard.wait_pieces(1)
+    wait_until(lambda: bool(theirs.edges.tallies()))
+    assert theirs.edges.tallies()[0].busy_s < 0.3  # it waited for 20 times 0.02 s
+
+
+def test_a_slow_reader_holds_the_source_back(make: Make, tmp_path: Path) -> None:
+    pair = Pair(tmp_path, make, size=12_000_000, piece_bytes=65_536)
+    try:
+        theirs, mine = pair.open()
+        pair.hold_all(theirs)
+        served = Pacer(None)
+        pair.source.server.stop()
+        heard = Heard()
+        address = pair.source.serve(pacer=served)
+        reading = pair.reader.pull(mine, address, heard, pacer=Pacer(8.0))
+        reading.request(pair.everything())
+        heard.wait_pieces(8)
+        assert served.total_bytes < 11_000_000  # the rest waits on the source's disk, not in memory
+        reading.close()
+    finally:
+        pair.close()
+
+
+def test_nothing_is_left_behind(make: Make, tmp_path: Path) -> None:
+    def once(name: str) -> None:
+        pair = Pair(tmp_path / name, make)
+        theirs, mine = pair.open()
+        pair.hold_all(theirs)
+        for _ in range(4):
+            heard = Heard()
+            stream = pair.reader.pull(mine, pair.address, heard)
+            stream.request(Extent(0, 3))
+            heard.wait_pieces(3)
+            stream.close()
+        pair.close()
+
+    once("warm")  # what a library starts once in a process is not a leak
+    threads, descriptors = settled()
+    once("again")
+    once("and-again")
+    wait_until(lambda: settled()[0] <= threads)
+    wait_until(lambda: settled()[1] <= descriptors)
+
+
+def settled() -> tuple[int, int]:
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def wait_until(met: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 20
+    while not met():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
