@@ -1,0 +1,235 @@
+"""The simulated control plane: the production coordinator, and agents that register and beat.
+
+Calls are messages to ``CoordinatorState`` under the virtual clock; what it answers is done, nothing
+else. Lanes, losses, replans and receipts all come from there.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from paceline.coordinator import CoordinatorState
+from paceline.coordinator.messages import Answer, Beat, Create, Event, FetchLanes, Register, Tick
+from paceline.errors import PacelineError, StaleEpoch
+from paceline.manifest import Manifest
+from paceline.relay.events import LanesAssigned
+from paceline.relay.session import as_failure
+from paceline.simulate.hosts import Host, tallies_of
+from paceline.simulate.scenario import Scenario
+from paceline.simulate.streams import Streams
+from paceline.wire.base import Record
+from paceline.wire.calls import (
+    CreateDeployment,
+    DeploymentBeat,
+    Heartbeat,
+    HeartbeatAnswer,
+    RegisterWorker,
+)
+from paceline.wire.plan import WorkerLanes
+from paceline.wire.records import Deployment, Receipt, WorkerStatus
+
+DEPLOYMENT = "simulated"
+SOURCE_URL = "s3://simulated/model"
+CHUNKS_TOLD = 1_000  # workers up to which beats list chunks: at 10,000 they cost more than the rest
+
+
+class Control:
+    """One coordinator and every host's agent."""
+
+    def __init__(self, scenario: Scenario, manifest: Manifest, streams: Streams) -> None:
+        self.state = CoordinatorState(scenario.patience)
+        self._scenario = scenario
+        self._manifest = manifest
+        self._streams = streams
+        self._random = Random(f"{scenario.seed}/beats")
+        self._numbers = {name: number for number, name in enumerate(streams.hosts)}
+        self._receipts: dict[str, Receipt] = {}
+        self._rounds: dict[str, int] = {}  # of each agent's loop; an older one ends
+        self.calls = 0
+        streams.on_published = self._published
+
+    @property
+    def deployment(self) -> Deployment:
+        """Return the coordinator's record."""
+        return self.state.run(DEPLOYMENT).deployment
+
+    def start(self) -> None:
+        """Register everybody, accept the deployment, and begin to beat."""
+        scenario, hosts = self._scenario, self._streams.hosts
+        for host in hosts.values():
+            self._register(host)
+        call = CreateDeployment(
+            model_id=self._manifest.model_id,
+            version=self._manifest.version,
+            source_url=SOURCE_URL,
+            target_workers=tuple(hosts),
+            topology=scenario.topology,
+            max_failed=self._max_failed(),
+            seed=scenario.seed,
+        )
+        self._ask(Create(deployment_id=DEPLOYMENT, call=call, manifest=self._manifest))
+        interval_s = self.state.fleet.beat_interval_s()
+        for host in hosts.values():
+            self.resume(host, self._random.random() * interval_s)
+        # A large fleet's coordinator has more to look at; it looks less often.
+        self._tick_s = max(scenario.timing.tick_s, len(hosts) / 10_000)
+        self._streams.after(self._tick_s, self._tick)
+
+    def resume(self, host: Host, delay_s: float = 0.0) -> None:
+        """Begin an agent's loop (again)."""
+        this = self._rounds[host.name] = self._rounds.get(host.name, 0) + 1
+        self._streams.after(delay_s, lambda: self._beat(host, this))
+
+    def restart(self, host: Host) -> None:
+        """Start a killed process again, with what its disk has."""
+        host.alive, host.frozen = True, False
+        host.lanes, host.published_s = None, None
+        self._receipts.pop(host.name, None)
+        host.incarnation += 1
+        self._register(host)
+        self.resume(host)
+
+    def _max_failed(self) -> float:
+        """Return a quorum that the deaths of this scenario leave standing."""
+        scenario = self._scenario
+        deaths = round(scenario.fail * scenario.workers) + len(scenario.faults)
+        return min(1.0, max(0.05, deaths / scenario.workers))
+
+    # ── calls ────────────────────────────────────────────────────────────────────────────────────
+
+    def _ask(self, event: Event) -> Record:
+        self.calls += 1
+        effects = self.state.handle(event, self._streams.now_s)
+        record = next(each.record for each in effects if isinstance(each, Answer))
+        assert isinstance(record, Record)
+        return record
+
+    def _tick(self) -> None:
+        self.state.handle(Tick(), self._streams.now_s)
+        self._streams.after(self._tick_s, self._tick)
+
+    def _register(self, host: Host) -> None:
+        labels = self._scenario.labels(self._numbers[host.name])
+        self._ask(
+            Register(
+                call=RegisterWorker(
+                    worker_id=host.name,
+                    hostname=labels.host,
+                    rack=labels.rack,
+                    available_storage=1 << 60,
+                    labels=labels,
+                    address=f"{host.name}:1",
+                    link_mbit=self._scenario.link_mbit,
+                    incarnation=host.incarnation,
+                    pid=host.incarnation,
+                )
+            )
+        )
+
+    def _beat(self, host: Host, this: int) -> None:
+        if not host.serves or self._rounds[host.name] != this:
+            return
+        reports = (self._report(host),) if host.lanes is not None else ()
+        status = reports[0].status if reports else WorkerStatus.IDLE
+        beat = Heartbeat(
+            worker_id=host.name,
+            status=status,
+            incarnation=host.incarnation,
+            available_storage=1 << 60,
+            deployments=reports,
+        )
+        answer = self._ask(Beat(beat=beat))
+        assert isinstance(answer, HeartbeatAnswer)
+        wait_s = answer.next_beat_s
+        if not answer.go_on:  # it was thought lost: it comes back as a new incarnation
+            host.incarnation += 1
+            try:
+                self._register(host)
+            except StaleEpoch:
+                host.incarnation += 1
+            wait_s = self._scenario.timing.call_s
+        for command in answer.commands:
+            if command.kind == "fetch_lanes":
+                self._streams.after(
+                    self._scenario.timing.call_s, lambda: self._fetch_lanes(host, this)
+                )
+        self._streams.after(wait_s, lambda: self._beat(host, this))
+
+    def _fetch_lanes(self, host: Host, this: int) -> None:
+        if not host.serves or self._rounds[host.name] != this:
+            return
+        try:
+            lanes = self._ask(FetchLanes(deployment_id=DEPLOYMENT, worker_id=host.name))
+        except PacelineError:  # cancelled, failed or not planned for: the next beat tells more
+            return
+        assert isinstance(lanes, WorkerLanes)
+        if host.session is not None:
+            self._streams.assign(host, LanesAssigned(lanes))
+            return
+        host.lanes = lanes  # being prepared
+
+        def prepared() -> None:
+            if host.serves and self._rounds[host.name] == this and host.session is None:
+                self._streams.begin(host)
+                newest = host.lanes
+                assert newest is not None
+                self._streams.assign(host, LanesAssigned(newest))
+
+        self._streams.after(self._scenario.timing.prepare_s, prepared)
+
+    # ── what agents report ───────────────────────────────────────────────────────────────────────
+
+    def _report(self, host: Host) -> DeploymentBeat:
+        receipt = self._receipts.get(host.name)
+        session = host.session
+        if session is None:
+            assert host.lanes is not None
+            return DeploymentBeat(
+                deployment_id=DEPLOYMENT,
+                epoch=0,
+                status=WorkerStatus.RECEIVING,
+                pieces_held=host.durable.count,
+                bytes_held=0,
+            )
+        progress = session.progress()
+        status = progress.status
+        if status is WorkerStatus.COMPLETE and receipt is None:
+            status = WorkerStatus.RECEIVING  # it publishes
+        failure = progress.failure
+        if failure is None and host.error is not None and status is WorkerStatus.FAILED:
+            failure = as_failure(host.error)
+        told = len(self._numbers) <= CHUNKS_TOLD
+        return DeploymentBeat(
+            deployment_id=DEPLOYMENT,
+            epoch=progress.epoch,
+            status=status,
+            pieces_held=progress.pieces_held,
+            bytes_held=progress.bytes_held,
+            chunks_received=progress.chunks_received if told else (),
+            origin_bytes=round(host.origin_bytes),
+            lost_sources=progress.lost_sources,
+            corrupt_sources=progress.corrupt_sources,
+            edges=tallies_of(host, self._streams.carried(host)),
+            failure=failure,
+            receipt=receipt,
+        )
+
+    def _published(self, host: Host) -> None:
+        self._receipts[host.name] = Receipt(
+            deployment_id=DEPLOYMENT,
+            worker_id=host.name,
+            incarnation=host.incarnation,
+            model_id=self._manifest.model_id,
+            version=self._manifest.version,
+            manifest_digest=self._manifest.digest,
+            path=f"/models/{self._manifest.model_id}",
+            total_bytes=self._manifest.total_size,
+            received_bytes=0,
+            origin_bytes=round(host.origin_bytes),
+            reused_bytes=0,
+            reused_pieces=0,
+            refetched_bytes=0,
+            sent_bytes=0,
+            corrupt_pieces=host.corrupt_pieces,
+            seconds=self._streams.now_s - host.begun_s,
+        )

@@ -1,0 +1,127 @@
+"""A simulated host and the streams between hosts: state, and nothing that decides.
+
+A host's pieces are what really is on it; what its session was told may lag behind by an extent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.errors import PacelineError
+from paceline.relay.events import SessionEvent
+from paceline.relay.extents import Extent, Extents
+from paceline.relay.session import RelaySession
+from paceline.wire.calls import EdgeTally
+from paceline.wire.plan import WorkerLanes
+
+
+@dataclass(eq=False, slots=True)
+class Tally:
+    """What passed over one edge on streams that are closed, and what its reader judged."""
+
+    bytes: float = 0.0
+    busy_s: float = 0.0
+    pieces: int = 0
+    corrupt: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Host:
+    """A worker, or the origin (which has no session and everything)."""
+
+    name: str
+    rack: str
+    nic_in: int
+    nic_out: int
+    uplink_in: int = 0
+    uplink_out: int = 0
+    session: RelaySession | None = None
+    lanes: WorkerLanes | None = None
+    have: Extents = field(default_factory=Extents)  # verified
+    durable: Extents = field(default_factory=Extents)
+    feeds: dict[str, Flow] = field(default_factory=dict)  # what it pulls, by source key
+    readers: dict[Flow, None] = field(default_factory=dict)  # who pulls from it
+    waiting: dict[Flow, None] = field(default_factory=dict)  # of these, those it has nothing for
+    edges: dict[tuple[str, str], Tally] = field(default_factory=dict)
+    alive: bool = True
+    frozen: bool = False
+    missed: list[SessionEvent] = field(default_factory=list)  # what came while it was frozen
+    corrupts: float = 0.0  # share of the pieces it sends
+    incarnation: int = 1
+    origin_bytes: float = 0.0
+    corrupt_pieces: int = 0
+    begun_s: float = 0.0  # of the present incarnation's first lanes
+    complete: bool = False
+    published_s: float | None = None
+    error: PacelineError | None = None
+    timer_s: float | None = None  # when its session is to be asked for its deadline next
+    commit_s: float | None = None
+
+    @property
+    def is_origin(self) -> bool:
+        """Return whether this is the source of the model."""
+        return self.rack == ORIGIN_RACK
+
+    @property
+    def serves(self) -> bool:
+        """Return whether it answers at all."""
+        return self.alive and not self.frozen
+
+    def edge(self, source: str, reader: str) -> Tally:
+        """Return the count of one edge."""
+        return self.edges.setdefault((source, reader), Tally())
+
+
+ORIGIN_RACK = "\0origin"
+
+
+@dataclass(eq=False, slots=True)
+class Flow:
+    """One stream: what its reader still wants of its source, and the run that is on its way."""
+
+    slot: int
+    reader: Host
+    source: Host
+    key: str
+    number: int
+    crosses: bool
+    wanted: Extents = field(default_factory=Extents)
+    moving: bool = False
+    base: int = 0  # pieces before it have arrived, in the present run
+    stop: int = 0  # of the present run
+    cut: int | None = None  # the present run ends here: the source lacks what follows
+    extent_stop: int = 0
+    bad: Extent | None = None  # pieces of the present extent that will not match their digests
+    leader: Flow | None = None
+    followers: dict[Flow, None] = field(default_factory=dict)
+    unreported: list[Extent] = field(default_factory=list)
+    open: bool = False
+    closed: bool = False
+    vouched: bool = False
+
+
+def tallies_of(host: Host, running: dict[Flow, tuple[float, float]]) -> tuple[EdgeTally, ...]:
+    """Return the counts that a host reports; ``running`` are its open streams' bytes and time."""
+    sums = {
+        edge: Tally(tally.bytes, tally.busy_s, tally.pieces, tally.corrupt)
+        for edge, tally in host.edges.items()
+    }
+    for flow, (count, busy_s) in running.items():
+        tally = sums.setdefault((flow.key, flow.reader.name), Tally())
+        tally.bytes += count
+        tally.busy_s += busy_s
+    made = [
+        EdgeTally(
+            source=source,
+            reader=reader,
+            bytes=round(tally.bytes),
+            busy_s=tally.busy_s,
+            pieces=tally.pieces,
+            corrupt=tally.corrupt,
+        )
+        for (source, reader), tally in sums.items()
+    ]
+    return tuple(sorted(made, key=lambda edge: -(edge.bytes + edge.pieces))[:MOST_EDGES])
+
+
+MOST_EDGES = 512  # what a beat may carry

@@ -1,0 +1,249 @@
+"""The network as numbers: where each flow is, how fast it goes, and when something happens next.
+
+A *flow* carries consecutive bytes of the model from a source to a reader. It may take what its
+source has (``static``) and what the source itself is receiving: ``lag`` bytes behind the flow that
+brings it there (its *leader*). So it is *free*, it *follows*, or it *waits* until the edge has come
+to it. Between two changes all of this is linear in time. It knows no pieces, sessions or faults.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.simulate.fairness import Flags, Floats, Ints, max_min_rates
+
+NEAR = 1e-3  # bytes: positions closer than this are the same
+_FLOATS = ("pos", "stop", "static", "edge", "rate", "lag", "carried", "busy_s", "moved_s")
+USES = 4  # NIC in, NIC out, uplink out, uplink in
+
+
+class Network:
+    """Resources and the flows that share them."""
+
+    pos: Floats
+    stop: Floats  # end of the present run of wanted bytes
+    static: Floats  # up to here the source has it
+    edge: Floats  # next position that somebody must be told of
+    rate: Floats
+    lag: Floats
+    carried: Floats  # bytes, and in how much time with something to send: what edge tallies count
+    busy_s: Floats
+    moved_s: Floats  # when it last moved
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._capacity: list[float] = [np.inf]  # number 0: no limit
+        self._size = 64
+        for name in _FLOATS:
+            setattr(self, name, np.zeros(self._size))
+        self.leader: Ints = np.full(self._size, -1, np.int64)
+        self.uses: Ints = np.zeros((USES, self._size), np.int64)
+        self.moving: Flags = np.zeros(self._size, np.bool_)
+        self._unused = list(range(self._size - 1, -1, -1))
+        self._dirty = True
+        self._slots: Ints = np.zeros(0, np.int64)  # of the flows that move, as of the last look
+        self._spare: Floats = np.zeros(0)  # what each could carry beyond its rate
+        self._state: NDArray[np.int8] = np.zeros(0, np.int8)
+
+    # ── resources and flows ──────────────────────────────────────────────────────────────────────
+
+    def resource(self, bytes_s: float) -> int:
+        """Add something that carries ``bytes_s`` and return its number."""
+        self._capacity.append(bytes_s)
+        return len(self._capacity) - 1
+
+    def limit(self, resource: int, bytes_s: float) -> None:
+        """Give a resource another capacity."""
+        self._capacity[resource] = bytes_s
+        self._dirty = True
+
+    def add(self, uses: tuple[int, ...], lag: float) -> int:
+        """Add a flow that does not move yet and return its slot."""
+        if not self._unused:
+            self._grow()
+        slot = self._unused.pop()
+        self.uses[:, slot] = 0
+        self.uses[: len(uses), slot] = uses
+        self.lag[slot] = lag
+        self.leader[slot] = -1
+        self.moving[slot] = False
+        self.rate[slot] = self.carried[slot] = self.busy_s[slot] = 0.0
+        self.moved_s[slot] = self.now_s
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """Forget a flow."""
+        self.halt(slot)
+        self._unused.append(slot)
+
+    def start(self, slot: int, at: float, stop: float, static: float, leader: int) -> None:
+        """Set a flow going over ``[at, stop)``."""
+        self.pos[slot], self.stop[slot], self.static[slot] = at, stop, static
+        self.leader[slot] = leader
+        self.moving[slot] = True
+        self._dirty = True
+
+    def extend(self, slot: int, stop: float) -> None:
+        """Let a flow go on beyond its stop, or stop it earlier."""
+        self.stop[slot] = stop
+
+    def let_go(self, slot: int, static: float) -> None:
+        """Have a flow follow nobody any more; its source has everything up to ``static``."""
+        self.static[slot] = max(self.static[slot], static)
+        self.leader[slot] = -1
+        self._dirty = True
+
+    def halt(self, slot: int) -> None:
+        """Stop a flow where it is."""
+        if self.moving[slot]:
+            self.moving[slot] = False
+            self.rate[slot] = 0.0
+            self._dirty = True
+
+    def _grow(self) -> None:
+        old, self._size = self._size, self._size * 2
+        for name in _FLOATS:
+            column = np.zeros(self._size)
+            column[:old] = getattr(self, name)
+            setattr(self, name, column)
+        self.leader = np.concatenate([self.leader, np.full(old, -1, np.int64)])
+        self.uses = np.concatenate([self.uses, np.zeros((USES, old), np.int64)], axis=1)
+        self.moving = np.concatenate([self.moving, np.zeros(old, np.bool_)])
+        self._unused = list(range(self._size - 1, old - 1, -1))
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────
+
+    def next_s(self) -> float:
+        """Return when a flow next reaches an edge, a stop, or what it follows; inf for never."""
+        if self._dirty:
+            self._share_out()
+        slots = self._slots
+        if not slots.size:
+            return np.inf
+        rate, pos, leader = self.rate[slots], self.pos[slots], self.leader[slots]
+        led = leader >= 0
+        ahead = np.where(led, self.rate[leader] * self.moving[leader], 0.0)
+        edge = np.where(led, self.pos[leader] - self.lag[slots], -np.inf)
+        static = self.static[slots]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            # An edge, or the stop.
+            todo = np.minimum(self.edge[slots], self.stop[slots]) - pos
+            wait_s = np.where(rate > 0, np.maximum(todo, 0.0) / rate, np.inf)
+            # Free ones run dry, or catch up with what they follow.
+            room = np.maximum(edge, static) - pos
+            closing = rate - np.where(edge >= static, ahead, 0.0)
+            free = (self._state == FREE) & (closing > 0)
+            wait_s = np.where(free, np.minimum(wait_s, room / closing), wait_s)
+            # Waiting ones begin when the edge is there.
+            waits = (self._state == WAITING) & (ahead > 0)
+            wait_s = np.where(waits, (pos - edge) / ahead, wait_s)
+        return float(self.now_s + max(0.0, wait_s.min()))
+
+    def advance(self, to_s: float) -> Ints:
+        """Go on to ``to_s``; return the slots that are at an edge, a stop, or have run dry, those
+        ahead first.
+        """
+        if self._dirty:
+            self._share_out()
+        step_s, self.now_s = to_s - self.now_s, to_s
+        slots = self._slots
+        if not slots.size:
+            return slots
+        if step_s > 0:
+            self._move(slots, step_s, to_s)
+        pos = self.pos[slots]
+        due = pos >= np.minimum(self.edge[slots], self.stop[slots]) - NEAR
+        leader = self.leader[slots]
+        dry = (leader < 0) & (pos >= self.static[slots] - NEAR)
+        hit = slots[due | dry]
+        return hit[np.argsort(-self.pos[hit], kind="stable")]
+
+    def _move(self, slots: Ints, step_s: float, to_s: float) -> None:
+        rate, stop = self.rate[slots], self.stop[slots]
+        before = self.pos[slots]
+        self.pos[slots] = np.minimum(before + rate * step_s, stop)
+        leader, lag, static = self.leader[slots], self.lag[slots], self.static[slots]
+        led = np.flatnonzero(leader >= 0)
+        alone = leader < 0
+        self.pos[slots[alone]] = np.minimum(self.pos[slots[alone]], static[alone])
+        # A step may be longer than it takes to catch up, or to begin: settle who is led, from the
+        # front to the back, until nothing changes.
+        mine, lead, limit_lag = slots[led], leader[led], lag[led]
+        floor, most = static[led], stop[led]
+        waiting = self._state[led] == WAITING
+        while mine.size:
+            limit = np.minimum(np.maximum(self.pos[lead] - limit_lag, floor), most)
+            at = self.pos[mine]
+            wrong = (at > limit + NEAR) & ~waiting | (waiting & (limit > at + NEAR))
+            if not wrong.any():
+                break
+            if waiting[wrong].any():
+                self._dirty = True
+            self.pos[mine[wrong]] = np.maximum(limit[wrong], before[led][wrong])
+            waiting = waiting & ~wrong
+            if not self._behind(wrong, mine, lead):
+                break
+        moved = self.pos[slots] - before
+        going = moved > NEAR
+        self.moved_s[slots[going]] = to_s
+        self.carried[slots] += moved
+        potential = rate + self._spare
+        with np.errstate(divide="ignore", invalid="ignore"):
+            took_s = np.where(potential > 0, moved / potential, 0.0)
+        self.busy_s[slots] += np.minimum(took_s, step_s)
+        if not self._dirty and (self._states(slots) != self._state).any():
+            self._dirty = True
+
+    def _behind(self, wrong: Flags, mine: Ints, lead: Ints) -> bool:
+        """Return whether one of those that were set right leads another."""
+        right = np.zeros(self._size, np.bool_)
+        right[mine[wrong]] = True
+        return bool(right[lead].any())
+
+    # ── rates ────────────────────────────────────────────────────────────────────────────────────
+
+    def _states(self, slots: Ints) -> NDArray[np.int8]:
+        leader = self.leader[slots]
+        edge = np.where(leader >= 0, self.pos[leader] - self.lag[slots], -np.inf)
+        room = np.maximum(edge, self.static[slots]) - self.pos[slots]
+        state = np.full(slots.size, FREE, np.int8)
+        state[room <= NEAR] = FOLLOWING
+        state[room < -NEAR] = WAITING
+        state[(leader < 0) & (room <= NEAR)] = WAITING
+        # At the static edge with the leader still behind it: it waits too.
+        state[(state == FOLLOWING) & (edge < self.static[slots] - NEAR)] = WAITING
+        return state
+
+    def _share_out(self) -> None:
+        """Compute every rate anew."""
+        self._dirty = False
+        slots = self._slots = np.flatnonzero(self.moving)
+        if not slots.size:
+            self._state, self._spare = np.zeros(0, np.int8), np.zeros(0)
+            return
+        state = self._state = self._states(slots)
+        where = np.full(self._size + 1, -1, np.int64)
+        where[slots] = np.arange(slots.size)
+        leader = self.leader[slots]
+        follows = state == FOLLOWING
+        leads = np.where(follows, where[leader], -1)
+        stopped = (state == WAITING) | (follows & (leads < 0))
+        capacity = np.asarray(self._capacity)
+        uses = self.uses[:, slots]
+        rate = max_min_rates(capacity, uses, leads, stopped)
+        self.rate[slots] = rate
+        left = capacity.copy()
+        for row in uses:
+            left -= np.bincount(row, weights=rate, minlength=left.size)
+        self._spare = np.maximum(np.where(follows, left[uses].min(axis=0), 0.0), 0.0)
+
+    def potential(self, slot: int) -> float:
+        """Return what a flow could carry now, were there always something to send."""
+        at = np.searchsorted(self._slots, slot)
+        if at >= self._slots.size or self._slots[at] != slot:
+            return 0.0
+        return float(self.rate[slot] + self._spare[at])
+
+
+FREE, FOLLOWING, WAITING = 0, 1, 2

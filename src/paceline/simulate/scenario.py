@@ -1,0 +1,141 @@
+"""What is simulated: the fleet, the model, the times that software takes, and how things go wrong."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from paceline.coordinator import Patience
+from paceline.errors import InvalidInput
+from paceline.manifest import Chunk, FileEntry, Manifest
+from paceline.manifest.sizes import choose_sizes
+from paceline.simulate.faults import Fault
+from paceline.wire.plan import Labels, Topology
+
+MOST_WORKERS = 20_000  # what one deployment may have
+MBIT = 1e6 / 8  # bytes a second
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """What software and disks add to the network, in seconds; measured on agents over loopback."""
+
+    latency_s: float = 0.0005  # until a reset is seen
+    connect_s: float = 0.002  # a new stream: connection, handshake, first request
+    hop_s: float = 0.001  # from a piece's last byte to its first byte on the next hop
+    group_s: float = 1.0  # verified pieces become durable together,
+    commit_s: float = 0.02  # after an fsync of so long
+    publish_s: float = 0.02  # fsync and rename of a whole version
+    call_s: float = 0.005  # one REST call
+    prepare_s: float = 0.01  # opening and preallocating the files
+    tick_s: float = 0.15  # the coordinator looks at its clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One deployment to simulate. Rates are goodput in Mbit/s."""
+
+    workers: int
+    size_bytes: int
+    link_mbit: float
+    external_mbit: float | None = None  # None: as one worker's link
+    racks: int = 1
+    oversubscription: float = 1.0  # a rack's uplink carries its hosts' links divided by this
+    topology: Topology = Topology.AUTO
+    piece_bytes: int = 0  # 0: chosen from the size
+    chunk_bytes: int = 0
+    disk_mbit: float | None = None
+    hash_mbit: float | None = None
+    seed: int = 0
+    fail: float = 0.0  # share of workers that die for good, uniformly over the transfer
+    silent: float = 0.2  # share of these that die without a word
+    corrupt: float = 0.0  # share of transfers of pieces that arrive corrupt
+    straggle: float = 0.0  # share of workers whose link is slow from the beginning,
+    straggle_rate: float = 0.2  # at this share of its rate
+    faults: tuple[Fault, ...] = ()
+    timing: Timing = Timing()
+    patience: Patience = field(default_factory=Patience)
+    coalesce_pieces: int = 0  # pieces a session is told of at once; 0: by the fleet's size
+    step_s: float = -1.0  # the network is looked at no more often; negative: by the fleet's size
+
+    def __post_init__(self) -> None:
+        _between("workers", self.workers, 1, MOST_WORKERS)
+        _between("model size in bytes", self.size_bytes, 1, 1 << 60)
+        _between("link in Mbit/s", self.link_mbit, 1e-6, 1e9)
+        _between("racks", self.racks, 1, MOST_WORKERS)
+        _between("oversubscription", self.oversubscription, 1, 1e6)
+        for name in ("fail", "silent", "corrupt", "straggle"):
+            _between(f"share that --{name} names", getattr(self, name), 0, 1)
+        _between("straggling hosts' share of their rate", self.straggle_rate, 1e-6, 1)
+        names = set(self.names())
+        for fault in self.faults:
+            if fault.worker not in names:
+                raise InvalidInput(
+                    "a fault names no worker of this fleet",
+                    got=fault.worker,
+                    wanted=f"{self.name(0)} to {self.name(self.workers - 1)}",
+                )
+
+    @property
+    def link_bytes_s(self) -> float:
+        """Return what one NIC carries each way."""
+        return self.link_mbit * MBIT
+
+    @property
+    def external_bytes_s(self) -> float:
+        """Return what the origin gives."""
+        return (self.external_mbit or self.link_mbit) * MBIT
+
+    @property
+    def bound_s(self) -> float:
+        """Return before when nobody can finish."""
+        return self.size_bytes / min(self.link_bytes_s, self.external_bytes_s)
+
+    def name(self, number: int) -> str:
+        """Return a worker's name."""
+        return f"node-{number:0{len(str(self.workers - 1))}d}"
+
+    def names(self) -> list[str]:
+        """Return all workers' names."""
+        return [self.name(number) for number in range(self.workers)]
+
+    def labels(self, number: int) -> Labels:
+        """Return where a worker stands: racks are filled evenly, one after the other."""
+        rack = number * min(self.racks, self.workers) // self.workers
+        name = f"rack-{rack}" if self.racks > 1 else ""
+        return Labels(host=self.name(number), rack=name)
+
+    def manifest(self) -> Manifest:
+        """Return a manifest of this size whose bytes exist nowhere."""
+        sizes = choose_sizes(
+            self.size_bytes,
+            self.link_mbit,
+            piece_bytes=self.piece_bytes,
+            chunk_bytes=self.chunk_bytes,
+        )
+        return paper_manifest(self.size_bytes, sizes.piece_bytes, sizes.chunk_bytes)
+
+
+def paper_manifest(size_bytes: int, piece_bytes: int, chunk_bytes: int) -> Manifest:
+    """Return the manifest of one file that nobody ever reads: its digests are made up."""
+    pieces = tuple(
+        hashlib.sha256(b"%d" % piece).hexdigest() for piece in range(-(-size_bytes // piece_bytes))
+    )
+    chunk_bytes = max(1, round(chunk_bytes / piece_bytes)) * piece_bytes
+    chunks = tuple(
+        Chunk(number, at, min(chunk_bytes, size_bytes - at), pieces[number])
+        for number, at in enumerate(range(0, size_bytes, chunk_bytes))
+    )
+    return Manifest.of(
+        model_id="simulated",
+        version="v1",
+        piece_bytes=piece_bytes,
+        chunk_bytes=chunk_bytes,
+        files=(FileEntry("weights.bin", size_bytes, "0" * 64, pieces),),
+        chunks=chunks,
+    )
+
+
+def _between(what: str, got: float, least: float, most: float) -> None:
+    if not least <= got <= most:
+        raise InvalidInput(f"bad {what}", got=got, wanted=f"{least:g} to {most:g}")
