@@ -45,11 +45,15 @@ class PieceRejected:
 class SourceAlive:
     """A source gave a sign of life: bytes of an unfinished piece (it is ``moving``), or word that
     it waits itself.
+
+    A driver that knows the future vouches that bytes move ``until_s``, or until it says otherwise:
+    a simulator then need not repeat itself a million times.
     """
 
     source_key: str
     stream: int
     moving: bool = False
+    until_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,12 +165,6 @@ class Puller:
         feed = self._feeds.get(key)
         return feed if feed is not None and feed.stream == stream else None
 
-    def alive(self, feed: Feed, now_s: float, *, moving: bool) -> None:
-        """Take note of a sign of life."""
-        feed.heard_s = now_s
-        if moving:
-            feed.moved_s = now_s
-
     def arrived(self, key: str, stream: int, extent: Extent, now_s: float) -> int:
         """Count verified pieces, whoever they came from; return how many are new."""
         feed = self.feed(key, stream)
@@ -359,7 +353,7 @@ class Puller:
         """Yield the times at which something here may have to change."""
         for feed in self._feeds.values():
             if feed.waiting:
-                yield feed.heard_s + self._silence_s(feed.source)
+                yield max(feed.heard_s + self._silence_s(feed.source), feed.vouched_s)
         for repair in self._repairs:
             yield repair.retry_at_s if repair.asked is None else self._repair_ends_s(repair)
         for work in self._works:
@@ -372,7 +366,7 @@ class Puller:
                         if (rest := rests.get(source.key)) is not None:
                             yield rest.retry_at_s
         if self._hedge is not None:
-            yield self._hedge.asked_s + self._piece_deadline_s
+            yield self._aside_ends_s(self._hedge.key, self._hedge.asked_s)
         elif (due_s := self._hedge_due_s()) is not None:
             yield due_s
 
@@ -381,7 +375,7 @@ class Puller:
         self.checked_s = now_s
         for feed in list(self._feeds.values()):
             silence_s = self._silence_s(feed.source)
-            if feed.waiting and now_s >= feed.heard_s + silence_s:
+            if feed.waiting and now_s >= max(feed.heard_s + silence_s, feed.vouched_s):
                 error = PeerLost(
                     "source went silent",
                     got=f"{now_s - feed.heard_s:.2f} s",
@@ -408,7 +402,7 @@ class Puller:
                         asked.aside.remove(run)
                 self._repairs.unanswered(repair)
         hedge = self._hedge
-        if hedge is not None and now_s >= hedge.asked_s + self._piece_deadline_s:
+        if hedge is not None and now_s >= self._aside_ends_s(hedge.key, hedge.asked_s):
             self._end_hedge(hedge, now_s)
 
     def _silence_s(self, source: Source) -> float:
@@ -437,14 +431,21 @@ class Puller:
         at_s = work.progress_s + wait_s
         if work.hurry_s > 0 and feed is not None:
             at_s = min(at_s, max(work.progress_s, feed.moved_s) + work.hurry_s)
-        return at_s
+        return at_s if feed is None else max(at_s, feed.vouched_s)
 
     def _repair_ends_s(self, repair: Repair) -> float:
         """Return until when to wait for repaired pieces before asking somebody else."""
-        feed = self._feeds.get(repair.asked or "")
-        silence_s = self._piece_deadline_s if feed is None else self._silence_s(feed.source)
-        moved_s = 0.0 if feed is None else min(feed.moved_s, repair.asked_s + 3 * silence_s)
-        return max(repair.asked_s, moved_s) + silence_s
+        return self._aside_ends_s(repair.asked or "", repair.asked_s)
+
+    def _aside_ends_s(self, key: str, asked_s: float) -> float:
+        """Return until when to wait for pieces asked on the side: they may be sent after others."""
+        feed = self._feeds.get(key)
+        if feed is None:
+            return asked_s + self._piece_deadline_s
+        silence_s = self._silence_s(feed.source)
+        moved_s = min(feed.moved_s, asked_s + 3 * silence_s)
+        vouched_s = min(feed.vouched_s, asked_s + self._limits.give_up_s)
+        return max(asked_s + silence_s, moved_s + silence_s, vouched_s)
 
     # ── asking ───────────────────────────────────────────────────────────────────────────────────
 

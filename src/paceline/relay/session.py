@@ -86,6 +86,7 @@ class RelaySession:
         self._lanes: WorkerLanes | None = None
         self._error: PacelineError | None = None
         self._progress_s = self._alive_s = 0.0
+        self._due_s = float("-inf")  # nothing can be due before; see ``handle``
         self._corrupt: dict[str, None] = {}  # an ordered set of who sent corrupt pieces
         self._refetched = self._rejected = 0
 
@@ -94,15 +95,17 @@ class RelaySession:
     def handle(self, event: SessionEvent, now_s: float) -> list[SessionAction]:
         """Take one event at time ``now_s`` (any monotonic clock) and return what to do."""
         actions: list[SessionAction] = []
+        if not isinstance(event, SourceAlive):
+            self._due_s = float("-inf")
         match event:
             case PieceVerified(key, stream, extent):
                 self._arrived(key, stream, extent, now_s)
             case PiecesDurable(extent):
                 self._became_durable(extent, now_s)
-            case SourceAlive(key, stream, moving):
-                if feed := self._pull.feed(key, stream):
-                    self._pull.alive(feed, now_s, moving=moving)
-                    self._alive_s = now_s
+            case SourceAlive():
+                self._alive(event, now_s)
+                if now_s < self._due_s:
+                    return actions  # deadlines have only moved away: nothing else can have changed
             case PieceRejected(key, stream, extent):
                 self._reject(key, stream, extent, now_s, actions)
             case SourceFailed(key, stream, error):
@@ -131,7 +134,8 @@ class RelaySession:
         # What lies in the past was looked at in the last ``handle`` and waits for something else.
         seen_s = self._pull.checked_s
         later = (at for at in self._pull.deadlines() if seen_s < at < give_up_s)
-        return min(later, default=give_up_s)
+        self._due_s = min(later, default=give_up_s)
+        return self._due_s
 
     def progress(self) -> SessionProgress:
         """Return where this worker stands; what is reported as held is durable (I2)."""
@@ -179,6 +183,17 @@ class RelaySession:
         self._error = None
         self._status = WorkerStatus.RECEIVING
         self._progress_s = self._alive_s = now_s
+
+    def _alive(self, event: SourceAlive, now_s: float) -> None:
+        feed = self._pull.feed(event.source_key, event.stream)
+        if feed is None:
+            return
+        feed.heard_s = self._alive_s = now_s
+        if event.moving or event.until_s > now_s:
+            feed.moved_s = now_s
+        if event.until_s < feed.vouched_s:
+            self._due_s = float("-inf")  # less is vouched for than was counted on
+        feed.vouched_s = event.until_s
 
     def _arrived(self, key: str, stream: int, extent: Extent, now_s: float) -> None:
         new = self._pull.arrived(key, stream, extent, now_s)
