@@ -34,6 +34,8 @@ class ClusterSettings(_Settings):
     racks: int = Field(default=2, ge=1)
     threads_per_node: int = Field(default=2, ge=1)
     link_mbit: float = Field(default=80.0, gt=0)  # each agent's NIC, each direction; paced
+    external_mbit: float | None = Field(default=None, gt=0)  # the origin's link; None: as a node's
+    oversubscription: float = Field(default=1.0, ge=1)  # of each rack's uplink
     node_memory_mb: int = Field(default=0, ge=0)  # 0: no limit
 
 
@@ -73,6 +75,12 @@ class SecuritySettings(_Settings):
     trusted_publishers: tuple[str, ...] = ()  # public keys, as `paceline keys new` prints them
     require_signature: bool = False  # refuse manifests that none of them signed
     source_roots: tuple[str, ...] = ()  # local directories models may come from
+    # Between workers. auto: mutual TLS where its three files are named, else plain, which listens
+    # on loopback only; mtls: always; plaintext-anywhere: whoever is on the network reads along.
+    peer_tls: Literal["auto", "mtls", "plaintext-anywhere"] = "auto"
+    peer_ca: str = ""  # PEM files, relative to the state directory; {worker_id} is replaced
+    peer_cert: str = ""
+    peer_key: str = ""
 
 
 class StoreSettings(_Settings):
@@ -86,6 +94,7 @@ class RelaySettings(_Settings):
     """How models travel."""
 
     topology: Literal["auto", "direct", "chain", "tree", "tree-of-chains", "mesh"] = "auto"
+    transport: Literal["tcp", "grpc"] = "tcp"  # the same on every worker; tcp costs less CPU
     piece_bytes: int = Field(default=0, ge=0, le=16 * MIB)  # 0: from the model's size
     chunk_bytes: int = Field(default=0, ge=0)  # 0: from the model's size and the link
     max_failed: float = Field(default=0.05, ge=0, le=1)
