@@ -11,7 +11,7 @@ TORCH_INDEX := $(if $(PACELINE_TORCH_INDEX),--extra-index-url $(PACELINE_TORCH_I
 # Imports without bytecode are two to three times slower; some environments switch it off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-services demo test check format bench chaos schemas lock clean distclean
+.PHONY: help setup setup-services demo test check format bench bench-links chaos schemas lock clean distclean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -50,7 +50,12 @@ format: setup ## rewrite the sources in the project's format
 
 bench: setup ## every benchmark, results in benchmarks/results/
 	@mkdir -p benchmarks/results
-	@for each in benchmarks/*.py; do echo "== $$each"; $(BIN)/python $$each || exit 1; done
+	@for each in $(filter-out benchmarks/link_bound.py,$(wildcard benchmarks/*.py)); do \
+	  echo "== $$each"; $(BIN)/python $$each || exit 1; done
+
+bench-links: setup ## Paceline and its peers on hosts with limited links (root; an hour): a table and a plot
+	$(BIN)/python benchmarks/link_bound.py --hosts 8 16 32 --budget-s 3600 $(ARGS)
+	$(BIN)/python benchmarks/link_bound.py --plot benchmarks/results/link_bound.json
 
 chaos: setup ## the long fault runs
 	$(BIN)/python -m pytest -m chaos $(ARGS)

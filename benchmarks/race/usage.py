@@ -38,14 +38,14 @@ def cpu_s(pid: int) -> float:
 
 
 def anonymous_mb(pid: int) -> float:
-    """Return the process's memory without pages of files (models in tmpfs count as files)."""
+    """Return the memory of ``pid`` and its children, without pages of files and of tmpfs."""
     try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024 / 1e6
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return 0.0
-    return 0.0
+    kib = sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+    return kib * 1024 / 1e6 + sum(anonymous_mb(int(child)) for child in children)
 
 
 class Machine:
