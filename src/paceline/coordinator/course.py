@@ -14,7 +14,7 @@ from paceline.coordinator.messages import Effect, KeepDeployment, KeepPlan, Obse
 from paceline.coordinator.parts import Tally
 from paceline.coordinator.planning import next_plan
 from paceline.coordinator.settings import Patience
-from paceline.coordinator.verdict import assess, everybody_here, rescue
+from paceline.coordinator.verdict import assess, everybody_here, free_tails, rescue
 from paceline.errors import InvalidPlan
 from paceline.plan import Standing
 from paceline.wire.events import EventName
@@ -35,6 +35,7 @@ def advance(
         return _finish_activation(run, tally, at)
     effects: list[Effect] = list(_judge(run, fleet, at, now_s))
     rescue(run, tally, now_s, patience)
+    free_tails(run, tally)
     try:
         effects += _replan(run, tally, fleet, patience, at, now_s)
         status, failure = assess(run, tally, now_s, patience)

@@ -16,7 +16,7 @@ from paceline.coordinator.parts import Part, Tally, tally_of
 from paceline.coordinator.settings import Patience
 from paceline.coordinator.standing import Standings
 from paceline.manifest import Manifest
-from paceline.plan import Standing
+from paceline.plan import Standing, next_order
 from paceline.wire.calls import DeploymentBeat
 from paceline.wire.events import EventName
 from paceline.wire.plan import Plan, Topology, WorkerLanes
@@ -65,6 +65,7 @@ class DeploymentRun:
         self.short: set[str] = set()  # need the origin and may not read it
         self.short_since_s: float | None = None
         self.rescues = 0  # plans made because of that
+        self.tails_freed = False  # the line is complete, and those behind it were planned for that
         self.stage: DeploymentStatus | None = None  # None: to be found out again
         self._tally: Tally | None = None
         self._chunks_seen: set[int] = set()
@@ -169,10 +170,7 @@ class DeploymentRun:
         """Take a plan as the one in force, newly made or as it was kept."""
         self.plan, self.stage = plan, None
         self.lanes = {each.worker_id: each for each in plan.workers}
-        known = set(self.order)
-        newcomers = tuple(each for each in self.lanes if each not in known)
-        if newcomers:
-            self.order = (*self.order, *newcomers)
+        self.order = next_order(self.order, plan)
         expected: dict[tuple[str, str], float] = {}
         for worker_id, each in self.lanes.items():
             for lane in each.lanes:
@@ -191,7 +189,7 @@ class DeploymentRun:
         self.fresh.clear()
         update: dict[str, object] = {"epoch": plan.epoch}
         # Who is gone keeps its place in the line; a plan does not name it, so that is kept here.
-        order = () if len(self.order) == len(self.lanes) else self.order
+        order = () if next_order((), plan) == self.order else self.order
         if order != self.memo.order:
             self.memo = replace(self.memo, order=order)
         if self.memo.planned_s is None:

@@ -5,7 +5,7 @@ Plans and estimates are made by ``paceline.plan``; here is only what is handed t
 
 from __future__ import annotations
 
-from math import log2
+from collections.abc import Mapping
 from statistics import median_low
 
 from paceline.coordinator.deployment import DeploymentRun
@@ -22,8 +22,12 @@ from paceline.plan import (
     origin_cap_bytes,
     predict,
 )
-from paceline.wire.plan import Plan, Topology, WorkerLanes
+from paceline.wire.plan import Plan, WorkerLanes
 from paceline.wire.records import Deployment, DeploymentStatus
+
+Places = Mapping[str, tuple[str, bool]]  # of the living: address, and whether to be asked at all
+
+NEAR_SPARES = 2  # of each lane, that must be good; who dies is a far spare of many others
 
 
 def new_deployment(event: Create, fleet: Membership, patience: Patience) -> Deployment:
@@ -63,13 +67,17 @@ def new_deployment(event: Create, fleet: Membership, patience: Patience) -> Depl
 
 def _estimate(event: Create, fleet: Membership, patience: Patience) -> Prediction:
     records = [fleet.find(worker_id) for worker_id in event.call.target_workers]
-    links = [record.link_mbit for record in records if record is not None]
+    here = [record for record in records if record is not None]
     return predict(
         event.call.topology,
         total_bytes=event.manifest.total_size,
         workers=len(records),
         piece_bytes=event.manifest.piece_bytes,
-        link_mbit=min(links, default=patience.link_mbit),
+        chunk_bytes=event.manifest.chunk_bytes,
+        link_mbit=min((record.link_mbit for record in here), default=patience.link_mbit),
+        external_mbit=patience.external_mbit,
+        racks=len({(record.labels.zone, record.labels.rack) for record in here}) or 1,
+        oversubscription=patience.oversubscription,
     )
 
 
@@ -86,15 +94,12 @@ def next_plan(
     late = _latecomers(run, tally, patience)
     living = set(tally.living)
     everybody = [*run.order, *(each for each in run.parts if each not in run.order)]
-    wants_holdings = run.deployment.topology in (Topology.MESH, Topology.AUTO)
     workers = []
     for worker_id in everybody:
         record, part = fleet.find(worker_id), run.parts[worker_id]
         if record is None:
             continue  # never here: nobody can be told where it is
         standing = run.standing_of(worker_id) if worker_id in living else Standing.GONE
-        if standing is Standing.GONE:
-            continue  # until the planner keeps the places of the dead
         if standing is Standing.LINE and worker_id in late:
             standing = Standing.TAIL
         workers.append(
@@ -105,7 +110,7 @@ def next_plan(
                 link_mbit=record.link_mbit,
                 complete=part.receipt is not None,
                 held_pieces=part.pieces_known,
-                held_chunks=frozenset(part.chunks if wants_holdings else ()),
+                held_chunks=frozenset(part.chunks),
                 standing=standing,
             )
         )
@@ -118,10 +123,17 @@ def next_plan(
         workers=workers,
         source_url=deployment.source_url,
         seed=run.memo.seed,
+        external_mbit=patience.external_mbit,
+        oversubscription=patience.oversubscription,
         origin_spent_bytes=run.origin_bytes,
         order=run.order,
     )
-    kept = tuple(_kept(run, each) for each in plan.workers)
+    places = {
+        each.worker_id: (each.address, each.standing is not Standing.QUARANTINED)
+        for each in workers
+        if each.standing is not Standing.GONE
+    }
+    kept = tuple(_kept(run, each, places) for each in plan.workers)
     return plan.model_copy(update={"workers": kept}), late
 
 
@@ -136,7 +148,7 @@ def _latecomers(run: DeploymentRun, tally: Tally, patience: Patience) -> dict[st
     return {each: gap for each, gap in gaps.items() if gap > patience.return_gap_pieces}
 
 
-def _kept(run: DeploymentRun, planned: WorkerLanes) -> WorkerLanes:
+def _kept(run: DeploymentRun, planned: WorkerLanes, places: Places) -> WorkerLanes:
     """Return the lanes that the worker has, where ``planned`` says the same, else those.
 
     The origin fuse is one for all epochs: who keeps its budget may go on reading what is left of
@@ -146,7 +158,7 @@ def _kept(run: DeploymentRun, planned: WorkerLanes) -> WorkerLanes:
     before, part = run.lanes.get(worker_id), run.parts[worker_id]
     if before is None or worker_id in run.fresh or worker_id in run.short:
         return planned
-    if _gist(before) != _gist(planned):
+    if not _serves(before, planned, places):
         return planned
     if not run.fused:
         return before
@@ -162,16 +174,26 @@ def _kept(run: DeploymentRun, planned: WorkerLanes) -> WorkerLanes:
     return before if fits else planned
 
 
-def _gist(lanes: WorkerLanes) -> list[tuple[object, ...]]:
-    return [
-        (
-            lane.first_chunk,
-            lane.last_chunk,
-            round(log2(lane.expected_bytes_s + 1)),  # deadlines follow it, coarsely
-            *((each.key, each.address) for each in (lane.source, *lane.spares)),
-        )
-        for lane in lanes.lanes
-    ]
+def _serves(before: WorkerLanes, planned: WorkerLanes, places: Places) -> bool:
+    """Return whether the lanes that a worker has serve as well as ``planned``: the same chunks from
+    the same sources, a spare or two near at hand that live where it believes, and no quarantined.
+    """
+    if len(before.lanes) != len(planned.lanes):
+        return False
+    for old, new in zip(before.lanes, planned.lanes, strict=True):
+        if (old.first_chunk, old.last_chunk) != (new.first_chunk, new.last_chunk):
+            return False
+        if (old.source.key, old.source.address) != (new.source.key, new.source.address):
+            return False
+        peers = [spare for spare in old.spares if spare.worker_id is not None]
+        wanted = sum(spare.worker_id is not None for spare in new.spares)
+        if len(peers) < min(NEAR_SPARES, wanted):
+            return False
+        if any((each.address, True) != places.get(each.key) for each in peers[:NEAR_SPARES]):
+            return False
+        if any(not places.get(each.key, ("", True))[1] for each in peers):
+            return False
+    return True
 
 
 def _seeds(lanes: WorkerLanes) -> bool:

@@ -18,6 +18,8 @@ class Patience:
     deadline_s: float = 600.0  # one whole deployment
     beats_per_second: float = 1000.0  # beyond this the interval grows with the fleet
     link_mbit: float = 80.0  # of a target that has not registered yet, for the estimate only
+    external_mbit: float | None = None  # of the origin; None: as fast as the slowest worker
+    oversubscription: float = 1.0  # of the racks' uplinks
     deadline_factor: float = 3.0  # of the predicted time, where that is longer than the deadline
     replan_s: float = 0.25  # between two plans of one deployment, so that a burst makes one,
     replanned_per_second: float = 1000.0  # and longer in a large fleet, where a plan takes longer
@@ -51,4 +53,6 @@ class Patience:
             lost_after_beats=relay.lost_after_beats,
             deadline_s=relay.deadline_s,
             link_mbit=profile.cluster.link_mbit,
+            external_mbit=profile.cluster.external_mbit,
+            oversubscription=profile.cluster.oversubscription,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from paceline.coordinator.deployment import OUT_OF_BUDGET, DeploymentRun
 from paceline.coordinator.parts import Tally
 from paceline.coordinator.settings import Patience
-from paceline.plan import origin_cap_bytes
+from paceline.plan import Standing, origin_cap_bytes
 from paceline.wire.records import DeploymentStatus, Failure
 
 RESCUES = 3  # then it is stalled until an operator or the deadline ends it
@@ -65,6 +65,16 @@ def rescue(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -
     elif run.rescues < RESCUES and now_s - run.short_since_s > patience.lost_s:
         run.rescues += 1
         run.replan = True
+
+
+def free_tails(run: DeploymentRun, tally: Tally) -> None:
+    """Ask once for a new plan when only the tail is left: behind a line that is complete, each may
+    hang on a worker of its own, where before they hung on each other.
+    """
+    if run.tails_freed or not tally.done or not 1 < len(tally.pending) <= len(tally.done):
+        return
+    if all(run.standing_of(each) is Standing.TAIL for each in tally.pending):
+        run.tails_freed = run.replan = True
 
 
 def _stage(run: DeploymentRun, tally: Tally) -> DeploymentStatus:
