@@ -230,7 +230,7 @@ class PeerStream:
         deadline_s = time.monotonic() + intake.SILENCE_S
         while left:
             block = self._block[: min(len(self._block), left)]
-            channel.receive(block, deadline_s, arriving.alive)
+            channel.receive(block, deadline_s, lambda: arriving.alive(moving=True))
             arriving.take(block)
             left -= len(block)
         if not arriving.end():

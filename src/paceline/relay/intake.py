@@ -18,7 +18,7 @@ from paceline.relay.counters import Counters
 from paceline.relay.events import PieceRejected, PieceVerified, SourceAlive
 from paceline.relay.extents import Extent, Extents
 from paceline.relay.pacing import Pacer
-from paceline.relay.staging import Staging
+from paceline.relay.staging import CLAIM_S, Staging
 from paceline.wire.plan import Source
 
 if TYPE_CHECKING:
@@ -52,9 +52,12 @@ class Intake:
         self._report = report
         self._lock = threading.Lock()
         self._asked = Extents()
+        self._ever = Extents()  # one that was asked for twice may come twice
         self._told_alive_s = 0.0
         self._piece: Piece | None = None
-        self._mine = False  # whether the arriving piece is ours to write, or a duplicate
+        self._mine = False  # whether the arriving piece is ours to write
+        self._writing = threading.Lock()  # while it is written, and while it changes hands
+        self._memory: memoryview | None = None  # of a piece that another stream is writing
         self._descriptor = -1
         self._digest = hashlib.sha256()
         self._done = 0
@@ -63,6 +66,7 @@ class Intake:
         """Take note that ``extent`` was asked for."""
         with self._lock:
             self._asked.add(extent)
+            self._ever.add(extent)
 
     @property
     def waiting(self) -> bool:
@@ -73,16 +77,21 @@ class Intake:
         """Expect the ``length`` bytes of piece ``index``; raises InvalidFrame if nobody asked."""
         manifest = self._staging.manifest
         with self._lock:
-            asked = self._asked.remove(Extent(index, index + 1))
-        if not asked or index >= manifest.piece_count:
+            self._asked.remove(Extent(index, index + 1))
+            known = index in self._ever
+        if not known or index >= manifest.piece_count:
             raise InvalidFrame("a piece nobody asked for", got=index, where=self._key)
         piece = manifest.piece_of(index)
         if length != piece.length:
             raise InvalidFrame("piece of another length", got=length, wanted=piece.length)
+        self._memory = None
         try:
-            self._mine = self._staging.claim(index)
-        except TimeoutError as error:
-            raise PeerLost(str(error), where=self._key) from error
+            self._mine = self._staging.claim(index, wait_s=0.0)
+        except TimeoutError:
+            # Hedged: another stream is writing it. Whichever has it whole first wins.
+            self._mine, self._memory = False, memoryview(bytearray(length))
+        if self._mine:
+            self._staging.writers[index] = self._leave
         self._piece, self._done = piece, 0
         self._digest = hashlib.sha256()
         self._descriptor = self._staging.descriptor(piece.file_index)
@@ -92,28 +101,39 @@ class Intake:
         piece = self._piece
         if piece is None or self._done + len(block) > piece.length:
             raise InvalidFrame("bytes beyond a piece", got=len(block), where=self._key)
-        if self._mine:
+        if self._mine or self._memory is not None:
             self._digest.update(block)
-            self._staging.write(self._descriptor, block, piece.file_offset + self._done)
+        if self._memory is not None:
+            self._memory[self._done : self._done + len(block)] = block
+        elif self._mine:
+            with self._writing:
+                if self._mine:
+                    at = piece.file_offset + self._done
+                    self._staging.write(self._descriptor, block, at)
         self._done += len(block)
         self._pacer.take(len(block))
         if self._done < piece.length:
-            self.alive(self._keepalive_s)
+            self.alive(self._keepalive_s, moving=True)
 
     def end(self) -> bool:
         """Judge the piece and report it; return whether its bytes were right."""
-        piece, mine, staging = self._piece, self._mine, self._staging
+        piece, staging = self._piece, self._staging
         if piece is None or self._done != piece.length:
             raise InvalidFrame("a piece ended early", got=self._done, where=self._key)
-        matches = not mine or self._digest.hexdigest() == piece.sha256
-        if mine and matches:
-            staging.hold(piece)
-            self._piece = None
-            self._counters.add(received=piece.length)
-        else:
-            self.drop()
+        judged = self._mine or self._memory is not None
+        matches = not judged or self._digest.hexdigest() == piece.sha256
+        if matches and self._memory is not None:
+            self._mine = self._write_whole(piece, self._memory)
+        with self._writing:
+            held = self._mine and matches
+            if held:
+                staging.writers.pop(piece.index, None)
+                staging.hold(piece)
+                self._mine = False
+        self.drop()
+        if not held:
             self._counters.add(refetched=piece.length)
-        if mine:
+        if judged:
             staging.edges.judged(
                 self._key, self._worker_id, matched=int(matches), corrupt=int(not matches)
             )
@@ -123,16 +143,45 @@ class Intake:
         return matches
 
     def drop(self) -> None:
-        """Give up the piece that was arriving; its bytes were received for nothing."""
-        piece, self._piece = self._piece, None
-        if piece is not None:
-            self._counters.add(received=self._done)
+        """Give up what has arrived of a piece and is not held."""
+        piece, self._piece, self._memory = self._piece, None, None
+        if piece is None:
+            return
+        self._counters.add(received=self._done)
+        with self._writing:
             if self._mine:
+                self._mine = False
+                self._staging.writers.pop(piece.index, None)
                 self._staging.release(piece.index)
 
-    def alive(self, at_most_every_s: float = 0.0) -> None:
-        """Report a sign of life of the source."""
+    def _leave(self) -> bool:
+        """Leave the arriving piece's claim to another stream; return whether it was ours."""
+        with self._writing:
+            mine, self._mine = self._mine, False
+            return mine
+
+    def _write_whole(self, piece: Piece, data: memoryview) -> bool:
+        """Write a piece that is right; return False where it is held by now."""
+        staging = self._staging
+        end_s = time.monotonic() + CLAIM_S
+        while (writer := staging.writers.pop(piece.index, None)) is None or not writer():
+            try:
+                if not staging.claim(piece.index, wait_s=0.05):
+                    return False
+                break
+            except TimeoutError as error:  # it was claimed, but not yet by a writer we know
+                if time.monotonic() > end_s:
+                    raise PeerLost(str(error), where=self._key) from error
+        try:
+            staging.write(self._descriptor, data, piece.file_offset)
+        except BaseException:
+            staging.release(piece.index)
+            raise
+        return True
+
+    def alive(self, at_most_every_s: float = 0.0, *, moving: bool = False) -> None:
+        """Report a sign of life of the source: that it waits, or that its bytes are ``moving``."""
         now = time.monotonic()
         if now - self._told_alive_s >= at_most_every_s:
             self._told_alive_s = now
-            self._report(SourceAlive(self._key, self._stream))
+            self._report(SourceAlive(self._key, self._stream, moving=moving))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ class Serving:
         self._staging = staging
         self._keepalive_s = keepalive_s
         self._on_rotten = on_rotten
-        self._wanted = Extents()
+        self._wanted: deque[Extent] = deque()  # served in the order in which it was asked for
         self._sent = Extents()  # a peer may complain once of each piece it was sent
         self._since_s = time.monotonic()
         self._counted = 0
@@ -75,7 +76,7 @@ class Serving:
             run = self._staging.next_held(self._wanted, self._keepalive_s)
             if run is not None:
                 run = Extent(run.first, min(run.stop, run.first + RUN_PIECES))
-                self._wanted.remove(run)
+                self._take(run)
                 self._sent.add(run)
                 self._since_s = time.monotonic()
                 yield run
@@ -103,7 +104,17 @@ class Serving:
         elif asked.stop > pieces:
             raise InvalidFrame("request beyond the model", got=asked, wanted=pieces)
         else:
-            self._wanted.add(asked)
+            known = Extents(self._wanted)
+            self._wanted.extend(known.gaps(asked))
+
+    def _take(self, run: Extent) -> None:
+        """Take ``run``, part of one wanted extent, out of what is wanted."""
+        at = next(i for i, each in enumerate(self._wanted) if each.first <= run.first < each.stop)
+        first, stop = self._wanted[at]
+        left = [Extent(first, run.first), Extent(run.stop, stop)]
+        del self._wanted[at]
+        for each in reversed([each for each in left if each.size]):
+            self._wanted.insert(at, each)
 
     def _look_at(self, index: int) -> None:
         """A peer says that a piece of ours is corrupt: was it the wire, or is it this disk?"""

@@ -14,7 +14,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -67,6 +67,9 @@ class Staging:
         self._lock = threading.Condition()
         self._commit_lock = threading.Lock()
         self._claims: set[int] = set()
+        # Who writes a claimed piece as it arrives, and may be asked to leave it to another stream
+        # that has all of it; a writer that is done with it in an instant is not here.
+        self.writers: dict[int, Callable[[], bool]] = {}
         self._fresh = Extents()  # verified since the last commit
         self._files: dict[int, int] = {}  # file index → descriptor, open until close()
         self._dirty: set[int] = set()
@@ -144,17 +147,17 @@ class Staging:
 
     # ── pieces ───────────────────────────────────────────────────────────────────────────────────
 
-    def claim(self, piece: int) -> bool:
+    def claim(self, piece: int, wait_s: float = CLAIM_S) -> bool:
         """Return True when the caller alone may write ``piece``, False when it is verified already.
 
-        Waits for another writer of the same piece; raises TimeoutError after ``CLAIM_S``.
+        Waits for another writer of the same piece; raises TimeoutError after ``wait_s``.
         """
         with self._lock:
             if piece not in self._claims and piece not in self.verified:
                 self._claims.add(piece)
                 return True
             free = self._lock.wait_for(
-                lambda: piece in self.verified or piece not in self._claims, CLAIM_S
+                lambda: piece in self.verified or piece not in self._claims, wait_s
             )
             if piece in self.verified:
                 return False
@@ -208,8 +211,10 @@ class Staging:
                 self._mark(self.durable)
             return True
 
-    def next_held(self, wanted: Extents, wait_s: float) -> Extent | None:
-        """Return the first run of verified pieces of ``wanted``; waits up to ``wait_s`` for it."""
+    def next_held(self, wanted: Iterable[Extent], wait_s: float) -> Extent | None:
+        """Return the first run of verified pieces of ``wanted``, in its order; waits up to
+        ``wait_s`` for it.
+        """
 
         def first() -> Extent | None:
             return next((run for want in wanted for run in self.verified.common(want)), None)
