@@ -8,12 +8,13 @@ every lane, so that what a worker does by itself is what the next plan will say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from paceline.plan.trees import NOWHERE, ORIGIN, Trees
 
 _LOOSE = -3  # an orphan that is not yet adopted
+_MOST_STEPS = 200  # of the search for adopters; four orphans need a dozen
 _LOOKED_AT = 64  # places whose free slots are looked at where the rule finds nobody
 
 
@@ -29,29 +30,41 @@ def match(
     ``above(place)`` is the orphan above a place in this stripe, or None. Following adopters up
     never comes back to the orphan.
     """
-    left: dict[int, int | None] = {other: above(other) for other in dict.fromkeys(others)}
-    left.pop(source, None)
-    owned = list(left.values())
-    first = max(orphans, key=lambda orphan: (owned.count(orphan), -orphans.index(orphan)))
-    adopted: dict[int, int | None] = {first: source}
-    over: dict[int, int | None] = {first: None}  # the orphan above each adopted one
+    tops = [above(other) for other in others]
+    # Whoever has most of them below himself can use fewest: he goes on with the source.
+    first, *rest = sorted(orphans, key=lambda orphan: -tops.count(orphan))
+    adopted: dict[int, int] = {}  # orphan → which of the others
+    steps = 0
 
     def leads_to(orphan: int, start: int | None) -> bool:
-        step = start
-        while step is not None:
-            if step == orphan:
+        while start is not None:
+            if start == orphan:
                 return True
-            step = over.get(step)
+            start = tops[adopted[start]] if start in adopted else None
         return False
 
-    for orphan in orphans:
-        if orphan == first:
-            continue
-        taker = next((each for each, top in left.items() if not leads_to(orphan, top)), None)
-        adopted[orphan] = taker
-        if taker is not None:
-            over[orphan] = left.pop(taker)
-    return adopted
+    def assign(at: int, spare: int) -> bool:
+        """Give an adopter to ``rest[at:]``, all but ``spare`` of them."""
+        nonlocal steps
+        if at == len(rest):
+            return True
+        for number, top in enumerate(tops):
+            steps += 1
+            if number in adopted.values() or leads_to(rest[at], top) or steps > _MOST_STEPS:
+                continue
+            adopted[rest[at]] = number
+            if assign(at + 1, spare):
+                return True
+            del adopted[rest[at]]
+        return spare > 0 and assign(at + 1, spare - 1)
+
+    spare = max(0, len(rest) - len(others))
+    while not assign(0, spare):
+        spare += 1
+    found: dict[int, int | None] = {first: source}
+    for orphan in rest:
+        found[orphan] = others[adopted[orphan]] if orphan in adopted else None
+    return found
 
 
 def close_up(trees: Trees, out: Sequence[bool]) -> Trees:
@@ -69,6 +82,8 @@ class _Closing:
         self._out = out
         self._up = [list(up) for up in trees.up]
         self._below = [trees.children(stripe) for stripe in range(len(trees.up))]
+        self._fed = [[bool(below) for below in stripe] for stripe in self._below]
+        self._left: dict[int, dict[int, int]] = {}
         self._free = [trees.slots] * len(out)
         for up in trees.up:
             for place, parent in enumerate(up):
@@ -76,61 +91,85 @@ class _Closing:
                     self._free[parent] -= 1
 
     def run(self) -> Trees:
+        late: list[tuple[int, int, int]] = []
         for stripe in range(len(self._up)):
-            for place in self._base.top_down(stripe):
+            # Bottom up: where parent and child are both gone, the child's orphan takes its place.
+            for place in reversed(self._base.top_down(stripe)):
                 if self._out[place]:
-                    self._remove(stripe, place)
+                    late += self._remove(stripe, place)
+        for stripe, orphan, start in late:  # only now: slots that nobody has a claim on
+            self._attach(stripe, orphan, self._settle(stripe, orphan, start))
         return Trees(self._up, self._base.slots)
 
-    def _remove(self, stripe: int, place: int) -> None:
+    def _remove(self, stripe: int, place: int) -> list[tuple[int, int, int]]:
+        """Take ``place`` out of a tree; return (stripe, orphan, near whom) of those left over."""
         up, below = self._up[stripe], self._below[stripe]
         source = up[place]
         up[place] = NOWHERE
         if source >= 0:
             below[source].remove(place)
-            if self._base.up[stripe][place] != source:
-                self._free[source] += 1  # the slot that it took as an orphan
         orphans, below[place] = below[place], []
         if not orphans:
-            return
+            return []
         for orphan in orphans:
             up[orphan] = _LOOSE
-        # What has lost a child in place: its sources elsewhere, as long as they have that slot.
-        others = [
-            other
-            for number, elsewhere in enumerate(self._base.up)
-            if number != stripe and (other := elsewhere[place]) >= 0 and self._has_slot(other)
-        ]
+        # Who has lost a child in place: its sources where no orphan of its own needs that slot.
+        slots = self._slots_left(place)
+        others = list(slots.values())
         adopted = match(orphans, source, others, lambda other: self._top(stripe, other))
-        # First those with an adopter: whoever is left must not end up below himself.
-        for orphan, adopter in sorted(adopted.items(), key=lambda item: item[1] is None):
-            self._attach(stripe, orphan, self._settle(stripe, orphan, adopter, adopted))
+        start = source if source >= 0 else next(iter(adopted))
+        late = []
+        for at, (orphan, adopter) in enumerate(adopted.items()):
+            if adopter is None:
+                late.append((stripe, orphan, start))
+                continue
+            self._attach(stripe, orphan, adopter)
+            if at:  # not the one that goes on with the source itself
+                del slots[next(number for number, other in slots.items() if other == adopter)]
+        return late
 
-    def _settle(
-        self, stripe: int, orphan: int, adopter: int | None, adopted: Mapping[int, int | None]
-    ) -> int:
-        if adopter is not None:
-            return adopter
-        first = next(iter(adopted))
-        source = adopted[first]
-        start = first if source is None or source == ORIGIN else source
+    def _slots_left(self, place: int) -> dict[int, int]:
+        """Return, by stripe, whose slots ``place`` leaves that none of its own orphans there needs;
+        who takes one deletes it.
+        """
+        if place not in self._left:
+            self._left[place] = {
+                number: source
+                for number, up in enumerate(self._base.up)
+                if (source := up[place]) >= 0
+                and not self._out[source]
+                and not self._fed[number][place]
+            }
+        return self._left[place]
+
+    def _settle(self, stripe: int, orphan: int, start: int) -> int:
+        up = self._up[stripe]
+        if up[start] == NOWHERE:  # gone in the meantime
+            start = self._root(stripe)
         for place in self._around(stripe, start):
-            if self._has_slot(place):
+            if self._has_slot(place) and self._top(stripe, place) != orphan:
                 return place
-        free = (place for place in range(len(self._out)) if self._has_slot(place))
+        free = (
+            place
+            for place in range(len(self._out))
+            if self._has_slot(place) and up[place] != NOWHERE
+        )
         for place in islice(free, _LOOKED_AT):
-            if self._top(stripe, place) != orphan and self._base.up[stripe][place] != NOWHERE:
+            if self._top(stripe, place) != orphan:
                 return place
-        return start
+        return start if self._top(stripe, start) != orphan else self._root(stripe)
 
     def _around(self, stripe: int, start: int) -> list[int]:
-        """Return the nearest places below ``start``; loose orphans are not among them."""
+        """Return the nearest places below ``start``."""
         found = [start]
         for at in range(_LOOKED_AT):
             if at >= len(found):
                 break
             found.extend(self._below[stripe][found[at]])
         return found
+
+    def _root(self, stripe: int) -> int:
+        return next(place for place, source in enumerate(self._up[stripe]) if source == ORIGIN)
 
     def _has_slot(self, place: int) -> bool:
         return not self._out[place] and self._free[place] > 0
@@ -146,5 +185,4 @@ class _Closing:
         self._up[stripe][orphan] = source
         if source >= 0:
             self._below[stripe][source].append(orphan)
-            if not self._out[orphan] or self._base.up[stripe][orphan] != source:
-                self._free[source] -= 1
+            self._free[source] -= 1
