@@ -58,6 +58,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--congestion", default="cubic")
     parser.add_argument("--link-mbit", type=float, help="what agents are told; default: goodput")
     parser.add_argument("--agent-option", action="append", default=[], help="for every agent")
+    parser.add_argument("--mtls", action="store_true", help="between workers; default: plain")
     parser.add_argument("--budget-s", type=float, help="begin no run that would end later")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--quick", action="store_true", help="3 hosts, 3 s, two rows, once")
@@ -182,7 +183,11 @@ class Race:
         if tuned:
             record["row"] += f" {json.dumps(tuned)}"
         if "topology" in settings:
-            settings |= {"link_mbit": chosen.link_mbit, "agent_options": chosen.agent_option}
+            settings |= {
+                "link_mbit": chosen.link_mbit,
+                "agent_options": chosen.agent_option,
+                "mtls": chosen.mtls,
+            }
         started_s = time.monotonic()
         try:
             with start(

@@ -26,6 +26,7 @@ from benchmarks.testbed.watcher import NETNS
 from paceline.client import CoordinatorClient
 from paceline.errors import DeploymentFailed, NotReady, PacelineError
 from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
+from paceline.relay.identity import issue_identity, make_authority
 from paceline.wire.calls import CreateDeployment
 from paceline.wire.events import EventName
 from paceline.wire.plan import Topology
@@ -138,7 +139,7 @@ class _Race:
                 "name": "link-bound",
                 "cluster": {"link_mbit": self.link_mbit},
                 "relay": {"deadline_s": 3600.0, **settings.get("relay", {})},
-                **settings.get("profile", {}),
+                "security": self._security(),
             }
         )
         runtime = Runtime(
@@ -170,6 +171,16 @@ class _Race:
         if not port:
             raise NotReady("the management network does not work", where=self.state)
         return CoordinatorClient(f"http://127.0.0.1:{port}", token, 10.0)
+
+    def _security(self) -> dict[str, str]:
+        """Return the peer port's protection: plain said aloud, or an identity for each host."""
+        if not self.case.settings.get("mtls"):
+            return {"peer_tls": "plaintext-anywhere"}
+        authority = make_authority(self.state / "tls")
+        for host in self.bed.hosts:
+            issued = issue_identity(authority, host.name, self.state / "tls" / host.name)
+        cert, key = (f"tls/{{worker_id}}/{path.name}" for path in (issued.cert, issued.key))
+        return {"peer_tls": "mtls", "peer_ca": "tls/ca.pem", "peer_cert": cert, "peer_key": key}
 
     @property
     def link_mbit(self) -> float:

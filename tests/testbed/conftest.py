@@ -11,7 +11,7 @@ from benchmarks.testbed import why_not
 
 @pytest.fixture(autouse=True)
 def _namespaces(request: pytest.FixtureRequest) -> None:
-    """Skip what needs namespaces, or fail where the environment says that nothing may be skipped."""
+    """Skip what needs namespaces, or fail where PACELINE_REQUIRE says that nothing is skipped."""
     if request.node.get_closest_marker("netns") and (reason := why_not()):
         if "netns" in os.environ.get("PACELINE_REQUIRE", ""):
             pytest.fail(f"required but missing: {reason}")
