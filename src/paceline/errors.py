@@ -13,6 +13,7 @@ PacelineError
     ├── InvalidInput                a caller's value is not acceptable
     │   ├── InvalidProfile
     │   ├── InvalidManifest
+    │   │   └── UntrustedManifest   unsigned, or signed by nobody this installation trusts
     │   ├── InvalidPlan
     │   ├── InvalidSnapshot
     │   └── InvalidFrame            bytes on the peer port that are not our protocol
@@ -128,6 +129,10 @@ class InvalidProfile(InvalidInput):
 
 class InvalidManifest(InvalidInput):
     """A manifest breaks a limit or does not describe one model exactly."""
+
+
+class UntrustedManifest(InvalidManifest):
+    """A manifest's signature is missing, wrong, or nobody's that is trusted here."""
 
 
 class InvalidPlan(InvalidInput):

@@ -21,6 +21,7 @@ from paceline.manifest import (
     write_manifest,
 )
 from paceline.manifest.layout import lay_out
+from paceline.manifest.sizes import MAX_CHUNKS
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -123,7 +124,8 @@ def test_chosen_sizes_keep_their_bounds(total: int, link_mbit: float) -> None:
     assert piece & (piece - 1) == 0
     assert chunk >= piece
     assert chunk % piece == 0
-    assert chunk <= max(link_mbit * 1e6 / 8, 64 * KIB, piece)  # at most a second of the link
+    # at most a second of the link, unless there would be too many of them
+    assert chunk <= max(link_mbit * 1e6 / 8, 64 * KIB, piece, 1.1 * total / (MAX_CHUNKS // 4))
     assert total <= 16 * 64 * KIB or total / chunk >= 15
 
 
@@ -145,6 +147,13 @@ def test_a_large_model_on_a_fast_link_has_chunks_of_a_gigabyte() -> None:
 def test_sizes_out_of_range_are_refused(model: Path, options: dict[str, int]) -> None:
     with pytest.raises(InvalidInput):
         build(model, **options)
+
+
+def test_more_pieces_or_chunks_than_a_manifest_holds_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="too many pieces"):
+        choose_sizes(10**9, 1000, piece_bytes=KIB)
+    with pytest.raises(InvalidInput, match="too many chunks"):
+        choose_sizes(400 * MIB, 1000, piece_bytes=KIB, chunk_bytes=KIB)
 
 
 @settings(deadline=None, max_examples=200)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from paceline.errors import InvalidManifest
 from paceline.manifest import Chunk, FileEntry, Manifest, parse_manifest
 from paceline.manifest import parse as parse_module
+from paceline.manifest.model import Signature
 from paceline.wire import canonical_json, digest_of
 
 H = "0123456789abcdef" * 4
@@ -40,8 +42,9 @@ def document() -> dict[str, Any]:
 
 def sealed(body: dict[str, Any]) -> bytes:
     """Return ``body`` with a checksum that fits, so that only the lie in it can be found."""
-    body = {key: value for key, value in body.items() if key != "global_checksum"}
-    return canonical_json({**body, "global_checksum": digest_of(body)})
+    beside = {"global_checksum", "signature"}  # what the checksum does not cover
+    covered = {key: value for key, value in body.items() if key not in beside}
+    return canonical_json({**body, "global_checksum": digest_of(covered)})
 
 
 def change(path: str, value: object) -> Callable[[dict[str, Any]], None]:
@@ -63,7 +66,11 @@ def test_a_manifest_survives_its_round_trip() -> None:
     assert sealed(document()) == manifest.to_bytes()
 
 
-def test_the_checksum_covers_everything_but_itself() -> None:
+def test_the_checksum_covers_everything_but_itself_and_who_signed() -> None:
+    signed = replace(a_manifest(), signature=Signature(H, H * 2))
+    assert parse_manifest(signed.to_bytes()) == signed
+    assert signed.digest == a_manifest().digest
+    assert canonical_json(json.loads(signed.to_bytes())) == signed.to_bytes()
     body = document()
     del body["global_checksum"]
     assert digest_of(body) == a_manifest().digest
@@ -128,6 +135,13 @@ LIES = {
         ],
     ),
     "chunk checksum": change("chunks.0.checksum", "sha512:" + H),
+    "signature no object": change("signature", "x"),
+    "signature without a value": change("signature", {"public_key": H}),
+    "signature's key no hex": change("signature", {"public_key": H.upper(), "value": H * 2}),
+    "signature too short": change("signature", {"public_key": H, "value": H}),
+    "signature chooses an algorithm": change(
+        "signature", {"public_key": H, "value": H * 2, "algorithm": "none"}
+    ),
     "unknown key": change("algorithm", "md5"),
     "unknown key in a file": change("files.0.mode", 0o4755),
 }

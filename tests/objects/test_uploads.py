@@ -173,4 +173,4 @@ def test_a_small_file_is_known_by_its_digest(store: ObjectStore, file: Path, siz
 def test_directories_are_listed_by_name(store: ObjectStore) -> None:
     for key in ("v1/a", "v10/b/c", "file"):
         store.put_bytes(f"s3://uploads/model/{key}", b"x")
-    assert store.directories("s3://uploads/model") == ["v1", "v10"]
+    assert store.directories("s3://uploads/model") == ("v1", "v10")

@@ -10,25 +10,26 @@ whole stream. A chunk is a run of whole pieces; chunks tile ``[0, total_size)``.
      "chunk_size", "piece_size",
      "files":  [{"path", "size", "sha256", "pieces": [SHA-256 of each piece]}],
      "chunks": [{"chunk_id", "offset", "size", "checksum": SHA-256 of the chunk's bytes}],
-     "global_checksum"}
+     "global_checksum",
+     "signature": {"public_key", "value"}}    (only where it is signed; see ``signing``)
 
 written by ``wire.canonical_json``: keys sorted by code point, no spaces, UTF-8 without escapes
 beyond JSON's own, integers in plain decimal. ``global_checksum`` is the SHA-256 of that same form
-of the document *without* the key ``global_checksum``; it covers every digest, name and size, and is
-what everybody calls the manifest's digest.
+of the document *without* the keys ``global_checksum`` and ``signature``; it covers every digest,
+name and size, and is what everybody calls the manifest's digest.
 
 Nothing here reads or writes files, and nothing checks what it is given: ``parse`` and ``build`` do.
 """
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
-from paceline.wire import canonical_json, digest_of
+from paceline.wire import canonical_json
 
 FORMAT = "paceline-manifest/1"
 MANIFEST_FILE = "manifest.json"  # beside the model's files, never one of them
@@ -68,6 +69,14 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Signature:
+    """Somebody's word for a manifest's digest (Ed25519), in hex."""
+
+    public_key: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """One version of one model. Make it with ``of``, ``build_manifest`` or ``parse_manifest``."""
 
@@ -79,6 +88,7 @@ class Manifest:
     files: tuple[FileEntry, ...]
     chunks: tuple[Chunk, ...]
     global_checksum: str
+    signature: Signature | None = None
     # Where each file and chunk begins, counted in pieces and bytes; one more than there are.
     _file_pieces: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _file_offsets: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -101,10 +111,11 @@ class Manifest:
         chunk_bytes: int,
         files: tuple[FileEntry, ...],
         chunks: tuple[Chunk, ...],
+        signature: Signature | None = None,
     ) -> Manifest:
         """Return the manifest of these parts, with its checksum computed."""
         total_size = sum(file.size for file in files)
-        body = _body(
+        parts = _document(
             model_id=model_id,
             version=version,
             total_size=total_size,
@@ -113,6 +124,9 @@ class Manifest:
             files=files,
             chunks=chunks,
         )
+        checksum = hashlib.sha256()
+        for part in parts:
+            checksum.update(part)
         return cls(
             model_id=model_id,
             version=version,
@@ -121,7 +135,8 @@ class Manifest:
             chunk_bytes=chunk_bytes,
             files=files,
             chunks=chunks,
-            global_checksum=digest_of(body),
+            global_checksum=checksum.hexdigest(),
+            signature=signature,
         )
 
     @property
@@ -186,7 +201,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the canonical document; ``parse_manifest`` gives back an equal manifest."""
-        body = _body(
+        parts = _document(
             model_id=self.model_id,
             version=self.version,
             total_size=self.total_size,
@@ -194,11 +209,13 @@ class Manifest:
             chunk_bytes=self.chunk_bytes,
             files=self.files,
             chunks=self.chunks,
+            global_checksum=self.global_checksum,
+            signature=self.signature,
         )
-        return canonical_json({**body, "global_checksum": self.global_checksum})
+        return b"".join(parts)
 
 
-def _body(
+def _document(
     *,
     model_id: str,
     version: str,
@@ -207,19 +224,29 @@ def _body(
     chunk_bytes: int,
     files: tuple[FileEntry, ...],
     chunks: tuple[Chunk, ...],
-) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "model_id": model_id,
-        "version": version,
-        "total_size": total_size,
-        "chunk_size": chunk_bytes,
-        "piece_size": piece_bytes,
-        "files": [
-            {"path": f.path, "size": f.size, "sha256": f.sha256, "pieces": f.pieces} for f in files
-        ],
-        "chunks": [
+    global_checksum: str = "",
+    signature: Signature | None = None,
+) -> Iterator[bytes]:
+    """Yield the canonical document in parts: whole, it is 35 MB for the largest model there is."""
+    yield b'{"chunk_size":%d,"chunks":[' % chunk_bytes
+    for number, c in enumerate(chunks):
+        yield b"," if number else b""
+        yield canonical_json(
             {"chunk_id": c.chunk_id, "offset": c.offset, "size": c.size, "checksum": c.checksum}
-            for c in chunks
-        ],
-    }
+        )
+    yield b'],"files":['
+    for number, f in enumerate(files):
+        yield b"," if number else b""
+        yield canonical_json(
+            {"path": f.path, "size": f.size, "sha256": f.sha256, "pieces": f.pieces}
+        )
+    yield b'],"format":' + canonical_json(FORMAT)
+    if global_checksum:
+        yield b',"global_checksum":' + canonical_json(global_checksum)
+    yield b',"model_id":' + canonical_json(model_id)
+    yield b',"piece_size":%d' % piece_bytes
+    if signature is not None:
+        yield b',"signature":' + canonical_json(
+            {"public_key": signature.public_key, "value": signature.value}
+        )
+    yield b',"total_size":%d,"version":' % total_size + canonical_json(version) + b"}"

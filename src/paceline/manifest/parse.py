@@ -15,17 +15,20 @@ from typing import Any, NoReturn
 
 from paceline.errors import InvalidManifest
 from paceline.manifest.build import MAX_FILES, check_name
-from paceline.manifest.model import FORMAT, Chunk, FileEntry, Manifest
+from paceline.manifest.model import FORMAT, Chunk, FileEntry, Manifest, Signature
 from paceline.manifest.paths import check_paths
-from paceline.manifest.sizes import LEAST_PIECE, MAX_PIECE, MAX_PIECES
+from paceline.manifest.sizes import LEAST_PIECE, MAX_CHUNKS, MAX_PIECE, MAX_PIECES
 
-MAX_MANIFEST_BYTES = 96 * 1024 * 1024  # MAX_PIECES digests of 67 bytes, and room for the rest
-MAX_CHUNKS = 1 << 18
+MAX_MANIFEST_BYTES = 48 * 1024 * 1024  # MAX_PIECES digests of 67 bytes, and room for the rest
+MAX_UNICODE_BYTES = 16 * 1024 * 1024  # one letter beyond ASCII makes all of a str four times wider
 MAX_TOTAL = 1 << 50  # a petabyte, far below what JSON numbers hold exactly
 _MAX_COMMAS = MAX_PIECES + 4 * MAX_FILES + 4 * MAX_CHUNKS + 16
 _DEEPEST = 4  # {"files": [{"pieces": […
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_MAX_STRINGS = MAX_PIECES + 6 * MAX_FILES + 5 * MAX_CHUNKS + 32  # values and keys
+# Possessive: the plain form remembers every character in case it has to go back, and took 11 GB
+# for one string of 96 MB.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
 _HEX = re.compile(r"[0-9a-f]*")
 _TOP = {
@@ -40,6 +43,7 @@ _TOP = {
     "global_checksum": str,
 }
 _FILE = {"path": str, "size": int, "sha256": str, "pieces": list}
+_SIGNATURE = {"public_key": str, "value": str}
 _CHUNK = {"chunk_id": int, "offset": int, "size": int, "checksum": str}
 
 
@@ -47,8 +51,13 @@ def parse_manifest(raw: bytes) -> Manifest:
     """Return the manifest that ``raw`` spells; raises InvalidManifest naming got, wanted, where."""
     if len(raw) > MAX_MANIFEST_BYTES:
         _refuse("manifest is too large", f"{len(raw)} bytes", f"at most {MAX_MANIFEST_BYTES}", "")
+    if len(raw) > MAX_UNICODE_BYTES and not raw.isascii():
+        got, wanted = f"{len(raw)} bytes beyond ASCII", f"at most {MAX_UNICODE_BYTES}"
+        _refuse("manifest is too large for names beyond ASCII", got, wanted, "")
     _bound_structure(raw)
-    document = _fields(_load(raw), _TOP, "manifest")
+    loaded = _load(raw)
+    signature = _signature(loaded.pop("signature")) if _is_signed(loaded) else None
+    document = _fields(loaded, _TOP, "manifest")
     if document["format"] != FORMAT:
         _refuse("unknown manifest format", repr(document["format"])[:100], FORMAT, "format")
     model_id = check_name("model_id", document["model_id"])
@@ -65,6 +74,7 @@ def parse_manifest(raw: bytes) -> Manifest:
         chunk_bytes=chunk,
         files=files,
         chunks=chunks,
+        signature=signature,
     )
     stated = _digest(document["global_checksum"], "global_checksum")
     if stated != manifest.global_checksum:
@@ -73,6 +83,8 @@ def parse_manifest(raw: bytes) -> Manifest:
 
 
 def _bound_structure(raw: bytes) -> None:
+    if (quotes := raw.count(b'"')) > 2 * _MAX_STRINGS + raw.count(b'\\"'):
+        _refuse("manifest has too many strings", quotes // 2, _MAX_STRINGS, "")
     # Without its strings a document is its structure: a few bytes for each value.
     structure = _STRING.sub(b"", raw).translate(None, _NOT_STRUCTURE)
     if structure.count(b",") > _MAX_COMMAS:
@@ -127,6 +139,20 @@ def _fields(value: Any, kinds: dict[str, type], where: str) -> dict[str, Any]:
         if type(value[key]) is not kind:  # exactly: True is no number here
             _refuse("wrong type", type(value[key]).__name__, kind.__name__, f"{where}.{key}")
     return value
+
+
+def _is_signed(document: Any) -> bool:
+    return type(document) is dict and "signature" in document
+
+
+def _signature(value: Any) -> Signature:
+    # Only its form: whose it is and whether it holds is ``signing``'s question.
+    fields = _fields(value, _SIGNATURE, "signature")
+    public_key = _digest(fields["public_key"], "signature.public_key")
+    text = fields["value"]
+    if len(text) != 128 or not _HEX.fullmatch(text):
+        _refuse("bad signature", repr(text)[:100], "128 lower-case hex digits", "signature.value")
+    return Signature(public_key, text)
 
 
 def _files(values: list[Any], piece: int) -> tuple[FileEntry, ...]:

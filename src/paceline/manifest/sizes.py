@@ -18,7 +18,8 @@ LEAST_CHUNKS = 16  # enough for progress to mean something in a small model
 CHUNK_SECONDS = 0.8  # 1 GB at 10 Gbps
 # A line of 32 workers adds 32 x piece / link to size / link; 0.5 % of it makes piece = size / 6400.
 PIECES_FOR_HALF_A_PERCENT = 32 * 200
-MAX_PIECES = 1 << 20  # a manifest's digests stay below 100 MB
+MAX_PIECES = 1 << 19  # 8 TiB; parsing a manifest stays below 256 MB whatever it says
+MAX_CHUNKS = 1 << 16
 
 
 class Sizes(NamedTuple):
@@ -50,7 +51,14 @@ def choose_sizes(
         raise InvalidInput(
             "too many pieces", got=f"pieces of {piece} bytes", wanted=f"at most {MAX_PIECES} pieces"
         )
-    return Sizes(piece, chunk_bytes or _chunk(total_size, link_mbit, piece))
+    chunk = chunk_bytes or _chunk(total_size, link_mbit, piece)
+    if total_size > chunk * (MAX_CHUNKS // 2):  # a new file may end a chunk half full
+        raise InvalidInput(
+            "too many chunks",
+            got=f"chunks of {chunk} bytes",
+            wanted=f"at least {-(-total_size // (MAX_CHUNKS // 2))} bytes, or 0",
+        )
+    return Sizes(piece, chunk)
 
 
 def _piece(total_size: int, chunk_bytes: int) -> int:
@@ -70,4 +78,5 @@ def _piece(total_size: int, chunk_bytes: int) -> int:
 def _chunk(total_size: int, link_mbit: float, piece: int) -> int:
     by_link = link_mbit * 1e6 / 8 * CHUNK_SECONDS
     wanted = max(min(by_link, total_size / LEAST_CHUNKS), MIN_CHUNK, piece)
+    wanted = max(wanted, 2 * total_size / (MAX_CHUNKS // 2))
     return max(1, round(wanted / piece)) * piece  # whole pieces, so that only edges are ragged

@@ -227,7 +227,7 @@ class ObjectStore:
                 ]
         return sorted(found, key=lambda info: info.url)
 
-    def directories(self, prefix_url: str) -> list[str]:
+    def directories(self, prefix_url: str) -> tuple[str, ...]:
         """Return the names of the directories right below ``prefix_url``, sorted."""
         bucket, prefix = parse_url(prefix_url)
         prefix = f"{prefix.rstrip('/')}/" if prefix else ""
@@ -241,7 +241,7 @@ class ObjectStore:
                     each["Prefix"].removeprefix(prefix).rstrip("/")
                     for each in page.get("CommonPrefixes", ())
                 ]
-        return sorted(names)
+        return tuple(sorted(names))
 
     def delete(self, url: str) -> None:
         """Delete the object; one that does not exist is no error."""

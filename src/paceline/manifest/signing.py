@@ -1,0 +1,174 @@
+"""Who vouches for a manifest: Ed25519 over its digest, and whose word is enough.
+
+The signature is a field of the manifest that its digest does not cover, so a version keeps its one
+name whether it is signed or not, and signature and manifest appear in one object at once. What is
+signed is the digest behind a prefix of its own, so that no other signature of the same key can be
+passed off as one of these. Nothing is negotiable: one algorithm, RFC 8032.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.errors import (
+    Conflict,
+    InvalidInput,
+    InvalidProfile,
+    NotFound,
+    UntrustedManifest,
+)
+from paceline.manifest.model import Manifest, Signature
+
+if TYPE_CHECKING:  # the library takes 20 ms to import; most manifests are not signed
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+CONTEXT = b"paceline-manifest/1 signed\n"
+PUBLIC_KEY_HEX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TrustPolicy:
+    """Whose signature a manifest must carry before anything of its model moves."""
+
+    trusted: tuple[str, ...] = ()  # public keys, 64 hex digits each
+    required: bool = False
+
+    @classmethod
+    def of(cls, trusted: Sequence[str], *, required: bool) -> TrustPolicy:
+        """Return the policy of a profile; raises InvalidProfile where it can never be met."""
+        for key in trusted:
+            if len(key) != PUBLIC_KEY_HEX or not set(key) <= set("0123456789abcdef"):
+                raise InvalidProfile(
+                    "not a public key",
+                    got=repr(key)[:100],
+                    wanted="64 lower-case hex digits, as `paceline keys new` prints them",
+                    where="security.trusted_publishers",
+                )
+        if required and not trusted:
+            raise InvalidProfile(
+                "signatures are required, and nobody is trusted",
+                got="an empty list",
+                wanted="at least one public key",
+                where="security.trusted_publishers",
+                do="Add the publisher's key, or set security.require_signature = false.",
+            )
+        return cls(tuple(trusted), required)
+
+
+ANYONE = TrustPolicy()
+
+
+def new_key(path: Path) -> str:
+    """Write a new private key to ``path`` (PEM, mode 0600) and return its public key.
+
+    Raises Conflict where something is there already: a key is never overwritten.
+    """
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key = Ed25519PrivateKey.generate()
+    pem = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError as error:
+        raise Conflict(
+            "a file is there already", got=path, do="Choose another path; keys are not overwritten."
+        ) from error
+    except OSError as error:
+        raise InvalidInput("cannot write a key there", got=error.strerror, where=path) from error
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(pem)
+        file.flush()
+        os.fsync(file.fileno())
+    return public_key(key)
+
+
+def load_key(path: Path) -> Ed25519PrivateKey:
+    """Return the private key in ``path``; raises NotFound, or InvalidInput where it is none."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    make = "Make one with `paceline keys new PATH`."
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise NotFound("no key there", got=path, do=make) from error
+    except OSError as error:
+        raise InvalidInput("key cannot be read", got=error.strerror, where=path) from error
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise InvalidInput(
+            "not a private key", got=str(error)[:100], wanted="an Ed25519 key in PEM", where=path
+        ) from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise InvalidInput(
+            "not an Ed25519 key", got=type(key).__name__, wanted="Ed25519", where=path, do=make
+        )
+    return key
+
+
+def public_key(key: Ed25519PrivateKey) -> str:
+    """Return the public half of ``key`` as profiles name it."""
+    return key.public_key().public_bytes_raw().hex()
+
+
+def sign_manifest(manifest: Manifest, key: Ed25519PrivateKey) -> Manifest:
+    """Return ``manifest`` with the word of ``key`` for it; its digest stays what it is."""
+    value = key.sign(CONTEXT + manifest.digest.encode()).hex()
+    return replace(manifest, signature=Signature(public_key(key), value))
+
+
+def verify_signature(manifest: Manifest, policy: TrustPolicy = ANYONE, where: str = "") -> None:
+    """Return when ``manifest`` is acceptable under ``policy``, else raise UntrustedManifest.
+
+    A signature that is there must be right, whatever the policy says.
+    """
+
+    def refuse(what: str, got: object, wanted: object) -> UntrustedManifest:
+        return UntrustedManifest(
+            what,
+            got=got,
+            wanted=wanted,
+            where=where or f"{manifest.model_id}/{manifest.version}",
+            do="Publish it with --sign and a trusted key, or ask whoever published it.",
+        )
+
+    signature = manifest.signature
+    if signature is None:
+        if policy.required:
+            raise refuse("manifest is not signed", "no signature", _one_of(policy))
+        return
+    if not _matches(signature, manifest.digest):
+        raise refuse(
+            "manifest's signature is wrong",
+            f"{signature.value[:16]}… by {signature.public_key[:16]}…",
+            f"one over digest {manifest.digest}",
+        )
+    if policy.required and signature.public_key not in policy.trusted:
+        raise refuse(
+            "manifest is signed by somebody untrusted", signature.public_key, _one_of(policy)
+        )
+
+
+def _matches(signature: Signature, digest: str) -> bool:
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(signature.public_key))
+        key.verify(bytes.fromhex(signature.value), CONTEXT + digest.encode())
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _one_of(policy: TrustPolicy) -> str:
+    return "a signature by " + " or ".join(f"{key[:16]}…" for key in policy.trusted)
