@@ -54,6 +54,15 @@ class Extents:
         first, stop = extent
         if first >= stop:
             return 0
+        at = bisect_right(self._firsts, first) - 1  # the run that begins at or before ``first``
+        if at >= 0:  # the usual cases: it is there already, or it makes a run longer
+            end = self._stops[at]
+            if stop <= end:
+                return 0
+            if first == end and (at + 1 == len(self._firsts) or stop < self._firsts[at + 1]):
+                self._stops[at] = stop
+                self.count += stop - first
+                return stop - first
         before = self.count
         low = bisect_left(self._stops, first)  # first run that ends at or after ``first``
         high = bisect_right(self._firsts, stop)  # first run that begins after ``stop``
@@ -72,8 +81,12 @@ class Extents:
         first, stop = extent
         if first >= stop:
             return 0
-        before = self.count
         low = bisect_right(self._stops, first)
+        if low < len(self._firsts) and self._firsts[low] == first and stop < self._stops[low]:
+            self._firsts[low] = stop  # the usual case: the beginning of a run
+            self.count -= stop - first
+            return stop - first
+        before = self.count
         high = bisect_left(self._firsts, stop)
         if low >= high:
             return 0

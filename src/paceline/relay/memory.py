@@ -1,15 +1,19 @@
 """The same sessions under a virtual clock and an in-memory network: thousands of faults a second.
 
 Nodes have a link each way, streams have requests, pieces take their time; seeded faults kill,
-freeze and restart nodes, corrupt, duplicate and delay. It holds no recovery logic of its own: what
-happens after a fault is what ``RelaySession`` decides. Bytes exist only as "good" or "bad", and a
-node that would forward a bad piece is an assertion.
+freeze and restart nodes, corrupt, rot, duplicate and delay. It holds no recovery logic of its own:
+what happens after a fault is what ``RelaySession`` decides, and a node serves what its session
+counts as verified. Bytes exist only as "good" or "bad". What may never happen, whatever fails, is
+an ``AssertionError`` at once: a bad piece forwarded, a version shown before all of it is durable, a
+budget overspent, somebody blamed who did nothing, a session that waits for nothing.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+import math
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -23,8 +27,10 @@ from paceline.relay.events import (
     LanesAssigned,
     PieceRejected,
     PiecesDurable,
+    PiecesRotten,
     PieceVerified,
     ReportCorrupt,
+    ReportSourceLost,
     SessionEvent,
     SourceAlive,
     SourceFailed,
@@ -34,9 +40,13 @@ from paceline.relay.extents import Extent, Extents
 from paceline.relay.limits import PieceMap, SessionLimits
 from paceline.relay.session import RelaySession
 from paceline.wire.plan import WorkerLanes
+from paceline.wire.records import WorkerStatus
 
 LATENCY_S = 0.001
 COMMIT_S = 0.2
+KEEPALIVE_S = 0.25
+DELIVERING_S = 0.25  # a source that sent a good piece so recently is not given up
+EVENTS_A_SECOND = 2000  # of one node; more is a busy loop
 ORIGIN = "origin"
 
 
@@ -47,31 +57,43 @@ class Faults:
     corrupt: float = 0.0
     duplicate: float = 0.0
     delay_s: float = 0.0  # events reach the session up to this much later, out of order
+    late_failure_s: float = 0.0  # word of a broken connection comes up to this much later
     corrupt_from: frozenset[str] = frozenset()  # these nodes send only bad pieces
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Stream:
-    """One open connection: what its reader still wants of its source."""
+    """One open connection: what its reader still wants of its source, in the order it asked."""
 
     reader: Node
     source: Node
     key: str
     number: int
-    wanted: Extents = field(default_factory=Extents)
+    session: RelaySession
+    wanted: deque[Extent] = field(default_factory=deque)
     busy: bool = False
     open: bool = True
+    told_s: float = -math.inf  # when it last delivered a good piece
+    corrupted: bool = False
+    watched: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Node:
     """A worker, or the origin (which has no session and everything)."""
 
     name: str
+    link_bytes_s: float
     session: RelaySession | None = None
-    verified: Extents = field(default_factory=Extents)
+    everything: Extents | None = None  # what the origin has
     durable: Extents = field(default_factory=Extents)
+    pending: Extents = field(default_factory=Extents)  # good, and not durable yet
+    bad: set[int] = field(default_factory=set)  # pieces whose bytes here are not the model's
+    rotten: set[int] = field(default_factory=set)  # pieces that went bad on this disk unseen
+    distrusted: Extents = field(default_factory=Extents)  # found rotten: not served
     streams: dict[str, Stream] = field(default_factory=dict)  # by source key
+    readers: list[Stream] = field(default_factory=list)
+    backlog: list[SessionEvent] = field(default_factory=list)  # while it is frozen
     alive: bool = True
     frozen: bool = False
     complete: bool = False
@@ -79,8 +101,20 @@ class Node:
     in_free_s: float = 0.0
     out_free_s: float = 0.0
     received_pieces: int = 0
+    origin_bytes: int = 0  # asked of the origin under the present lanes
+    origin_budget_bytes: int = 0
     corrupt_seen: dict[str, int] = field(default_factory=dict)
-    next_tick_s: float | None = None
+    corrupt_sent: set[str] = field(default_factory=set)  # who really sent bad pieces here
+    next_tick_s: float = math.inf
+    events: int = 0
+    epoch: int = 0
+
+    @property
+    def verified(self) -> Extents:
+        """Return what it may serve."""
+        if self.everything is not None:
+            return self.everything
+        return self.session.verified if self.session else self.durable
 
 
 class MemoryFleet:
@@ -95,42 +129,54 @@ class MemoryFleet:
         link_bytes_s: float = 1e6,
         faults: Faults | None = None,
         limits: SessionLimits | None = None,
+        pieces: PieceMap | None = None,
     ) -> None:
         self.now_s = 0.0
         self.manifest = manifest
-        self.origin_pieces = 0
-        self._pieces = PieceMap(manifest)
+        self.origin_pieces = 0  # sent by the origin
+        self.events = 0
+        self._pieces = pieces or PieceMap(manifest)
         self._random = Random(seed)
         self._seed = seed
-        self._rate = link_bytes_s
         self._faults = faults or Faults()
         self._limits = limits
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._order = 0
         everything = Extents([Extent(0, self._pieces.count)])
-        self.origin = Node(ORIGIN, verified=everything, durable=everything.copy())
-        self.nodes = {name: self._fresh(Node(name)) for name in names}
+        self.origin = Node(ORIGIN, link_bytes_s, everything=everything)
+        self.nodes = {name: Node(name, link_bytes_s) for name in names}
+        for node in self.nodes.values():
+            self._fresh(node)
 
     # ── what tests do ────────────────────────────────────────────────────────────────────────────
 
     def assign(self, lanes: WorkerLanes) -> None:
-        """Hand a worker its lanes."""
-        self._tell(self.nodes[lanes.worker_id], LanesAssigned(lanes))
+        """Hand a worker its lanes; older ones than it has must change nothing."""
+        node = self.nodes[lanes.worker_id]
+        if node.alive and lanes.epoch > node.epoch:
+            node.epoch, node.error = lanes.epoch, None
+            node.origin_bytes, node.origin_budget_bytes = 0, lanes.origin_budget_bytes
+        self._tell(node, LanesAssigned(lanes))
 
-    def at(self, when_s: float, what: Callable[[], None]) -> None:
+    def at(self, when_s: float, what: Callable[..., None], *args: object) -> None:
         """Do ``what`` at a virtual time."""
         self._order += 1
-        heapq.heappush(self._heap, (max(when_s, self.now_s), self._order, what))
+        heapq.heappush(self._heap, (max(when_s, self.now_s), self._order, what, args))
 
     def kill(self, name: str) -> None:
         """End a node: its peers see a reset, its disk keeps what was durable."""
         node = self.nodes[name]
-        node.alive, node.complete = False, False
-        node.verified = node.durable.copy()
+        node.alive = node.complete = False
+        node.session = None
+        node.pending = Extents()
+        node.backlog.clear()
+        for stream in node.streams.values():
+            self._close(stream)
         node.streams.clear()
-        for stream in self._streams_from(node):
-            stream.open = False
-            self._later(LATENCY_S, self._failing(stream, PeerLost("reset", where=name)))
+        for stream in list(node.readers):
+            self._close(stream)
+            late_s = self._faults.late_failure_s * self._random.random()
+            self._fail(stream, PeerLost("reset", where=name), late_s)
 
     def freeze(self, name: str) -> None:
         """Stop a node without a word: its peers only notice the silence."""
@@ -140,153 +186,267 @@ class MemoryFleet:
         """Let a frozen node go on where it stopped."""
         node = self.nodes[name]
         node.frozen = False
-        for stream in [*self._streams_from(node), *node.streams.values()]:
+        backlog, node.backlog = node.backlog, []
+        for event in backlog:
+            self._tell(node, event)
+        for stream in [*node.readers, *node.streams.values()]:
             self._serve(stream)
         self._tell(node, Tick())
 
     def restart(self, name: str) -> None:
         """Start a killed node again, with what its disk has; it needs lanes anew."""
-        self._fresh(self.nodes[name]).alive = True
+        node = self.nodes[name]
+        node.alive, node.frozen, node.error, node.epoch = True, False, None, 0
+        self._fresh(node)
+
+    def rot(self, name: str, piece: int) -> None:
+        """Let a held piece go bad on a node's disk: it is found when a peer complains of it."""
+        if piece in self.nodes[name].durable:
+            self.nodes[name].rotten.add(piece)
+
+    def slow_down(self, name: str, factor: float) -> None:
+        """Make a node's links ``factor`` times slower."""
+        self.nodes[name].link_bytes_s /= factor
+
+    def unfinished(self) -> list[str]:
+        """Return who lives and is not complete."""
+        return [name for name, node in self.nodes.items() if node.alive and not node.complete]
 
     def run(self, until_s: float) -> None:
         """Let events happen until the virtual time ``until_s`` or until nothing is left to do."""
-        while self._heap and self._heap[0][0] <= until_s:
-            self.now_s, _, what = heapq.heappop(self._heap)
-            what()
+        heap, pop = self._heap, heapq.heappop
+        while heap and heap[0][0] <= until_s:
+            self.now_s, _, what, args = pop(heap)
+            what(*args)
+            self.events += 1
 
-    # ── inside ───────────────────────────────────────────────────────────────────────────────────
+    # ── sessions ─────────────────────────────────────────────────────────────────────────────────
 
-    def _fresh(self, node: Node) -> Node:
+    def _fresh(self, node: Node) -> None:
         node.session = RelaySession(
             worker_id=node.name,
             manifest=self.manifest,
-            held=node.durable.pieces(),
+            held=node.durable,
             limits=self._limits,
             seed=self._seed,
+            pieces=self._pieces,
         )
-        node.verified, node.error, node.frozen = node.durable.copy(), None, False
-        return node
+        node.next_tick_s = math.inf
 
-    def _later(self, delay_s: float, what: Callable[[], None]) -> None:
-        self.at(self.now_s + delay_s, what)
+    def _later(self, delay_s: float, what: Callable[..., None], *args: object) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (self.now_s + delay_s, self._order, what, args))
 
-    def _streams_from(self, source: Node) -> Iterator[Stream]:
-        for node in self.nodes.values():
-            for stream in list(node.streams.values()):
-                if stream.source is source:
-                    yield stream
-
-    def _failing(self, stream: Stream, error: PacelineError) -> Callable[[], None]:
-        return lambda: self._tell(stream.reader, SourceFailed(stream.key, stream.number, error))
+    def _deliver(self, node: Node, session: RelaySession, event: SessionEvent) -> None:
+        if node.session is session:
+            self._tell(node, event)
 
     def _tell(self, node: Node, event: SessionEvent) -> None:
-        if not node.alive or node.session is None:
+        session = node.session
+        if session is None:
             return
         if node.frozen:
-            self._later(0.1, lambda: self._tell(node, event))
+            node.backlog.append(event)
             return
-        for action in node.session.handle(event, self.now_s):
+        node.events += 1
+        if node.events > EVENTS_A_SECOND * (self.now_s + 1):
+            raise AssertionError(f"{node.name} is busy with nothing at {self.now_s}: {event}")
+        actions = session.handle(event, self.now_s)
+        for action in actions:
             match action:
                 case Fetch():
-                    self._fetch(node, action)
+                    self._fetch(node, session, action)
                 case Abandon(key, number):
                     stream = node.streams.get(key)
                     if stream is not None and stream.number == number:
-                        stream.open = False
+                        self._close(stream)
                         del node.streams[key]
                 case Complete():
+                    if node.durable.count != self._pieces.count:
+                        raise AssertionError(f"{node.name} shows what is not durable (I1)")
                     node.complete = True
                 case Fail(error):
                     node.error = error
                 case ReportCorrupt(key, _):
                     node.corrupt_seen[key] = node.corrupt_seen.get(key, 0) + 1
-        self._arm(node)
+                    if key not in node.corrupt_sent:
+                        raise AssertionError(f"{node.name} blames {key}, which sent good bytes")
+                case ReportSourceLost(key, reason):
+                    self._check_lost(node, key, reason)
+        if isinstance(event, PieceVerified):
+            if node.distrusted:
+                node.distrusted.remove(event.extent)
+            for waiting in node.readers:
+                if not waiting.busy:
+                    self._serve(waiting)
+            if not actions:
+                return  # progress without a request: deadlines have only moved away
+        elif isinstance(event, PiecesDurable) and not actions:
+            return
+        self._arm(node, session)
 
-    def _arm(self, node: Node) -> None:
-        session = node.session
-        deadline_s = session.deadline_s() if session else None
-        if deadline_s is None or (
-            node.next_tick_s is not None and self.now_s < node.next_tick_s <= deadline_s
-        ):
+    def _check_lost(self, node: Node, key: str, reason: str) -> None:
+        # The session says so before or after it abandons the stream; both name the same source.
+        for stream in node.streams.values():
+            if stream.key == key and stream.open and not stream.source.frozen:
+                since_s = self.now_s - stream.told_s
+                if since_s < DELIVERING_S and not stream.corrupted:
+                    raise AssertionError(f"{node.name} gave up {key} that delivers: {reason}")
+
+    def _arm(self, node: Node, session: RelaySession) -> None:
+        deadline_s = session.deadline_s()
+        if deadline_s is None:
+            if session.progress().status is WorkerStatus.RECEIVING:
+                raise AssertionError(f"{node.name} waits without a deadline (I12)")
+            return
+        if self.now_s < node.next_tick_s <= deadline_s:
             return
         node.next_tick_s = max(deadline_s, self.now_s + 1e-6)
+        self.at(node.next_tick_s, self._tick, node, session, node.next_tick_s)
 
-        def tick() -> None:
-            if node.session is session:
-                self._tell(node, Tick())
+    def _tick(self, node: Node, session: RelaySession, at_s: float) -> None:
+        if node.session is session and node.next_tick_s == at_s:
+            node.next_tick_s = math.inf
+            self._tell(node, Tick())
 
-        self.at(node.next_tick_s, tick)
+    # ── streams ──────────────────────────────────────────────────────────────────────────────────
 
-    def _fetch(self, node: Node, action: Fetch) -> None:
-        key = action.source.key
+    def _close(self, stream: Stream) -> None:
+        if stream.open:
+            stream.open = False
+            if stream in stream.source.readers:
+                stream.source.readers.remove(stream)
+
+    def _fail(self, stream: Stream, error: PacelineError, delay_s: float = 0.0) -> None:
+        event = SourceFailed(stream.key, stream.number, error)
+        self._later(LATENCY_S + delay_s, self._deliver, stream.reader, stream.session, event)
+
+    def _fetch(self, node: Node, session: RelaySession, action: Fetch) -> None:
+        key, extent = action.source.key, action.extent
+        source = self.nodes[key] if action.source.kind == "worker" else self.origin
+        if source is self.origin:
+            node.origin_bytes += self._pieces.bytes_of(extent)
+            if node.origin_bytes > node.origin_budget_bytes:
+                raise AssertionError(f"{node.name} overspends the origin's budget (I6)")
         stream = node.streams.get(key)
         if stream is None or stream.number != action.stream:
-            if action.source.kind == "origin":
-                source = self.origin
-            else:
-                source = self.nodes[action.source.worker_id or ""]
-            stream = node.streams[key] = Stream(node, source, key, action.stream)
+            if stream is not None:
+                self._close(stream)
+            stream = node.streams[key] = Stream(node, source, key, action.stream, session)
             if not source.alive:
-                refused = PeerLost("connection refused", where=key)
-                self._later(LATENCY_S, self._failing(stream, refused))
+                stream.open = False
+                self._fail(stream, PeerLost("connection refused", where=key))
                 return
-            self._keep_alive(stream)
-        stream.wanted.add(action.extent)
-        self._serve(stream)
+            source.readers.append(stream)
+        if stream.open:
+            stream.wanted.append(extent)
+            if not stream.watched:
+                stream.watched = True
+                self._later(KEEPALIVE_S, self._keep_alive, stream)
+            self._serve(stream)
 
     def _keep_alive(self, stream: Stream) -> None:
-        if not stream.open or not stream.source.alive:
-            return
-        if not stream.source.frozen:
-            self._tell(stream.reader, SourceAlive(stream.key, stream.number))
-        self._later(0.25, lambda: self._keep_alive(stream))
+        stream.watched = stream.open and (stream.busy or bool(stream.wanted))
+        if stream.watched:
+            if not stream.source.frozen:
+                event = SourceAlive(stream.key, stream.number, moving=stream.busy)
+                self._deliver(stream.reader, stream.session, event)
+            self._later(KEEPALIVE_S, self._keep_alive, stream)
 
     def _serve(self, stream: Stream) -> None:
         """Start to send the first wanted piece that the source has verified, if it is free to."""
         source, reader = stream.source, stream.reader
-        if stream.busy or not stream.open or not source.alive or source.frozen:
+        if stream.busy or not stream.wanted or not stream.open or source.frozen:
             return
-        runs = (run for want in stream.wanted for run in source.verified.common(want))
-        run = next(runs, None)
-        if run is None:
+        piece = self._take_next(stream)
+        if piece is None:
             return
-        piece = Extent(run.first, run.first + 1)
-        stream.wanted.remove(piece)
         stream.busy = True
-        duration_s = self._pieces.bytes_of(piece) / self._rate
-        source.out_free_s = max(source.out_free_s, self.now_s) + duration_s
-        reader.in_free_s = max(reader.in_free_s, self.now_s) + duration_s
-        arrives_s = max(source.out_free_s, reader.in_free_s) + LATENCY_S
-        session = reader.session
+        size = self._pieces.bytes_of(Extent(piece, piece + 1))
+        source.out_free_s = max(source.out_free_s, self.now_s) + size / source.link_bytes_s
+        reader.in_free_s = max(reader.in_free_s, self.now_s) + size / reader.link_bytes_s
+        self.at(
+            max(source.out_free_s, reader.in_free_s) + LATENCY_S,
+            self._arrive,
+            stream,
+            piece,
+            source.session,
+        )
 
-        def arrive() -> None:
-            stream.busy = False
-            if stream.open and reader.alive and reader.session is session and source.alive:
-                self._arrive(stream, piece)
-            self._serve(stream)
+    def _take_next(self, stream: Stream) -> int | None:
+        """Take the first wanted piece that can be sent out of the queue, and return it."""
+        source, wanted = stream.source, stream.wanted
+        held = source.verified
+        for at in range(len(wanted)):
+            first, stop = wanted[at]
+            run = next(held.common(Extent(first, stop)), None)
+            if run is None or run.first in source.distrusted:
+                continue
+            piece = run.first
+            rest = [Extent(first, piece), Extent(piece + 1, stop)]
+            rest = [each for each in rest if each.size]
+            if rest:
+                wanted[at] = rest[0]
+                if len(rest) > 1:
+                    wanted.insert(at + 1, rest[1])
+            else:
+                del wanted[at]
+            return piece
+        return None
 
-        self.at(arrives_s, arrive)
-
-    def _arrive(self, stream: Stream, piece: Extent) -> None:
-        reader, faults, random = stream.reader, self._faults, self._random
-        if not stream.source.verified.covers(piece):
-            raise AssertionError(f"{stream.source.name} forwarded unverified {piece}")
+    def _arrive(self, stream: Stream, piece: int, sent_by: RelaySession | None) -> None:
+        stream.busy = False
+        source, reader = stream.source, stream.reader
+        if not stream.open or source.session is not sent_by:
+            return
+        if piece in source.bad:
+            raise AssertionError(f"{source.name} forwarded piece {piece} unverified (I3)")
+        faults, random, session = self._faults, self._random, stream.session
+        extent = Extent(piece, piece + 1)
         reader.received_pieces += 1
-        self.origin_pieces += stream.source is self.origin
+        self.origin_pieces += source is self.origin
         event: SessionEvent
-        if stream.source.name in faults.corrupt_from or random.random() < faults.corrupt:
-            event = PieceRejected(stream.key, stream.number, piece)
+        rotten = piece in source.rotten
+        if rotten or source.name in faults.corrupt_from or random.random() < faults.corrupt:
+            event = PieceRejected(stream.key, stream.number, extent)
+            reader.corrupt_sent.add(stream.key)
+            stream.corrupted = True
+            if piece not in reader.verified:
+                reader.bad.add(piece)
+            if rotten:
+                self._later(LATENCY_S, self._found_rotten, source, piece)
         else:
-            event = PieceVerified(stream.key, stream.number, piece)
-            reader.verified.add(piece)
-            session = reader.session
-            self._later(COMMIT_S * random.random(), lambda: self._commit(reader, session, piece))
-            for waiting in self._streams_from(reader):
-                self._serve(waiting)
-        for _ in range(2 if random.random() < faults.duplicate else 1):
-            self._later(faults.delay_s * random.random(), lambda: self._tell(reader, event))
+            event = PieceVerified(stream.key, stream.number, extent)
+            stream.told_s = self.now_s
+            reader.bad.discard(piece)
+            if not reader.durable.covers(extent):
+                if not reader.pending:
+                    self._later(COMMIT_S * random.random(), self._commit, reader, session)
+                reader.pending.add(extent)
+        if faults.delay_s == 0.0:
+            self._deliver(reader, session, event)
+        else:
+            self._later(faults.delay_s * random.random(), self._deliver, reader, session, event)
+        if faults.duplicate and random.random() < faults.duplicate:
+            self._later(faults.delay_s * random.random(), self._deliver, reader, session, event)
+        self._serve(stream)
 
-    def _commit(self, node: Node, session: RelaySession | None, piece: Extent) -> None:
-        if node.alive and node.session is session:
-            node.durable.add(piece)
-            self._tell(node, PiecesDurable(piece))
+    def _found_rotten(self, node: Node, piece: int) -> None:
+        """A peer complained, and the node has looked at its disk: as the peer port does."""
+        if piece in node.rotten and node.session is not None:
+            extent = Extent(piece, piece + 1)
+            node.rotten.discard(piece)
+            node.durable.remove(extent)
+            node.distrusted.add(extent)
+            self._tell(node, PiecesRotten(extent))
+
+    def _commit(self, node: Node, session: RelaySession) -> None:
+        if node.session is not session:
+            return
+        fresh, node.pending = node.pending, Extents()
+        for run in fresh:
+            node.durable.add(run)
+            node.rotten.difference_update(range(*run))
+            self._deliver(node, session, PiecesDurable(run))
+        if session.progress().pieces_held > node.durable.count:
+            raise AssertionError(f"{node.name} reports what is not durable (I2)")

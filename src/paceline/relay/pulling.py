@@ -53,6 +53,7 @@ class Puller:
         self._repairs = Repairs(limits, random)
         self._hedge: Hedge | None = None
         self._hedges_left = 0  # pieces
+        self._hedge_at_s: float | None = None  # when the last pieces in flight are late
         self._streams = 0
         self._budget_bytes = 0
         self._piece_deadline_s = 1.0
@@ -193,8 +194,8 @@ class Puller:
                 work.progress_s = now_s
                 if work.behind and sender is not None:
                     work.behind.pop(sender.source.key, None)
-            self._drop(work, part, sender)
-            work.taken.add(part)
+            if not self._drop(work, part, sender):
+                work.taken.add(part)
         if self._repairs:
             self._repairs.arrived(extent)
         return new
@@ -242,10 +243,12 @@ class Puller:
         health = self._health.get(source.key)
         return health is not None and health.retry_at_s == float("inf")
 
-    def _drop(self, work: Work, part: Extent, sender: Feed | None) -> None:
-        """Take ``part`` of ``work`` out of every stream's flight."""
+    def _drop(self, work: Work, part: Extent, sender: Feed | None) -> bool:
+        """Take ``part`` of ``work`` out of every stream's flight; return whether all of it was in
+        flight from ``sender`` (the usual case), and so nowhere else.
+        """
         if sender is not None and self._drop_from(sender, work, part) and self._hedge is None:
-            return  # the usual case: all of it was in flight here, and so nowhere else
+            return True
         for feed in self._feeds.values():
             if feed is not sender:
                 self._drop_from(feed, work, part)
@@ -253,6 +256,7 @@ class Puller:
             self._hedge.pieces.remove(part)
             if not self._hedge.pieces:
                 self._hedge = None
+        return False
 
     def _drop_from(self, feed: Feed, work: Work, part: Extent) -> bool:
         """Take ``part`` out of one stream's flight; return whether all of it was there."""
@@ -367,8 +371,8 @@ class Puller:
                             yield rest.retry_at_s
         if self._hedge is not None:
             yield self._aside_ends_s(self._hedge.key, self._hedge.asked_s)
-        elif (due_s := self._hedge_due_s()) is not None:
-            yield due_s
+        elif self._hedge_at_s is not None:
+            yield self._hedge_at_s
 
     def check_deadlines(self, now_s: float, actions: list[SessionAction]) -> None:
         """Give up sources that are silent or stand still, and repairs that take too long."""
@@ -454,12 +458,13 @@ class Puller:
         for repair in [*self._repairs] if self._repairs else ():
             if repair.asked is None and now_s >= repair.retry_at_s:
                 self._ask_repair(repair, now_s, actions)
-        drained = not self._repairs
+        drained = not self._repairs and self._hedges_left > 0
         for work in self._works:
             if work.wanting > 0:
                 if (feed := self._source_for(work, now_s)) is not None:
                     self._top_up(feed, work, now_s, actions)
                 drained = drained and work.wanting == 0
+        self._hedge_at_s = None
         if drained and self._hedge is None:
             self._start_hedge(now_s, actions)
         for key, feed in list(self._feeds.items()):
@@ -532,7 +537,10 @@ class Puller:
         fuller, and is asked again when the source dies or turns out to be slow.
         """
         limits, rate = self._limits, work.expected_bytes_s
-        sharing = sum(each.active == work.active and each.wanting > 0 for each in self._works) or 1
+        sharing = 1
+        for each in self._works:
+            if each is not work and each.active == work.active and each.wanting > 0:
+                sharing += 1
         most = limits.window_bytes
         if rate > 0:
             most = min(most, int(rate * limits.window_s))
@@ -614,13 +622,6 @@ class Puller:
 
     # ── hedging ──────────────────────────────────────────────────────────────────────────────────
 
-    def _hedge_due_s(self) -> float | None:
-        """Return when the last pieces in flight have taken too long, or None before the end."""
-        if self._hedges_left <= 0 or self._repairs or any(work.wanting for work in self._works):
-            return None
-        found = self._oldest()
-        return None if found is None else found[0]
-
     def _oldest(self) -> tuple[float, Work, Extent] | None:
         """Return the pieces in flight from a worker that are due first, and when they are due.
 
@@ -646,10 +647,12 @@ class Puller:
 
         Never the origin: a fleet that waits for its slowest link would read the model twice.
         """
-        found = self._oldest() if self._hedges_left > 0 else None
-        if found is None or now_s < found[0]:
+        found = self._oldest()
+        if found is None:
             return
-        _, work, run = found
+        self._hedge_at_s, work, run = found
+        if now_s < self._hedge_at_s:
+            return
         owing = {key for key, feed in self._feeds.items() if next(feed.in_flight.common(run), None)}
         for source in work.candidates:
             if source.kind == "origin" or source.key in owing:

@@ -160,6 +160,11 @@ class RelaySession:
         )
 
     @property
+    def verified(self) -> Extents:
+        """Return what may be forwarded; it changes with events and is only to be read."""
+        return self._verified
+
+    @property
     def epoch(self) -> int:
         """Return the epoch of the lanes in use, 0 before the first."""
         return self._lanes.epoch if self._lanes else 0

@@ -1,0 +1,271 @@
+"""One seed of chaos: sixteen workers, a coordinator in a few lines, and everything that can fail.
+
+``play(seed)`` runs real sessions and real plans under a virtual clock. What may never happen is an
+AssertionError of the fleet itself; what must have happened at the end is ``World.judge``. The same
+seed plays the same world: ``python -m tests.chaos.world SEED`` replays one and prints its story.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from functools import cache
+from random import Random
+
+from paceline.manifest import Manifest
+from paceline.plan import PlanWorker, Standing, make_plan
+from paceline.plan.cost import origin_cap_bytes
+from paceline.relay.limits import MIB, PieceMap, SessionLimits
+from paceline.relay.memory import Faults, MemoryFleet
+from paceline.wire.plan import Labels, Topology, WorkerLanes
+from tests.relay.kit import paper_manifest
+
+WORKERS = 16
+PIECES = 64
+PIECE_BYTES = 4 * MIB  # so that the fuse's 64 MiB are a quarter of the model, not a thousand times
+LINK_BYTES_S = 64 * MIB  # the whole model in 4 s
+TOPOLOGIES = (Topology.CHAIN, Topology.TREE, Topology.TREE_OF_CHAINS, Topology.MESH)
+CALM_S = 10.0  # every fault has healed
+BOUND_S = 40.0  # and by then everybody who lives is complete
+LOST_AFTER_S = 3.0  # without a beat
+
+
+@cache
+def manifest() -> Manifest:
+    return paper_manifest(PIECES, PIECE_BYTES, chunk_pieces=2)
+
+
+@cache
+def piece_map() -> PieceMap:
+    return PieceMap(manifest())
+
+
+@dataclass
+class World:
+    """A fleet, its coordinator, and what befell them."""
+
+    seed: int
+    random: Random
+    fleet: MemoryFleet
+    topology: Topology
+    labels: dict[str, Labels]
+    epoch: int = 0
+    standing: dict[str, Standing] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+    sent: list[WorkerLanes] = field(default_factory=list)
+    story: list[str] = field(default_factory=list)
+    granted_bytes: int = 0  # by an operator, beyond the fuse
+
+    def tell(self, what: str) -> None:
+        self.story.append(f"{self.fleet.now_s:6.2f} s  {what}")
+
+    # ── what befalls ─────────────────────────────────────────────────────────────────────────────
+
+    def kill(self, name: str) -> None:
+        if self.fleet.nodes[name].alive:
+            self.tell(f"{name} is killed")
+            self.fleet.kill(name)
+            self.fleet.at(self.fleet.now_s + LOST_AFTER_S * self.random.random(), self.notice, name)
+
+    def freeze(self, name: str, for_s: float) -> None:
+        node = self.fleet.nodes[name]
+        if node.alive and not node.frozen:
+            self.tell(f"{name} freezes for {for_s:.2f} s")
+            self.fleet.freeze(name)
+            self.fleet.at(self.fleet.now_s + for_s, self.thaw, name)
+            if for_s > LOST_AFTER_S:
+                self.fleet.at(self.fleet.now_s + LOST_AFTER_S, self.notice, name)
+
+    def thaw(self, name: str) -> None:
+        node = self.fleet.nodes[name]
+        if node.alive and node.frozen:
+            self.tell(f"{name} thaws")
+            self.fleet.thaw(name)
+            self.fleet.at(self.fleet.now_s + 0.3, self.notice, name)
+
+    def restart(self, name: str) -> None:
+        if not self.fleet.nodes[name].alive:
+            self.tell(f"{name} returns with {self.fleet.nodes[name].durable.count} pieces")
+            self.fleet.restart(name)
+            self.standing[name] = Standing.TAIL
+            self.fleet.at(self.fleet.now_s + 0.3, self.plan, f"{name} returned")
+
+    def rot(self, name: str) -> None:
+        held = list(self.fleet.nodes[name].durable.pieces())
+        if held:
+            piece = self.random.choice(held)
+            self.tell(f"piece {piece} rots at {name}")
+            self.fleet.rot(name, piece)
+
+    # ── the coordinator ──────────────────────────────────────────────────────────────────────────
+
+    def notice(self, name: str) -> None:
+        """See whether ``name`` still beats, and plan again where that changed."""
+        node = self.fleet.nodes[name]
+        here = node.alive and not node.frozen
+        gone = self.standing[name] is Standing.GONE
+        if here is gone:
+            self.standing[name] = Standing.TAIL if here else Standing.GONE
+            self.plan(f"{name} is {'back' if here else 'gone'}")
+
+    def demote(self, name: str, standing: Standing) -> None:
+        if self.standing[name] is Standing.LINE:
+            self.standing[name] = standing
+            self.plan(f"{name} is {standing}")
+
+    def plan(self, why: str) -> None:
+        """Plan again, and send everybody their lanes: late, sometimes twice, out of order."""
+        fleet, random = self.fleet, self.random
+        workers = [self.worker(name) for name in fleet.nodes]
+        if all(worker.standing is Standing.GONE for worker in workers):
+            return
+        self.epoch += 1
+        self.tell(f"epoch {self.epoch}: {why}")
+        made = make_plan(
+            self.topology,
+            deployment_id="d-chaos",
+            epoch=self.epoch,
+            manifest=manifest(),
+            workers=workers,
+            source_url="/origin",
+            seed=self.seed,
+            origin_spent_bytes=fleet.origin_pieces * PIECE_BYTES - self.granted_bytes,
+            order=self.order,
+        )
+        present = tuple(each.worker_id for each in made.workers)
+        self.order = self.order or present
+        for lanes in made.workers:
+            at_s = fleet.now_s + 0.5 * random.random() ** 2
+            fleet.at(at_s, self.hand_over, lanes)
+            self.sent.append(lanes)
+        if random.random() < 0.3:  # a message from long ago turns up again
+            fleet.at(fleet.now_s + random.random(), self.hand_over, random.choice(self.sent))
+
+    def worker(self, name: str) -> PlanWorker:
+        node = self.fleet.nodes[name]
+        progress = node.session.progress() if node.session else None
+        return PlanWorker(
+            worker_id=name,
+            labels=self.labels[name],
+            address=f"{name}:1",
+            link_mbit=LINK_BYTES_S * 8 / 1e6,
+            complete=node.complete,
+            held_pieces=progress.pieces_held if progress else 0,
+            held_chunks=frozenset(progress.chunks_received if progress else ()),
+            standing=self.standing[name],
+        )
+
+    def hand_over(self, lanes: WorkerLanes) -> None:
+        if self.fleet.nodes[lanes.worker_id].alive:
+            self.fleet.assign(lanes)
+
+    def calm(self) -> None:
+        """Nothing fails any more: an operator raises the fuse where it is spent, and a last plan."""
+        for name, node in self.fleet.nodes.items():
+            self.thaw(name)
+            if node.alive:
+                self.standing[name] = (
+                    Standing.TAIL if self.standing[name] is Standing.GONE else self.standing[name]
+                )
+        held = {
+            piece
+            for node in self.fleet.nodes.values()
+            if node.alive
+            for piece in node.durable.pieces()
+        }
+        spent = self.fleet.origin_pieces * PIECE_BYTES
+        left = origin_cap_bytes(manifest().total_size) - spent
+        # What nobody has any more is read again whatever it costs: that is what raising it is for.
+        needed = (PIECES - len(held)) * PIECE_BYTES + 64 * MIB
+        self.granted_bytes = max(0, needed - left)
+        self.plan("all is calm")
+
+    # ── what must be true at the end ─────────────────────────────────────────────────────────────
+
+    def judge(self) -> None:
+        """Raise AssertionError unless every promise was kept."""
+        fleet = self.fleet
+        stuck = {
+            name: node.session.progress() if node.session else None
+            for name in fleet.unfinished()
+            for node in (fleet.nodes[name],)
+        }
+        assert not stuck, f"unfinished after {BOUND_S} s (I7): {stuck}"
+        for node in fleet.nodes.values():
+            assert not node.complete or node.durable.count == PIECES, f"{node.name} (I1)"
+            assert node.corrupt_seen.keys() <= node.corrupt_sent, f"{node.name} blames others (I3)"
+
+
+def make_world(seed: int) -> World:
+    """Return the world of ``seed``, its faults scheduled."""
+    random = Random(seed)
+    names = [f"w{number:02}" for number in range(WORKERS)]
+    racks = random.choice([1, 2, 4])
+    faults = Faults(
+        corrupt=random.choice([0, 0, 0.01, 0.03]),
+        duplicate=random.choice([0, 0, 0.05]),
+        delay_s=random.choice([0, 0, 0, 0.05, 0.2]),
+        late_failure_s=random.choice([0, 0, 2.0]),
+        corrupt_from=frozenset(random.sample(names, random.choice([0, 0, 0, 1]))),
+    )
+    fleet = MemoryFleet(
+        manifest(),
+        names,
+        seed=seed,
+        link_bytes_s=LINK_BYTES_S,
+        faults=faults,
+        limits=SessionLimits(),
+        pieces=piece_map(),
+    )
+    world = World(
+        seed,
+        random,
+        fleet,
+        random.choice(TOPOLOGIES),
+        {name: Labels(rack=f"r{at % racks}") for at, name in enumerate(names)},
+        standing=dict.fromkeys(names, Standing.LINE),
+    )
+    world.tell(f"{world.topology}, {racks} racks, {faults}")
+    world.plan("the first")
+    for victim in random.sample(names, random.randint(1, 5)):
+        at_s = random.uniform(0.0, 6.0)
+        kind = random.choice(["kill", "kill", "freeze", "return", "rot", "slow"])
+        if kind == "freeze":
+            fleet.at(at_s, world.freeze, victim, random.uniform(0.3, 5))
+        elif kind == "rot":
+            fleet.at(at_s, world.rot, victim)
+        elif kind == "slow":
+            fleet.at(at_s, fleet.slow_down, victim, random.uniform(2, 8))
+            fleet.at(at_s + random.uniform(0.5, 3), world.demote, victim, Standing.TAIL)
+        else:
+            fleet.at(at_s, world.kill, victim)
+            if kind == "return":
+                fleet.at(at_s + random.uniform(0.2, 4), world.restart, victim)
+    for liar in faults.corrupt_from:
+        fleet.at(random.uniform(1, 4), world.demote, liar, Standing.QUARANTINED)
+    for _ in range(random.choice([0, 0, 1, 3])):
+        fleet.at(random.uniform(0, CALM_S), world.plan, "for no reason")
+    fleet.at(CALM_S, world.calm)
+    return world
+
+
+def play(seed: int) -> World:
+    """Play ``seed`` to its end and judge it; an AssertionError says how to replay it."""
+    world = make_world(seed)
+    try:
+        world.fleet.run(until_s=BOUND_S)
+        world.judge()
+    except AssertionError as error:
+        replay = f"python -m tests.chaos.world {seed}"
+        raise AssertionError(f"seed {seed}: {error}\nreplay it with: {replay}") from error
+    return world
+
+
+if __name__ == "__main__":
+    for number in map(int, sys.argv[1:]):
+        played = make_world(number)
+        try:
+            played.fleet.run(until_s=BOUND_S)
+            played.judge()
+        finally:
+            sys.stdout.write("\n".join(played.story) + "\n")
