@@ -33,7 +33,7 @@ class Nodes:
 
     def start(self, place: Place, argv: list[object], order: dict[str, Any]) -> None:
         """Start a node and hand it its order as one line of JSON."""
-        name = place if isinstance(place, str) else f"h{place}"
+        name = place if isinstance(place, str) else self._name(place)
         environment = {
             key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")
         }
@@ -83,7 +83,7 @@ class Nodes:
         for process in everyone:
             process.kill()
             process.wait()
-        verify_copies(self.case.model, {f"h{host}": self.copy(host) for host in self.hosts})
+        verify_copies(self.case.model, {self._name(host): self.copy(host) for host in self.hosts})
         return Outcome(
             finished_s=finished,
             startup_s=startup_s,
@@ -95,7 +95,10 @@ class Nodes:
 
     def copy(self, host: int) -> Path:
         """Return the directory that holds a host's copy of the model's files."""
-        return self.case.scratch / "nodes" / f"h{host}" / self.case.model.directory.name
+        return self.case.scratch / "nodes" / self._name(host) / self.case.model.directory.name
+
+    def _name(self, host: int) -> str:
+        return self.case.bed.hosts[host].name
 
     def _finishes(self, go_at: float) -> dict[str, float]:
         finished: dict[str, float] = {}
@@ -107,12 +110,13 @@ class Nodes:
             while len(finished) < len(self.hosts):
                 ready = selector.select(max(0.0, end_s - time.monotonic()))
                 if not ready:
-                    missing = [f"h{host}" for host in self.hosts if f"h{host}" not in finished]
+                    names = [self._name(host) for host in self.hosts]
+                    missing = [name for name in names if name not in finished]
                     raise DeploymentFailed("not in time", got=", ".join(missing))
                 for key, _ in ready:
                     host, process = key.data
                     said = self._hear(process, 1.0)
-                    finished[f"h{host}"] = round(said["finished_at"] - go_at, 3)
+                    finished[self._name(host)] = round(said["finished_at"] - go_at, 3)
                     selector.unregister(key.fileobj)
         return finished
 

@@ -1,7 +1,7 @@
 """Faults of a race: chosen from a seed, done to real processes and links, noted as they happened.
 
-What was observed goes into the result as ``{"at_s", "kind", "worker", "rate_mbit"}``, seconds from
-the accepted plan, so that the simulator can replay the run.
+What was observed goes into the result as ``{"at_s", "worker", "kind", "value"}``, seconds from the
+accepted plan, as a simulation reads it (`paceline simulate --faults`) to replay the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
 
-from benchmarks.testbed import Testbed
+from benchmarks.testbed import Testbed, shaping
 
 EARLIEST, LATEST = 0.1, 0.85  # of the bound: during the transfer, not around it
 
@@ -22,7 +22,7 @@ EARLIEST, LATEST = 0.1, 0.85  # of the bound: during the transfer, not around it
 class Fault:
     """Something that happens to a host ``at_s`` after the start."""
 
-    kind: Literal["kill", "freeze", "rate", "cut"]
+    kind: Literal["kill", "freeze", "rate", "silence"]
     host: int
     at_s: float
     rate_mbit: float = 0.0  # of "rate": the host's new one
@@ -81,10 +81,10 @@ class Injector:
                     self._freeze(fault.host)
                 case "rate":
                     self._bed.set_rate(fault.host, fault.rate_mbit)
-                case "cut":
+                case "silence":
                     self._bed.cut(fault.host)
             at_s = round(time.monotonic() - self._start_s, 3)
             said = {"at_s": at_s, "kind": fault.kind, "worker": self._bed.hosts[fault.host].name}
             if fault.kind == "rate":
-                said["rate_mbit"] = fault.rate_mbit
+                said["value"] = fault.rate_mbit * shaping.GOODPUT  # simulations count goodput
             self.observed.append(said)

@@ -222,7 +222,7 @@ class _Race:
                 raise DeploymentFailed(
                     "an agent ended by itself",
                     got=f"exit status {process.returncode}",
-                    where=self.state / f"h{host}.log",
+                    where=self.state / f"{self.bed.hosts[host].name}.log",
                 )
 
     def _planned_at(self, client: CoordinatorClient, deployment_id: str) -> float:

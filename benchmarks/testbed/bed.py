@@ -45,7 +45,7 @@ class Host:
     """One host of the bed."""
 
     index: int
-    name: str  # "h3": also the name of its bridge port
+    name: str  # "node-3", as simulations call it: also the name of its bridge port
     address: str
     rack: int
     rack_name: str
@@ -130,13 +130,14 @@ class Testbed:
 
     def _host(self, index: int, hosts: int, racks: int) -> Host:
         number, rack = index + 1, index * racks // hosts
+        name = f"node-{index:0{len(str(hosts - 1))}d}"
         return Host(
             index=index,
-            name=f"h{index}",
+            name=name,
             address=f"10.77.{number >> 8}.{number & 255}",
             rack=rack,
             rack_name=f"rack-{rack}",
-            namespace=f"{self.prefix}-h{index}",
+            namespace=f"{self.prefix}-{name}",
         )
 
     def _watch(self) -> subprocess.Popen[bytes]:
@@ -261,7 +262,7 @@ class Testbed:
 
     def counters(self) -> dict[str, int]:
         """Return bytes so far: ``origin_out``, ``cross_rack`` (what left racks through their
-        uplinks) and ``h3_in``, ``h3_out`` of each host.
+        uplinks) and ``node-3_in``, ``node-3_out`` of each host.
 
         Counted at bridge ports, where a burst of segments is one packet: headers count less than
         on a wire, payload is exact.

@@ -85,17 +85,17 @@ def test_a_rack_has_its_uplink_and_the_origin_its_link() -> None:
         assert share(bed, crossing.result()) == pytest.approx(0.5, abs=0.1)
         moved = {key: count - before[key] for key, count in bed.counters().items()}
         assert moved["cross_rack"] == pytest.approx(2_000_000, rel=0.1)
-        assert moved["h0_in"] == pytest.approx(4_000_000, rel=0.1)
+        assert moved["node-0_in"] == pytest.approx(4_000_000, rel=0.1)
 
 
 def test_a_cut_link_swallows_what_is_sent_and_says_nothing() -> None:
     with start(hosts=2, rate_mbit=8) as bed:
         stream = Stream(bed, 0, 1, 4_000_000)
-        until(lambda: bed.counters()["h1_in"] > 200_000, "bytes")
+        until(lambda: bed.counters()["node-1_in"] > 200_000, "bytes")
         bed.cut(1, "in")
-        held = bed.counters()["h1_in"]
+        held = bed.counters()["node-1_in"]
         threading.Event().wait(0.3)
-        assert bed.counters()["h1_in"] <= held + 100_000
+        assert bed.counters()["node-1_in"] <= held + 100_000
         assert stream.sender.poll() is None  # it was told nothing
         bed.mend(1)
         assert stream.result()["bytes"] == 4_000_000  # TCP sent again what was lost
