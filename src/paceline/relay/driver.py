@@ -2,7 +2,8 @@
 
 One owner thread takes ``(event, time)`` from a bounded inbox, feeds the sessions and starts what
 they ask for; byte threads only report into the inbox and never touch a session (checked). What
-agents report is a snapshot that the owner replaces whole. It knows no coordinator and no HTTP.
+agents report is a snapshot that the owner replaces whole. How a deployment begins and ends is in
+``deployments``; coordinators and HTTP are not known here.
 """
 
 from __future__ import annotations
@@ -12,25 +13,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
-from paceline.errors import (
-    Conflict,
-    DeploymentFailed,
-    PacelineError,
-    StorageFailed,
-    StorageFull,
-)
+from paceline.errors import DeploymentFailed
 from paceline.manifest import Manifest
-from paceline.relay.committer import Committer
+from paceline.relay.deployments import Deployments
 from paceline.relay.events import (
     Abandon,
-    Cancelled,
     Complete,
     Fail,
     Fetch,
-    LanesAssigned,
-    PiecesRotten,
     PieceVerified,
     ReportCorrupt,
     ReportSourceLost,
@@ -38,30 +29,29 @@ from paceline.relay.events import (
     SessionEvent,
     Tick,
 )
-from paceline.relay.extents import Extent, Extents
-from paceline.relay.library import Library
+from paceline.relay.extents import Extents
 from paceline.relay.limits import SessionLimits
 from paceline.relay.origin import LazyReader, OriginStream, RangeReader
 from paceline.relay.pacing import Pacer
-from paceline.relay.session import RelaySession, as_failure
 from paceline.relay.share import Share
-from paceline.relay.staging import Staging
 from paceline.relay.store import Store
 from paceline.relay.transport import PullStream, Transport
 from paceline.wire.calls import DeploymentBeat
 from paceline.wire.plan import Source, WorkerLanes
-from paceline.wire.records import WorkerStatus
 
 log = logging.getLogger(__name__)
 
 INBOX = 8192
 LONGEST_WAIT_S = 1.0
 REFRESH_S = 0.1  # how old a reported count may be
-FINISHED_KEPT = 8  # deployments that stay open for others, and in the beats, after they ended
+DRAIN_S = 0.5  # at a stop, for the pieces that are on their way
+DRAIN_LOOK_S = 0.02
 
 
 class RelayDriver:
-    """The data plane of one node. ``open_source(url)`` gives a reader for an origin."""
+    """The data plane of one node. ``open_source(url)`` gives a reader for an origin; ``on_news()``
+    is called where something should be reported now, not at the next beat.
+    """
 
     def __init__(
         self,
@@ -76,32 +66,51 @@ class RelayDriver:
         link_mbit: float | None = None,
         limits: SessionLimits | None = None,
         seed: int = 0,
+        on_news: Callable[[], None] = lambda: None,
     ) -> None:
         self.worker_id = worker_id
-        self.incarnation = incarnation
         self.store = store
         self.nic_in = Pacer(link_mbit)
         self.nic_out = Pacer(link_mbit)
         self._transport = transport
         self._open_source = open_source
-        self._limits = limits or SessionLimits()
-        self._seed = seed
         self._inbox: queue.Queue[tuple[Callable[[float], None], float]] = queue.Queue(INBOX)
-        self._shares: dict[str, Share] = {}
-        self._library = Library(store)
+        self._deployments = Deployments(
+            worker_id=worker_id,
+            store=store,
+            limits=limits or SessionLimits(),
+            seed=seed,
+            incarnation=incarnation,
+            sent_bytes=lambda: self.nic_out.total_bytes,
+            post=self._post,
+            tell=self._tell,
+            report_of=self._reporter,
+            changed=self._tell_waiting,
+        )
+        self._news: dict[str, tuple[object, ...]] = {}  # by deployment: what was last told at once
+        self._on_news = on_news
         self._stop = threading.Event()
         self._changed = threading.Condition()
         self.server = transport.serve(
             host=host,
             port=port,
             worker_id=worker_id,
-            find=self._library.find,
+            find=self._deployments.library.find,
             pacer=self.nic_out,
             on_rotten=lambda digest, piece: self._post(
-                lambda now: self._rotten(digest, piece, now)
+                lambda now: self._deployments.rotten(digest, piece, now)
             ),
         )
         self._owner = threading.Thread(target=self._run, name="relay-owner", daemon=True)
+
+    @property
+    def incarnation(self) -> int:
+        """Return which life of its worker this node says it is."""
+        return self._deployments.incarnation
+
+    @incarnation.setter
+    def incarnation(self, number: int) -> None:
+        self._deployments.incarnation = number
 
     # ── what the agent calls, from any thread ────────────────────────────────────────────────────
 
@@ -111,36 +120,45 @@ class RelayDriver:
         self._owner.start()
 
     def stop(self) -> None:
-        """Stop serving and fetching; what is verified becomes durable first."""
+        """Stop serving and fetching; what is on its way arrives first, within DRAIN_S, and what is
+        verified becomes durable.
+        """
+        self._drain()
         self._stop.set()
         self._post(lambda _now: None)
         self._owner.join(10.0)
         self.server.stop()
-        for share in self._shares.values():
-            share.close_streams()
-            if share.committer:
-                share.committer.stop(wait=True)
-            if share.staging and not share.staging.published:
-                with suppress(PacelineError, OSError):
-                    share.staging.commit()
-        self._library.close()
+        self._deployments.close()
         self.store.close()
+
+    def _drain(self) -> None:
+        """Wait until each stream has brought a piece more, or has nothing to bring."""
+        busy = [
+            (share.staging, len(share.streams) + share.staging.verified.count)
+            for share in self._deployments
+            if share.ended_s is None and share.staging is not None and share.streams
+        ]
+        until_s = time.monotonic() + DRAIN_S
+        while time.monotonic() < until_s and any(
+            staging.verified.count < wanted and not staging.all_verified for staging, wanted in busy
+        ):
+            time.sleep(DRAIN_LOOK_S)
 
     def deploy(self, lanes: WorkerLanes, manifest: Manifest) -> None:
         """Take part in a deployment, or take its newer lanes."""
-        self._post(lambda now: self._deploy(lanes, manifest, now))
+        self._post(lambda now: self._deployments.deploy(lanes, manifest, now))
 
     def activate(self, deployment_id: str) -> None:
         """Switch to the deployment's version, if it is complete here."""
-        self._post(lambda now: self._activate(deployment_id, now))
+        self._post(lambda now: self._deployments.activate(deployment_id, now))
 
     def cancel(self, deployment_id: str) -> None:
         """Drop the deployment and what arrived of it; once its beat is gone it cannot publish."""
-        self._post(lambda now: self._cancel(deployment_id, now))
+        self._post(lambda now: self._deployments.cancel(deployment_id, now))
 
     def beats(self) -> list[DeploymentBeat]:
         """Return what to report about each deployment."""
-        return [beat for share in list(self._shares.values()) if (beat := share.beat)]
+        return [beat for share in self._deployments if (beat := share.beat)]
 
     def wait(self, condition: Callable[[list[DeploymentBeat]], bool], timeout_s: float) -> bool:
         """Wait until ``condition(beats)`` holds; return whether it did in time."""
@@ -155,22 +173,28 @@ class RelayDriver:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                work, at = self._inbox.get(timeout=self._wait_s())
+                work, at = self._inbox.get(timeout=self._tick())
             except queue.Empty:
-                at = time.monotonic()
-                for share in list(self._shares.values()):
-                    self._tell(share, Tick(), at)
+                for share in self._deployments:
+                    self._tell(share, Tick(), time.monotonic())
             else:
                 try:
                     work(at)
                 except Exception:
                     log.exception("an event could not be handled")
 
-    def _wait_s(self) -> float:
-        sessions = [share.session for share in self._shares.values() if share.session]
-        deadlines = [at for each in sessions if (at := each.deadline_s()) is not None]
-        wait_s = min(deadlines, default=float("inf")) - time.monotonic()
-        return min(LONGEST_WAIT_S, max(wait_s, 0.001))
+    def _tick(self) -> float:
+        """Tell the sessions whose time has come, however busy the others are; return how long to
+        wait for an event.
+        """
+        next_s = time.monotonic() + LONGEST_WAIT_S
+        for share in self._deployments:
+            due_s = share.session.deadline_s() if share.session else None
+            if due_s is not None and due_s <= time.monotonic():
+                self._tell(share, Tick(), time.monotonic())
+                due_s = share.session.deadline_s() if share.session else None
+            next_s = min(next_s, next_s if due_s is None else due_s)
+        return max(next_s - time.monotonic(), 0.001)
 
     def _tell(self, share: Share, event: SessionEvent, now_s: float) -> None:
         if threading.current_thread() is not self._owner:
@@ -183,15 +207,24 @@ class RelayDriver:
                 self._do(share, action)
         except Exception as error:
             log.exception("session failed")
-            self._fail(share, DeploymentFailed("the relay session broke", got=repr(error)))
+            self._deployments.fail(
+                share, DeploymentFailed("the relay session broke", got=repr(error))
+            )
             return
-        if actions or now_s - share.refreshed_s >= REFRESH_S:
-            self._refresh(share, now_s)
+        telling = any(not isinstance(each, Fetch | Abandon) for each in actions)
+        if share.session and (telling or now_s - share.refreshed_s >= REFRESH_S):
+            self._deployments.refresh(share, now_s)
 
-    def _refresh(self, share: Share, now_s: float) -> None:
-        share.refresh(now_s)
+    def _tell_waiting(self) -> None:
         with self._changed:
             self._changed.notify_all()
+        news: dict[str, tuple[object, ...]] = {
+            beat.deployment_id: (beat.status, beat.activated, beat.lost_sources, beat.failure)
+            for beat in self.beats()
+        }
+        if news != self._news:
+            self._news = news
+            self._on_news()
 
     def _do(self, share: Share, action: SessionAction) -> None:
         match action:
@@ -207,13 +240,13 @@ class RelayDriver:
                     running[1].close()
                     del share.streams[key]
             case Complete():
-                self._thread("publish", lambda: self._publish(share))
+                self._deployments.publish(share)
             case Fail(error):
-                self._fail(share, error)
+                self._deployments.fail(share, error)
             case ReportSourceLost(key, reason):
                 log.warning("source lost source=%s reason=%s", key, reason)
-            case ReportCorrupt(key, piece):
-                log.warning("corrupt piece source=%s piece=%d", key, piece)
+            case ReportCorrupt(key, piece, pieces):
+                log.warning("corrupt piece source=%s piece=%d pieces=%d", key, piece, pieces)
 
     def _open_stream(self, share: Share, source: Source, stream: int) -> PullStream:
         if share.staging is None:
@@ -270,160 +303,11 @@ class RelayDriver:
                 if share.committer is not None:
                     share.committer.look()
             else:
-                self._post(lambda now: self._tell(share, event, now))
+
+                def tell(now_s: float) -> None:
+                    deliver(now_s)  # in the order in which it happened
+                    self._tell(share, event, now_s)
+
+                self._post(tell)
 
         return report
-
-    # ── deployments ──────────────────────────────────────────────────────────────────────────────
-
-    def _deploy(self, lanes: WorkerLanes, manifest: Manifest, now_s: float) -> None:
-        known = self._shares.get(lanes.deployment_id)
-        if known is not None and lanes.epoch <= known.lanes.epoch:
-            return
-        if known is not None and (known.session is not None or known.ended_s is None):
-            known.lanes = lanes  # one that is still being prepared takes these when it is ready
-            self._tell(known, LanesAssigned(lanes), now_s)
-            if known.session and known.session.progress().status is WorkerStatus.RECEIVING:
-                known.status, known.failure, known.ended_s = WorkerStatus.RECEIVING, None, None
-                if known.staging is not None:
-                    known.staging.give_up(False)
-            self._refresh(known, now_s)
-            return
-        self._forget_old()
-        share = Share(lanes, manifest, now_s, self.nic_out.total_bytes)
-        self._shares[lanes.deployment_id] = share
-        self._refresh(share, now_s)
-        busy = [s for s in self._shares.values() if s.manifest.digest == manifest.digest]
-        if any(s is not share and s.ended_s is None for s in busy):
-            other = next(s.deployment_id for s in busy if s is not share)
-            self._fail(share, Conflict("this version is arriving here already", got=other))
-            return
-        self._thread("prepare", lambda: self._prepare(share))
-
-    def _prepare(self, share: Share) -> None:
-        """Open the files and copy what this disk already has; not on the owner thread."""
-        try:
-            staging = self._library.open(share.manifest)
-        except (PacelineError, OSError) as error:
-            failure = _as_error(error)
-            self._post(lambda _now: self._fail(share, failure))
-        else:
-            self._post(lambda now: self._prepared(share, staging, now))
-
-    def _prepared(self, share: Share, staging: Staging, now_s: float) -> None:
-        if self._shares.get(share.deployment_id) is not share:
-            self._library.discard(staging)  # cancelled meanwhile
-            return
-        share.staging = staging
-        staging.give_up(False)
-        share.session = RelaySession(
-            worker_id=self.worker_id,
-            manifest=staging.manifest,
-            held=staging.durable.pieces(),
-            limits=self._limits,
-            seed=self._seed,
-        )
-        if not staging.published:
-            share.committer = Committer(staging, self._reporter(share))
-            share.committer.start()
-        self._tell(share, LanesAssigned(share.lanes), now_s)
-        self._refresh(share, now_s)
-
-    def _publish(self, share: Share) -> None:
-        """Show the complete version at its final path; not on the owner thread."""
-        staging = share.staging
-        if staging is None:
-            return
-        if share.committer is not None:
-            share.committer.stop(wait=True)
-        try:
-            path = self.store.publish(staging)
-        except (PacelineError, OSError) as error:
-            failure = _as_error(error)
-            self._post(lambda _now: self._fail(share, failure, verification=True))
-            return
-
-        def done(now_s: float) -> None:
-            if self._shares.get(share.deployment_id) is share:
-                share.completed(
-                    path,
-                    now_s,
-                    worker_id=self.worker_id,
-                    incarnation=self.incarnation,
-                    sent_bytes=self.nic_out.total_bytes,
-                )
-                self._refresh(share, now_s)
-                log.info("complete path=%s", path)
-
-        self._post(done)
-
-    def _fail(self, share: Share, error: PacelineError, *, verification: bool = False) -> None:
-        if share.ended_s is not None:
-            return
-        log.error("deployment %s failed here: %s", share.deployment_id, error)
-        share.status = WorkerStatus.VERIFICATION_FAILED if verification else WorkerStatus.FAILED
-        share.failure = as_failure(error)
-        share.ended_s = time.monotonic()
-        share.close_streams()
-        share.refresh(share.ended_s)  # before the session goes: what was held is still reported
-        if verification or isinstance(error, StorageFull | StorageFailed | DeploymentFailed):
-            self._drop(share)  # nothing on this disk may be trusted or take up room any more
-        if share.staging is not None:
-            share.staging.give_up(True)
-        self._library.refuse(share.manifest.digest)
-        with self._changed:
-            self._changed.notify_all()
-
-    def _drop(self, share: Share) -> None:
-        """Discard what the disk has of a deployment, unless it is published."""
-        if share.committer is not None:
-            share.committer.stop()
-        if share.staging is not None and not share.staging.published:
-            self._library.discard(share.staging)
-        share.session = share.staging = share.committer = None
-
-    def _cancel(self, deployment_id: str, now_s: float) -> None:
-        share = self._shares.get(deployment_id)
-        if share is None:
-            return
-        self._tell(share, Cancelled(), now_s)
-        share.close_streams()
-        self._drop(share)
-        del self._shares[deployment_id]
-        with self._changed:
-            self._changed.notify_all()
-
-    def _activate(self, deployment_id: str, now_s: float) -> None:
-        share = self._shares.get(deployment_id)
-        if share is None or share.receipt is None:
-            return
-        try:
-            self.store.activate(share.receipt.model_id, share.receipt.version)
-        except (PacelineError, OSError) as error:
-            log.warning("cannot activate %s: %s", share.deployment_id, error)
-            share.failure = as_failure(_as_error(error))
-        else:
-            share.activated, share.failure = True, None
-        self._refresh(share, now_s)
-
-    def _rotten(self, digest: str, piece: int, now_s: float) -> None:
-        for share in self._shares.values():
-            if share.manifest.digest == digest:
-                self._tell(share, PiecesRotten(Extent(piece, piece + 1)), now_s)
-
-    def _forget_old(self) -> None:
-        """Close the oldest ended deployments beyond those worth keeping open."""
-        ended = [share for share in self._shares.values() if share.ended_s is not None]
-        for share in sorted(ended, key=lambda each: each.ended_s or 0.0)[:-FINISHED_KEPT]:
-            del self._shares[share.deployment_id]
-            if all(share.staging is not other.staging for other in self._shares.values()):
-                self._library.release(share.staging)
-
-    def _thread(self, name: str, work: Callable[[], None]) -> None:
-        threading.Thread(target=work, name=name, daemon=True).start()
-
-
-def _as_error(error: PacelineError | OSError) -> PacelineError:
-    if isinstance(error, PacelineError):
-        return error
-    return StorageFailed("the disk failed", got=error, do="See this agent's log.")

@@ -1,0 +1,251 @@
+"""The deployments that one node takes part in, from lanes to files to the final path to their end.
+
+All of it runs on the owner thread, except what keeps a disk busy for long: files are opened
+and published on threads of their own, which post what came of it. How bytes move is the driver's;
+which pieces are wanted is the session's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from paceline.errors import (
+    Conflict,
+    DeploymentFailed,
+    PacelineError,
+    StorageFailed,
+    StorageFull,
+)
+from paceline.manifest import Manifest
+from paceline.relay.committer import Committer
+from paceline.relay.events import Cancelled, LanesAssigned, PiecesRotten, SessionEvent
+from paceline.relay.extents import Extent
+from paceline.relay.library import Library
+from paceline.relay.limits import SessionLimits
+from paceline.relay.session import RelaySession, as_failure
+from paceline.relay.share import Share
+from paceline.relay.staging import Staging
+from paceline.relay.store import Store
+from paceline.wire.plan import WorkerLanes
+from paceline.wire.records import WorkerStatus
+
+log = logging.getLogger(__name__)
+
+FINISHED_KEPT = 8  # deployments that stay open for others, and in the beats, after they ended
+
+Work = Callable[[float], None]
+
+
+class Deployments:
+    """See the module's docstring. ``post`` brings work to the owner thread; ``tell`` gives a
+    session an event; ``report_of`` makes what byte threads report with; ``changed`` says that
+    something is new to report.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        store: Store,
+        limits: SessionLimits,
+        seed: int,
+        incarnation: int,
+        sent_bytes: Callable[[], int],
+        post: Callable[[Work], None],
+        tell: Callable[[Share, SessionEvent, float], None],
+        report_of: Callable[[Share], Callable[[SessionEvent], None]],
+        changed: Callable[[], None],
+    ) -> None:
+        self.worker_id = worker_id
+        self.incarnation = incarnation
+        self.library = Library(store)
+        self._store = store
+        self._limits = limits
+        self._seed = seed
+        self._sent_bytes = sent_bytes
+        self._post, self._tell, self._report_of = post, tell, report_of
+        self._changed = changed
+        self._shares: dict[str, Share] = {}
+
+    def __iter__(self) -> Iterator[Share]:
+        return iter(list(self._shares.values()))
+
+    def close(self) -> None:
+        """End everything; what is verified becomes durable first."""
+        for share in self:
+            share.close_streams()
+            if share.committer:
+                share.committer.stop(wait=True)
+            if share.staging and not share.staging.published:
+                try:
+                    share.staging.commit()
+                except (PacelineError, OSError) as error:
+                    log.warning("%s is not all durable: %s", share.deployment_id, error)
+        self.library.close()
+
+    def refresh(self, share: Share, now_s: float) -> None:
+        """Report what is true of ``share`` now."""
+        share.refresh(now_s)
+        self._changed()
+
+    def deploy(self, lanes: WorkerLanes, manifest: Manifest, now_s: float) -> None:
+        """Take part in a deployment, or take its newer lanes."""
+        known = self._shares.get(lanes.deployment_id)
+        if known is not None and lanes.epoch <= known.lanes.epoch:
+            return
+        if known is not None and (known.session is not None or known.ended_s is None):
+            known.lanes = lanes  # one that is still being prepared takes these when it is ready
+            self._tell(known, LanesAssigned(lanes), now_s)
+            if known.session and known.session.progress().status is WorkerStatus.RECEIVING:
+                known.status, known.failure, known.ended_s = WorkerStatus.RECEIVING, None, None
+                if known.staging is not None:
+                    known.staging.give_up(False)
+            self.refresh(known, now_s)
+            return
+        self._forget_old()
+        share = Share(lanes, manifest, now_s, self._sent_bytes())
+        self._shares[lanes.deployment_id] = share
+        self.refresh(share, now_s)
+        busy = [s for s in self._shares.values() if s.manifest.digest == manifest.digest]
+        if any(s is not share and s.ended_s is None for s in busy):
+            other = next(s.deployment_id for s in busy if s is not share)
+            self.fail(share, Conflict("this version is arriving here already", got=other))
+            return
+        _thread("prepare", lambda: self._prepare(share))
+
+    def _prepare(self, share: Share) -> None:
+        """Open the files and copy what this disk already has; not on the owner thread."""
+        try:
+            staging = self.library.open(share.manifest)
+        except (PacelineError, OSError) as error:
+            failure = _as_error(error)
+            self._post(lambda _now: self.fail(share, failure))
+        else:
+            self._post(lambda now: self._prepared(share, staging, now))
+
+    def _prepared(self, share: Share, staging: Staging, now_s: float) -> None:
+        if self._shares.get(share.deployment_id) is not share:
+            self.library.discard(staging)  # cancelled meanwhile
+            return
+        share.staging = staging
+        staging.give_up(False)
+        share.session = RelaySession(
+            worker_id=self.worker_id,
+            manifest=staging.manifest,
+            held=staging.durable,
+            limits=self._limits,
+            seed=self._seed,
+        )
+        if not staging.published:
+            share.committer = Committer(staging, self._report_of(share))
+            share.committer.start()
+        self._tell(share, LanesAssigned(share.lanes), now_s)
+        self.refresh(share, now_s)
+
+    def publish(self, share: Share) -> None:
+        """Show the complete version at its final path, on a thread of its own."""
+        _thread("publish", lambda: self._publish(share))
+
+    def _publish(self, share: Share) -> None:
+        staging = share.staging
+        if staging is None:
+            return
+        if share.committer is not None:
+            share.committer.stop(wait=True)
+        try:
+            path = self._store.publish(staging)
+        except (PacelineError, OSError) as error:
+            failure = _as_error(error)
+            self._post(lambda _now: self.fail(share, failure, verification=True))
+            return
+
+        def done(now_s: float) -> None:
+            if self._shares.get(share.deployment_id) is share:
+                share.completed(
+                    path,
+                    now_s,
+                    worker_id=self.worker_id,
+                    incarnation=self.incarnation,
+                    sent_bytes=self._sent_bytes(),
+                )
+                self.refresh(share, now_s)
+                log.info("complete path=%s", path)
+
+        self._post(done)
+
+    def fail(self, share: Share, error: PacelineError, *, verification: bool = False) -> None:
+        """Give a deployment up, and say why; lanes of a newer epoch may revive it."""
+        if share.ended_s is not None:
+            return
+        log.error("deployment %s failed here: %s", share.deployment_id, error)
+        share.status = WorkerStatus.VERIFICATION_FAILED if verification else WorkerStatus.FAILED
+        share.failure = as_failure(error)
+        share.ended_s = time.monotonic()
+        share.close_streams()
+        share.refresh(share.ended_s)  # before the session goes: what was held is still reported
+        if verification or isinstance(error, StorageFull | StorageFailed | DeploymentFailed):
+            self._drop(share)  # nothing on this disk may be trusted or take up room any more
+        if share.staging is not None:
+            share.staging.give_up(True)
+        self.library.refuse(share.manifest.digest)
+        self._changed()
+
+    def _drop(self, share: Share) -> None:
+        """Discard what the disk has of a deployment, unless it is published."""
+        if share.committer is not None:
+            share.committer.stop()
+        if share.staging is not None and not share.staging.published:
+            self.library.discard(share.staging)
+        share.session = share.staging = share.committer = None
+
+    def cancel(self, deployment_id: str, now_s: float) -> None:
+        """Drop a deployment with what arrived of it, unless it is published."""
+        share = self._shares.get(deployment_id)
+        if share is None:
+            return
+        self._tell(share, Cancelled(), now_s)
+        share.close_streams()
+        self._drop(share)
+        del self._shares[deployment_id]
+        self._changed()
+
+    def activate(self, deployment_id: str, now_s: float) -> None:
+        """Switch to a deployment's version, if it is complete here."""
+        share = self._shares.get(deployment_id)
+        if share is None or share.receipt is None:
+            return
+        try:
+            self._store.activate(share.receipt.model_id, share.receipt.version)
+        except (PacelineError, OSError) as error:
+            log.warning("cannot activate %s: %s", share.deployment_id, error)
+            share.failure = as_failure(_as_error(error))
+        else:
+            share.activated, share.failure = True, None
+        self.refresh(share, now_s)
+
+    def rotten(self, digest: str, piece: int, now_s: float) -> None:
+        """Have a piece fetched again that no longer matches on this disk."""
+        for share in self._shares.values():
+            if share.manifest.digest == digest:
+                self._tell(share, PiecesRotten(Extent(piece, piece + 1)), now_s)
+
+    def _forget_old(self) -> None:
+        """Close the oldest ended deployments beyond those worth keeping open."""
+        ended = [share for share in self._shares.values() if share.ended_s is not None]
+        for share in sorted(ended, key=lambda each: each.ended_s or 0.0)[:-FINISHED_KEPT]:
+            del self._shares[share.deployment_id]
+            if all(share.staging is not other.staging for other in self._shares.values()):
+                self.library.release(share.staging)
+
+
+def _thread(name: str, work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name=name, daemon=True).start()
+
+
+def _as_error(error: PacelineError | OSError) -> PacelineError:
+    if isinstance(error, PacelineError):
+        return error
+    return StorageFailed("the disk failed", got=error, do="See this agent's log.")
