@@ -245,9 +245,12 @@ class StuckReader:
     def __init__(self, directory: Path, gate: list[bool]) -> None:
         self._reader, self._gate = DirectoryReader(directory), gate
 
-    def read(self, file: FileEntry, offset: int, view: memoryview) -> None:
+    def pin(self, file: FileEntry) -> None:
+        pass
+
+    def stream(self, file: FileEntry, offset: int, view: memoryview) -> Iterator[int]:
         until(lambda: self._gate[0])
-        self._reader.read(file, offset, view)
+        return self._reader.stream(file, offset, view)
 
 
 def test_downstream_waits_while_its_upstream_waits_for_the_source(

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from paceline.errors import DeploymentFailed
+from paceline.errors import AccessDenied, DeploymentFailed
 from paceline.manifest import FileEntry, Manifest, publish_model, verify_directory
 from paceline.objects import ObjectStore
+from paceline.relay.counters import Counters
+from paceline.relay.events import SessionEvent
+from paceline.relay.extents import Extent
 from paceline.relay.limits import SessionLimits
 from paceline.relay.local import LocalFleet
-from paceline.relay.origin import S3Reader, range_bytes
-from paceline.wire.plan import WorkerLanes
-from tests.relay.kit import DEPLOYMENT, paper_manifest, plan, write_model
+from paceline.relay.origin import DirectoryReader, OriginStream, S3Reader, range_bytes
+from paceline.relay.pacing import Pacer
+from paceline.relay.store import Store
+from paceline.wire.plan import Source, WorkerLanes
+from tests.relay.kit import DEPLOYMENT, manifest_of, paper_manifest, plan, write_model
 from tests.support.rclone import RcloneS3
 
 URL = "s3://relay/models/m/v1"
@@ -83,9 +89,9 @@ class Replacing(S3Reader):
         super().__init__(url, store)
         self._objects, self._done, self._one_by_one = store, False, threading.Lock()
 
-    def read(self, file: FileEntry, offset: int, view: memoryview) -> None:
+    def stream(self, file: FileEntry, offset: int, view: memoryview) -> Iterator[int]:
         with self._one_by_one:
-            super().read(file, offset, view)
+            yield from super().stream(file, offset, view)
             if not self._done and file.path == "shards/a.bin":
                 self._done = True
                 self._objects.put_bytes(f"{URL}/{file.path}", bytes(file.size))
@@ -112,8 +118,135 @@ def test_a_missing_object_fails_at_once(
             fleet.receipts(DEPLOYMENT)
 
 
-def test_ranges_are_short_for_small_models_and_never_beyond_a_chunk() -> None:
-    small = paper_manifest(64, piece_bytes=1024, chunk_pieces=16)
-    assert range_bytes(small) == 4096
-    tiny = paper_manifest(4, piece_bytes=1024)
-    assert range_bytes(tiny) == 1024
+def test_ranges_grow_up_to_a_chunk_and_are_whole_pieces() -> None:
+    assert range_bytes(paper_manifest(64, piece_bytes=1024, chunk_pieces=16)) == 16_384
+    assert range_bytes(paper_manifest(4, piece_bytes=1024, chunk_pieces=1)) == 1024
+
+
+class Watched(DirectoryReader):
+    """A source that lets one range go on only as far as it is told, and notes what was asked."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.asked: list[tuple[str, int, int]] = []
+        self.pinned: list[str] = []
+        self.gate = threading.Semaphore(0)
+
+    def pin(self, file: FileEntry) -> None:
+        self.pinned.append(file.path)
+
+    def stream(self, file: FileEntry, offset: int, view: memoryview) -> Iterator[int]:
+        self.asked.append((file.path, offset, len(view)))
+        done = 0
+        for filled in super().stream(file, offset, view):
+            while done < filled:
+                self.gate.acquire()
+                done = min(filled, done + 16_384)
+                yield done
+
+
+class Pulled:
+    """An OriginStream of one directory into a store of its own, and what it reported."""
+
+    def __init__(self, tmp_path: Path, size: int, **cut: int) -> None:
+        model = write_model(tmp_path / "model", size)
+        self.manifest = manifest_of(model, **cut)
+        self.reader = Watched(model)
+        self.staging = Store(tmp_path / "store").open(self.manifest)
+        self.events: list[SessionEvent] = []
+        self.source = Source(kind="origin", url=str(model))
+        self.stream = OriginStream(
+            source=self.source,
+            stream=1,
+            worker_id="node-0",
+            reader=self.reader,
+            staging=self.staging,
+            pacer=Pacer(None),
+            counters=Counters(),
+            report=self.events.append,
+        )
+
+    def until(self, what: Callable[[], bool]) -> None:
+        end = time.monotonic() + 20
+        while not what():
+            assert time.monotonic() < end, "waited too long"
+            time.sleep(0.005)
+
+    @property
+    def verified(self) -> int:
+        return self.staging.verified.count
+
+
+def test_a_piece_is_forwarded_before_its_range_is_complete(tmp_path: Path) -> None:
+    pulled = Pulled(tmp_path, 900_000)
+    part = pulled.manifest.file_pieces(2)  # config.json, empty, shards/a.bin
+    pulled.stream.request(Extent(part.start, part.start + 16))  # one range of 256 KiB
+    pulled.reader.gate.release()
+    pulled.until(lambda: pulled.verified == 1)
+    assert pulled.staging.next_held([Extent(part.start, part.stop)], 0.0) is not None
+    for _ in range(200):
+        pulled.reader.gate.release()
+    pulled.until(lambda: pulled.verified == 16)
+    pulled.stream.close()
+
+
+def test_ranges_begin_small_and_grow(tmp_path: Path) -> None:
+    pulled = Pulled(tmp_path, 60_000_000, piece_bytes=65_536, chunk_bytes=16 * 1024 * 1024)
+    for _ in range(5_000):
+        pulled.reader.gate.release()
+    pulled.stream.request(Extent(0, pulled.manifest.piece_count))
+    pulled.until(lambda: pulled.verified == pulled.manifest.piece_count)
+    pulled.stream.close()
+    sizes = [size for path, _, size in pulled.reader.asked if path == "shards/a.bin"]
+    assert min(sizes) <= 256 * 1024 * 2
+    assert max(sizes) >= 4 * 1024 * 1024
+    assert len(sizes) < 40
+
+
+def test_pieces_asked_for_one_by_one_are_read_in_one_range(tmp_path: Path) -> None:
+    pulled = Pulled(tmp_path, 900_000)
+    part = pulled.manifest.file_pieces(2)
+    for piece in range(part.start, part.start + 30):
+        pulled.stream.request(Extent(piece, piece + 1))
+    for _ in range(200):
+        pulled.reader.gate.release()
+    pulled.until(lambda: pulled.verified == 30)
+    pulled.stream.close()
+    assert len(pulled.reader.asked) < 12
+
+
+def test_the_next_files_are_looked_up_before_they_are_wanted(tmp_path: Path) -> None:
+    pulled = Pulled(tmp_path, 900_000)
+    pulled.stream.request(Extent(0, 1))
+    pulled.until(lambda: len(pulled.reader.pinned) >= 3)
+    assert pulled.reader.pinned[:3] == ["empty", "shards/a.bin", "shards/b.bin"]
+    pulled.stream.close()
+
+
+def test_an_edge_tells_how_much_it_carried_and_how_long_it_was_busy(tmp_path: Path) -> None:
+    pulled = Pulled(tmp_path, 900_000)
+    for _ in range(200):
+        pulled.reader.gate.release()
+    began = time.monotonic()
+    pulled.stream.request(Extent(0, pulled.manifest.piece_count))
+    pulled.until(lambda: pulled.verified == pulled.manifest.piece_count)
+    spent = time.monotonic() - began
+    (edge,) = pulled.staging.edges.tallies()
+    pulled.stream.close()
+    assert (edge.source, edge.reader) == (pulled.source.key, "node-0")
+    assert edge.bytes == pulled.manifest.total_size
+    assert edge.pieces == pulled.manifest.piece_count
+    assert 0 < edge.busy_s <= spent + 0.1  # four threads at once are busy once
+
+
+def test_a_directory_outside_the_allowed_roots_is_no_source(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "roots/model", tmp_path / "elsewhere"
+    inside.mkdir(parents=True)
+    outside.mkdir()
+    DirectoryReader(inside, [tmp_path / "roots"])
+    (tmp_path / "roots/link").symlink_to(outside)
+    for refused in (outside, tmp_path / "roots/../elsewhere", tmp_path / "roots/link"):
+        with pytest.raises(AccessDenied, match=r"security\.source_roots"):
+            DirectoryReader(refused, [tmp_path / "roots"])
+    with pytest.raises(AccessDenied, match="none allowed"):
+        DirectoryReader(inside, [])

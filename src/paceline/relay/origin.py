@@ -1,8 +1,10 @@
 """Reading pieces from the source: an S3 prefix by parallel ranged GETs, or a local directory.
 
-Every object is pinned to the ETag it had when this worker first looked, so that versions never mix;
-every piece is checked against the manifest like a peer's. Bytes are counted for the origin fuse and
-paced by the same link as everything that comes in. Which pieces to read is decided elsewhere.
+Every object is pinned to the version and ETag it had when this worker first looked, so that
+versions never mix; every piece is checked against the manifest like a peer's, and may be forwarded,
+as soon as its last byte is here, while the rest of its range still comes in. Bytes are counted for
+the origin fuse and paced by the same link as everything that comes in. Which pieces to read is
+decided elsewhere.
 """
 
 from __future__ import annotations
@@ -10,12 +12,21 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from paceline.errors import PacelineError, SourceChanged, SourceMissing, StorageFailed, StorageFull
+from paceline.errors import (
+    AccessDenied,
+    PacelineError,
+    SourceChanged,
+    SourceMissing,
+    StorageFailed,
+    StorageFull,
+)
 from paceline.manifest import FileEntry, Manifest, Piece
 from paceline.relay.counters import Counters
 from paceline.relay.events import (
@@ -33,24 +44,34 @@ from paceline.wire.plan import Source
 
 MIB = 1024 * 1024
 PARALLEL_RANGES = 4
+FIRST_RANGE = 256 * 1024  # doubles with each range: the line starts to move at once
 MAX_RANGE = 16 * MIB
-LEAST_RANGES = 16  # of a small model, so that the first piece does not wait for half of it
+STEP = 1 * MIB  # of a local file
+AHEAD = 3  # files whose objects are looked up before a range of them is wanted
+ALIVE_S = 0.2  # how often a range under way is said to move
 
 
 class RangeReader(Protocol):
     """Something that fills memory with part of a file of the model."""
 
-    def read(self, file: FileEntry, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset`` of ``file``; raises SourceChanged, SourceMissing, …"""
+    def pin(self, file: FileEntry) -> None:
+        """Find out which content ``file`` has; ``stream`` does it where nobody did."""
+
+    def stream(self, file: FileEntry, offset: int, view: memoryview) -> Iterator[int]:
+        """Fill ``view`` from ``offset`` of ``file`` and yield how much of it is there, as it comes
+        (and the same number again where nothing came); raises SourceChanged, SourceMissing, …"""
 
 
 class DirectoryReader:
-    """A model in a local directory."""
+    """A model in a local directory; with ``roots``, one of these must hold it (AccessDenied)."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, roots: Sequence[str | Path] | None = None) -> None:
+        self._directory = directory if roots is None else below_roots(directory, roots)
 
-    def read(self, file: FileEntry, offset: int, view: memoryview) -> None:
+    def pin(self, file: FileEntry) -> None:
+        """Do nothing: the size is compared with each range, the bytes with their digests."""
+
+    def stream(self, file: FileEntry, offset: int, view: memoryview) -> Iterator[int]:
         """Fill ``view``; see RangeReader."""
         path = self._directory / file.path
         try:
@@ -63,10 +84,11 @@ class DirectoryReader:
                 raise _changed(path, size, file.size)
             done = 0
             while done < len(view):
-                got = os.preadv(descriptor, [view[done:]], offset + done)
+                got = os.preadv(descriptor, [view[done : done + STEP]], offset + done)
                 if not got:
                     raise _changed(path, offset + done, file.size)
                 done += got
+                yield done
         finally:
             os.close(descriptor)
 
@@ -78,19 +100,39 @@ class S3Reader:
         self._url = url
         self._store = store
         self._lock = threading.Lock()
-        self._etags: dict[str, str] = {}
+        self._pinned: dict[str, ObjectHead] = {}
+        self._pinning: dict[str, threading.Lock] = {}
 
-    def read(self, file: FileEntry, offset: int, view: memoryview) -> None:
+    def pin(self, file: FileEntry) -> None:
+        """Find out which content the object has; see RangeReader."""
+        self._head(file)
+
+    def stream(self, file: FileEntry, offset: int, view: memoryview) -> Iterator[int]:
         """Fill ``view``; see RangeReader."""
-        url = f"{self._url.rstrip('/')}/{file.path}"
+        pinned = self._head(file)
+        return self._store.stream_range(
+            self._object(file),
+            offset,
+            view,
+            etag=pinned.etag,
+            size=file.size,
+            version_id=pinned.version_id,
+        )
+
+    def _head(self, file: FileEntry) -> ObjectHead:
+        url = self._object(file)
         with self._lock:
-            etag = self._etags.get(url)
-            if etag is None:
-                info = self._store.head(url)
-                if info.size != file.size:
-                    raise _changed(url, info.size, file.size)
-                etag = self._etags[url] = info.etag
-        self._store.read_range_into(url, offset, view, etag=etag, size=file.size)
+            one_by_one = self._pinning.setdefault(url, threading.Lock())
+        with one_by_one:
+            if (known := self._pinned.get(url)) is None:
+                known = self._store.head(url)
+                if known.size != file.size:
+                    raise _changed(url, known.size, file.size)
+                self._pinned[url] = known
+            return known
+
+    def _object(self, file: FileEntry) -> str:
+        return f"{self._url.rstrip('/')}/{file.path}"
 
 
 class LazyReader:
@@ -102,34 +144,66 @@ class LazyReader:
         self._lock = threading.Lock()
         self._reader: RangeReader | None = None
 
-    def read(self, file: FileEntry, offset: int, view: memoryview) -> None:
+    def pin(self, file: FileEntry) -> None:
+        """Look the object up; see RangeReader."""
+        self._opened().pin(file)
+
+    def stream(self, file: FileEntry, offset: int, view: memoryview) -> Iterator[int]:
         """Fill ``view``; see RangeReader."""
+        return self._opened().stream(file, offset, view)
+
+    def _opened(self) -> RangeReader:
         with self._lock:
             if self._reader is None:
                 self._reader = self._open_source(self._url)
-        self._reader.read(file, offset, view)
+            return self._reader
 
 
 class ObjectHead(Protocol):
-    """Size and ETag of one object."""
+    """Size, ETag and version of one object."""
 
     @property
     def size(self) -> int: ...
     @property
     def etag(self) -> str: ...
+    @property
+    def version_id(self) -> str | None: ...
 
 
 class S3Ranges(Protocol):
     """The two calls of ``objects.ObjectStore`` that reading needs."""
 
     def head(self, url: str) -> ObjectHead: ...
-    def read_range_into(
-        self, url: str, offset: int, view: memoryview, *, etag: str, size: int | None = None
-    ) -> None: ...
+    def stream_range(
+        self,
+        url: str,
+        offset: int,
+        view: memoryview,
+        *,
+        etag: str,
+        size: int | None = None,
+        version_id: str | None = None,
+    ) -> Iterator[int]: ...
+
+
+def below_roots(directory: Path, roots: Sequence[str | Path]) -> Path:
+    """Return ``directory``, with its links followed, where one of ``roots`` holds it.
+
+    Raises AccessDenied: whoever names a source must not choose what an agent reads.
+    """
+    real = directory.resolve()
+    if any(real.is_relative_to(Path(root).resolve()) for root in roots):
+        return real
+    raise AccessDenied(
+        "this directory is not a source",
+        got=directory,
+        wanted=f"one below {', '.join(str(root) for root in roots) or '(none allowed)'}, or s3://…",
+        do="Add its root to security.source_roots in the profile.",
+    )
 
 
 class OriginStream:
-    """Reads requested pieces with a few threads until it fails or is closed."""
+    """Reads what it is asked for by a few threads; every piece is verified, written and told."""
 
     def __init__(
         self,
@@ -151,22 +225,28 @@ class OriginStream:
         self._pacer = pacer
         self._counters = counters
         self._report = report
-        self._range_bytes = range_bytes(staging.manifest)
-        self._ready = threading.Condition()
         self._queue: deque[Extent] = deque()
+        self._ready = threading.Condition()
         self._closed = False
-        threads = PARALLEL_RANGES if staging.manifest.total_size > MIB else 1
-        for number in range(threads):
+        self._most_bytes = range_bytes(staging.manifest)
+        self._range_bytes = min(FIRST_RANGE, self._most_bytes)
+        self._at_file = -1
+        self._busy = _Busy()
+        self._threads = PARALLEL_RANGES if staging.manifest.piece_count > 1 else 1
+        for number in range(self._threads):
             threading.Thread(target=self._run, name=f"origin-{number}", daemon=True).start()
+        threading.Thread(target=self._look_ahead, name="origin-ahead", daemon=True).start()
 
     def request(self, extent: Extent) -> None:
         """Ask for pieces; returns at once."""
         with self._ready:
+            if self._queue and self._queue[-1].stop == extent.first:  # one range, not two
+                extent = Extent(self._queue.pop().first, extent.stop)
             self._queue.append(extent)
             self._ready.notify_all()
 
     def close(self) -> None:
-        """Stop reading; a range under way is finished and dropped."""
+        """Stop reading; a range under way is dropped at its next step."""
         with self._ready:
             self._closed = True
             self._queue.clear()
@@ -181,10 +261,17 @@ class OriginStream:
                 return None
             first, stop = self._queue.popleft()
             head = manifest.piece_of(first)
-            take = max(1, self._range_bytes // manifest.piece_bytes)
+            # An even share of what is asked for, so that no thread ends alone with a long range.
+            share = (stop - first) // self._threads
+            least = FIRST_RANGE // manifest.piece_bytes
+            take = max(1, min(self._range_bytes // manifest.piece_bytes, max(share, least)))
+            self._range_bytes = min(2 * self._range_bytes, self._most_bytes)
             end = min(stop, first + take, manifest.file_pieces(head.file_index).stop)
             if end < stop:
                 self._queue.appendleft(Extent(end, stop))
+            if head.file_index != self._at_file:
+                self._at_file = head.file_index
+                self._ready.notify_all()
             return Extent(first, end)
 
     def _run(self) -> None:
@@ -204,32 +291,62 @@ class OriginStream:
             self.close()
             raise
 
+    def _look_ahead(self) -> None:
+        """Look up the objects of the files that come next, so that no range waits for that."""
+        seen = -1
+        files = self._staging.manifest.files
+        while True:
+            with self._ready:
+                while not self._closed and self._at_file == seen:
+                    self._ready.wait()
+                if self._closed:
+                    return
+                seen = self._at_file
+            for file in files[seen + 1 : seen + 1 + AHEAD]:
+                if self._closed:
+                    return
+                try:
+                    self._reader.pin(file)
+                except PacelineError:
+                    return  # whoever reads the file meets the same error, and tells it
+
     def _read(self, extent: Extent) -> None:
         manifest = self._staging.manifest
-        pieces = [manifest.piece_of(piece) for piece in range(*extent)]
+        pieces = deque(manifest.piece_of(piece) for piece in range(*extent))
         offset, size = pieces[0].file_offset, sum(piece.length for piece in pieces)
         file = manifest.files[pieces[0].file_index]
         self._report(SourceAlive(self._source.key, self._stream))
         data = memoryview(bytearray(size))
-        self._reader.read(file, offset, data)
-        self._counters.add(origin=size)
-        for piece in pieces:
-            view = data[piece.file_offset - offset :][: piece.length]
-            for at in range(0, piece.length, self._pacer.block_bytes):
-                self._pacer.take(min(self._pacer.block_bytes, piece.length - at))
+        done, alive_at = 0, time.monotonic()
+        with self._busy.reading():
+            for filled in self._reader.stream(file, offset, data):
+                self._counters.add(origin=filled - done)
+                while done < filled:
+                    step = min(self._pacer.block_bytes, filled - done)
+                    self._pacer.take(step)
+                    done += step
+                    if self._closed:
+                        return
                 if self._closed:
                     return
-            self._keep(piece, view)
+                while pieces and pieces[0].file_offset + pieces[0].length <= offset + done:
+                    piece = pieces.popleft()
+                    self._keep(piece, data[piece.file_offset - offset :][: piece.length])
+                    alive_at = time.monotonic()
+                if time.monotonic() - alive_at >= ALIVE_S:
+                    alive_at = time.monotonic()
+                    self._report(SourceAlive(self._source.key, self._stream, moving=True))
 
     def _keep(self, piece: Piece, view: memoryview) -> None:
         key, staging = self._source.key, self._staging
+        staging.edges.carried(key, self._worker_id, len(view), self._busy.lap())
         if hashlib.sha256(view).hexdigest() != piece.sha256:
             self._counters.add(refetched=len(view))
             staging.edges.judged(key, self._worker_id, corrupt=1)
             self._report(PieceRejected(key, self._stream, Extent(piece.index, piece.index + 1)))
             return
         staging.edges.judged(key, self._worker_id, matched=1)
-        if staging.claim(piece.index):
+        if staging.claim_whole(piece.index):
             try:
                 staging.write(staging.descriptor(piece.file_index), view, piece.file_offset)
             except BaseException:
@@ -241,10 +358,42 @@ class OriginStream:
         self._report(PieceVerified(key, self._stream, Extent(piece.index, piece.index + 1)))
 
 
+class _Busy:
+    """How long something was being read: by one thread or by four, a second is a second."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._readers = 0
+        self._since = 0.0
+        self._spent = 0.0
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count the time inside."""
+        with self._lock:
+            if self._readers == 0:
+                self._since = time.monotonic()
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers -= 1
+                if self._readers == 0:
+                    self._spent += time.monotonic() - self._since
+
+    def lap(self) -> float:
+        """Return the time counted since the last lap; each second is told once."""
+        with self._lock:
+            now = time.monotonic()
+            lap = self._spent + (now - self._since if self._readers else 0.0)
+            self._spent, self._since = 0.0, now
+            return lap
+
+
 def range_bytes(manifest: Manifest) -> int:
-    """Return how long one GET is: up to 16 MiB, shorter for small models, never beyond a chunk."""
-    wanted = min(MAX_RANGE, manifest.chunk_bytes, manifest.total_size // LEAST_RANGES)
-    return max(manifest.piece_bytes, wanted)
+    """Return how long a GET becomes: up to 16 MiB, whole pieces, never beyond a chunk."""
+    return max(manifest.piece_bytes, min(MAX_RANGE, manifest.chunk_bytes))
 
 
 def _changed(where: object, got: int, wanted: int) -> SourceChanged:

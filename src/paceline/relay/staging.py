@@ -13,6 +13,7 @@ import hashlib
 import os
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -165,6 +166,19 @@ class Staging:
                 raise TimeoutError(f"piece {piece} is being written by another stream")
             self._claims.add(piece)
             return True
+
+    def claim_whole(self, piece: int) -> bool:
+        """Do what ``claim`` does for a stream that has all of ``piece`` in memory and verified: a
+        stream that still receives it leaves it to us. Raises TimeoutError after ``CLAIM_S``.
+        """
+        end_s = time.monotonic() + CLAIM_S
+        while (writer := self.writers.pop(piece, None)) is None or not writer():
+            try:
+                return self.claim(piece, wait_s=0.05)
+            except TimeoutError:  # claimed, but not by a writer that may be asked
+                if time.monotonic() > end_s:
+                    raise
+        return True  # the claim was its, and is ours now
 
     def release(self, piece: int) -> None:
         """Give up a claim; what was written for ``piece`` counts for nothing."""
