@@ -67,6 +67,16 @@ def match(
     return found
 
 
+def nearest_below(below: Sequence[Sequence[int]], start: int) -> list[int]:
+    """Return ``start`` and the nearest places that it feeds, a bounded number of them."""
+    found = [start]
+    for at in range(_LOOKED_AT):
+        if at >= len(found):
+            break
+        found.extend(below[found[at]])
+    return found
+
+
 def close_up(trees: Trees, out: Sequence[bool]) -> Trees:
     """Return ``trees`` without the places that are ``out``; only their orphans take from others
     than before. Each stripe is still begun at the origin by one.
@@ -146,7 +156,7 @@ class _Closing:
         up = self._up[stripe]
         if up[start] == NOWHERE:  # gone in the meantime
             start = self._root(stripe)
-        for place in self._around(stripe, start):
+        for place in nearest_below(self._below[stripe], start):
             if self._has_slot(place) and self._top(stripe, place) != orphan:
                 return place
         free = (
@@ -158,15 +168,6 @@ class _Closing:
             if self._top(stripe, place) != orphan:
                 return place
         return start if self._top(stripe, start) != orphan else self._root(stripe)
-
-    def _around(self, stripe: int, start: int) -> list[int]:
-        """Return the nearest places below ``start``."""
-        found = [start]
-        for at in range(_LOOKED_AT):
-            if at >= len(found):
-                break
-            found.extend(self._below[stripe][found[at]])
-        return found
 
     def _root(self, stripe: int) -> int:
         return next(place for place, source in enumerate(self._up[stripe]) if source == ORIGIN)

@@ -16,7 +16,7 @@ from paceline.plan.cargo import Cargo, Stripe
 from paceline.plan.closing import close_up
 from paceline.plan.cost import Network, Price, origin_cap_bytes, origin_shares, price
 from paceline.plan.flows import Feeding, Flow, feed_leaves
-from paceline.plan.line import Line, line_up
+from paceline.plan.line import SLOW_LINK, Line, line_up
 from paceline.plan.spares import MOST_SPARES, Spares
 from paceline.plan.trees import NOWHERE, ORIGIN, Trees, build_trees
 from paceline.plan.worker import PlanWorker, Standing
@@ -76,6 +76,10 @@ def make_plan(
     else:
         shares = origin_shares(cargo.total, origin_spent_bytes, _needs(draft))
     told = draft.price.prediction
+    # Later epochs do not look at who holds something: everybody does, and lanes that stay equal
+    # need not be fetched again.
+    spares = Spares(line, draft.trees, returned=not order)
+    writing = _Writing(draft, spares, manifest, deployment_id, epoch, source_url)
     return Plan.model_construct(
         plan_version=1,
         deployment_id=deployment_id,
@@ -83,7 +87,7 @@ def make_plan(
         topology=draft.topology,
         manifest_digest=manifest.digest,
         seed=seed,
-        workers=_Writing(draft, manifest, deployment_id, epoch, source_url).parts(shares),
+        workers=writing.parts(shares),
         predicted_seconds=told.seconds,
         bound_seconds=told.bound_seconds,
         cross_rack_bytes=told.cross_rack_bytes,
@@ -161,7 +165,13 @@ class _Writing:
     """
 
     def __init__(
-        self, draft: Draft, manifest: Manifest, deployment_id: str, epoch: int, source_url: str
+        self,
+        draft: Draft,
+        spares: Spares,
+        manifest: Manifest,
+        deployment_id: str,
+        epoch: int,
+        source_url: str,
     ) -> None:
         self._draft = draft
         self._manifest = manifest
@@ -170,7 +180,7 @@ class _Writing:
         self._origin = Source(kind="origin", url=source_url)
         self._sources = [worker.source for worker in draft.line.workers]
         self._direct = draft.topology is Topology.DIRECT
-        self._spares = Spares(draft.line, draft.trees)
+        self._spares = spares
 
     def parts(self, shares: Sequence[int]) -> tuple[WorkerLanes, ...]:
         """Return every living worker's lanes: who feeds from beside first, then the line."""
@@ -191,14 +201,14 @@ class _Writing:
         slowest = min((rate for _, rate in flows if rate > 0), default=0.0)
         piece = min(self._manifest.piece_bytes, max(1, self._manifest.total_size))
         deadline_s = max(LEAST_DEADLINE_S, PIECE_TIMES * piece / slowest if slowest else 0.0)
-        known = worker.standing is Standing.LINE  # a straggler's rate is anybody's guess
+        counted = SLOW_LINK if worker.standing is Standing.TAIL else 1.0
         return WorkerLanes.model_construct(
             deployment_id=self._deployment_id,
             epoch=self._epoch,
             manifest_digest=self._manifest.digest,
             worker_id=worker.worker_id,
             lanes=tuple(
-                self._lane(flow, rate if known else 0.0)
+                self._lane(flow, rate * counted)
                 for flow, rate in sorted(flows, key=lambda each: each[0].first)
             ),
             origin_budget_bytes=0 if worker.complete else share,

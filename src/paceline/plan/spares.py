@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from paceline.plan.closing import match
+from paceline.plan.closing import match, nearest_below
 from paceline.plan.flows import Flow, nearness
 from paceline.plan.line import Line
 from paceline.plan.trees import ORIGIN, Trees
@@ -22,8 +22,10 @@ _FARTHEST = 2 * MOST_SPARES  # places along the line that are looked at
 class Spares:
     """Answers for one plan, stripe by stripe."""
 
-    def __init__(self, line: Line, trees: Trees) -> None:
+    def __init__(self, line: Line, trees: Trees, *, returned: bool = True) -> None:
+        """``returned``: some may have come back with what they held, also those further down."""
         self._line = line
+        self._returned = returned
         self._up = trees.up
         self._holders = [place for place in line.beside if line.feeds(place)]
         self._roots = [
@@ -32,6 +34,11 @@ class Spares:
             for place, source in enumerate(trees.up[stripe])
             if source == ORIGIN
         ]
+        self._free = [trees.slots] * len(line.workers)
+        for up in trees.up:
+            for source in up:
+                if source >= 0:
+                    self._free[source] -= 1
         self._spans = [_spans(trees, stripe) for stripe in range(len(trees.up))]
         self._heirs = [self._heirs_of(trees, stripe) for stripe in range(len(trees.up))]
 
@@ -62,16 +69,15 @@ class Spares:
             add(self._free_of(reader, stripe, around))
         else:
             add(self._roots)
-        # Those below got what they have from here, but one may have come back with its disk.
-        add(place for place in around if self._line.workers[place].held_pieces)
+        if self._returned:  # those below got what they have from here, but for what they came with
+            add(place for place in around if self._line.workers[place].held_pieces)
         return chosen
 
     def _heirs_of(self, trees: Trees, stripe: int) -> dict[int, int]:
         """Return who adopts whom, would the one source of each be gone."""
         heirs: dict[int, int] = {}
-        up = self._up[stripe]
-        spans = self._spans[stripe]
-        for place, orphans in enumerate(trees.children(stripe)):
+        up, spans, children = self._up[stripe], self._spans[stripe], trees.children(stripe)
+        for place, orphans in enumerate(children):
             if not orphans:
                 continue
             others = [
@@ -86,11 +92,22 @@ class Spares:
             adopted = match(orphans, up[place], others, above)
             first = next(iter(adopted))
             for orphan, adopter in adopted.items():
-                heir = up[place] if adopter is None else adopter
-                if heir == ORIGIN:
-                    heir = ORIGIN if orphan == first else first
-                heirs[orphan] = heir
+                heirs[orphan] = (
+                    self._with_room(children, place, up[place], first)
+                    if adopter is None
+                    else adopter
+                )
         return heirs
+
+    def _with_room(
+        self, children: Sequence[Sequence[int]], gone: int, source: int, first: int
+    ) -> int:
+        """Return who has room near ``source`` (or below ``first``, where that is the origin)."""
+        start = first if source < 0 else source
+        for place in nearest_below(children, start):
+            if place != gone and self._line.feeds(place) and self._free[place] > 0:
+                return place
+        return start
 
     def _sources_of(self, place: int, stripe: int) -> list[int]:
         """Return whom ``place`` takes from in the other stripes: they pass on this one to few."""

@@ -42,9 +42,16 @@ class Trees:
         return below
 
     def top_down(self, stripe: int) -> list[int]:
-        """Return the places of one tree, every parent before its children (in pre-order)."""
+        """Return the places of one tree, every parent before its children (in pre-order).
+
+        It may have several roots: workers beside the line that feed a leaf.
+        """
         below = self.children(stripe)
-        todo = [place for place, parent in enumerate(self.up[stripe]) if parent == ORIGIN]
+        todo = [
+            place
+            for place, parent in enumerate(self.up[stripe])
+            if parent == ORIGIN or (parent == NOWHERE and below[place])
+        ]
         todo.reverse()
         found = []
         while todo:

@@ -1,0 +1,225 @@
+"""Replanning: who drops out, who is slow, who corrupts, and that nobody else notices."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.plan import PlanWorker, Standing, next_order
+from paceline.wire.plan import Plan, Topology
+from tests.plan.kit import (
+    RELAYED,
+    STRIPED,
+    S,
+    above,
+    check,
+    fleets,
+    kill,
+    manifest_of,
+    plan,
+    racks_of,
+)
+
+
+def lanes(made: Plan) -> dict[str, dict[tuple[int, int], str]]:
+    """Return every worker's first sources by the chunks they are for."""
+    return {
+        part.worker_id: {
+            (lane.first_chunk, lane.last_chunk): lane.source.key for lane in part.lanes
+        }
+        for part in made.workers
+    }
+
+
+def children(made: Plan, name: str) -> set[str]:
+    """Return who takes anything from ``name``."""
+    return {
+        part.worker_id
+        for part in made.workers
+        if any(lane.source.key == name for lane in part.lanes)
+    }
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    count=st.integers(2, 70),
+    per_rack=st.sampled_from([1, 3, 8, 20, 100]),
+    topology=st.sampled_from(RELAYED),
+    seed=st.integers(0, 3),
+    data=st.data(),
+)
+def test_when_one_is_gone_only_its_orphans_take_from_somebody_else(
+    count: int, per_rack: int, topology: Topology, seed: int, data: st.DataObject
+) -> None:
+    fleet = racks_of(count, per_rack)
+    first = plan(fleet, topology, seed=seed)
+    order = next_order((), first)
+    dead = data.draw(st.integers(0, count - 1))
+    second = plan(kill(fleet, dead), topology, seed=seed, epoch=2, order=order)
+    check(second, kill(fleet, dead))
+    before, after = lanes(first), lanes(second)
+    changed = {name for name in after if after[name] != before[name]}
+    assert changed == children(first, f"node-{dead}")
+    assert next_order(order, second) == order
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    count=st.integers(2, 50),
+    topology=st.sampled_from(RELAYED),
+    dead=st.lists(st.integers(0, 49), min_size=1, max_size=12),
+)
+def test_each_later_death_moves_few_others(count: int, topology: Topology, dead: list[int]) -> None:
+    fleet = racks_of(count, 8)
+    before = plan(fleet, topology)
+    order = next_order((), before)
+    gone: list[int] = []
+    for number in dead:
+        if number >= count or number in gone or len(gone) == count - 1:
+            continue
+        gone.append(number)
+        after = plan(kill(fleet, *gone), topology, order=order)
+        check(after, kill(fleet, *gone))
+        before = after
+
+
+@settings(deadline=None, max_examples=150)
+@given(fleet=fleets(sick=True), topology=st.sampled_from(list(Topology)), seed=st.integers(0, 3))
+def test_whatever_state_a_fleet_is_in_every_living_worker_reaches_every_chunk(
+    fleet: list[PlanWorker], topology: Topology, seed: int
+) -> None:
+    if all(each.standing is Standing.GONE for each in fleet):
+        fleet = [replace(fleet[0], standing=Standing.LINE), *fleet[1:]]
+    made = plan(fleet, topology, seed=seed)
+    check(made, fleet)
+    order = next_order((), made)
+    check(plan(fleet, topology, seed=seed, order=order), fleet)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    fleet=fleets(least=3, sick=True),
+    topology=st.sampled_from(RELAYED),
+    standing=st.sampled_from([Standing.TAIL, Standing.QUARANTINED]),
+)
+def test_nobody_of_the_line_waits_behind_a_slow_or_corrupting_worker(
+    fleet: list[PlanWorker], topology: Topology, standing: Standing
+) -> None:
+    fleet = [replace(fleet[0], standing=Standing.LINE, link_mbit=40.0, complete=False), *fleet[1:]]
+    fleet = [replace(each, link_mbit=40.0) for each in fleet]
+    fleet[1] = replace(fleet[1], standing=standing)
+    made = plan(fleet, topology)
+    check(made, fleet)
+    bad = {each.worker_id for each in fleet if each.standing is Standing.QUARANTINED}
+    slow = {each.worker_id for each in fleet if each.standing is Standing.TAIL}
+    for part in made.workers:
+        for lane in part.lanes:
+            named = {source.key for source in (lane.source, *lane.spares)}
+            assert not named & bad, "the quarantined are nobody's source nor spare"
+            if part.worker_id not in slow | bad:
+                assert lane.source.key not in slow
+
+
+@pytest.mark.parametrize("topology", RELAYED)
+def test_a_slow_link_goes_to_the_tail_by_itself(topology: Topology) -> None:
+    fleet = [replace(each, link_mbit=15.0) if each.worker_id == "node-4" else each
+             for each in racks_of(20, 5)]  # fmt: skip
+    made = plan(fleet, topology)
+    assert children(made, "node-4") == set()
+    assert made.workers[-1].worker_id == "node-4"
+    order = next_order((), made)
+    assert lanes(plan(fleet, topology, order=order)) == lanes(made)
+
+
+def test_tails_follow_the_line_the_slowest_last() -> None:
+    speeds = {3: 10.0, 5: 15.0, 7: 12.0}
+    fleet = [replace(each, link_mbit=speeds.get(n, 40.0)) for n, each in enumerate(racks_of(10, 5))]
+    made = plan(fleet)
+    assert [part.worker_id for part in made.workers][-3:] == ["node-5", "node-7", "node-3"]
+    assert {lane.source.key for part in made.workers[-3:-1] for lane in part.lanes} == {"node-9"}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    count=st.integers(8, 60),
+    topology=st.sampled_from(RELAYED),
+    data=st.data(),
+)
+def test_who_becomes_slow_leaves_its_orphans_to_others_and_keeps_the_rest_in_place(
+    count: int, topology: Topology, data: st.DataObject
+) -> None:
+    fleet = racks_of(count, 8)
+    first = plan(fleet, topology)
+    number = data.draw(st.integers(0, count - 1))
+    fleet[number] = replace(fleet[number], standing=Standing.TAIL)
+    second = plan(fleet, topology, order=next_order((), first))
+    check(second, fleet)
+    name = f"node-{number}"
+    before, after = lanes(first), lanes(second)
+    assert {each for each in after if after[each] != before[each]} <= {
+        name,
+        *children(first, name),
+    }
+    assert children(second, name) == set()
+
+
+@settings(deadline=None, max_examples=40)
+@given(topology=st.sampled_from(STRIPED), seed=st.integers(0, 1000), share=st.integers(1, 5))
+def test_however_many_die_no_link_sends_more_than_it_receives(
+    topology: Topology, seed: int, share: int
+) -> None:
+    count, chunks = 200, 16
+    fleet = racks_of(count, 20)
+    manifest = manifest_of(chunks)
+    order = next_order((), plan(fleet, topology, manifest))
+    dead = random.Random(seed).sample(range(count), count * share // 100)
+    made = plan(kill(fleet, *dead), topology, manifest, order=order)
+    check(made, kill(fleet, *dead), manifest)
+    sent = Counter(source for source in above(made).values() if source)
+    assert max(sent.values()) <= chunks
+    assert made.origin_bytes == manifest.total_size, "the origin is still read once"
+
+
+@pytest.mark.parametrize("topology", RELAYED)
+def test_what_a_worker_does_by_itself_is_what_the_next_plan_says(topology: Topology) -> None:
+    fleet = racks_of(48, 12)
+    first = plan(fleet, topology)
+    order = next_order((), first)
+    same = total = 0
+    for dead in range(48):
+        second = lanes(plan(kill(fleet, dead), topology, order=order))
+        for part in first.workers:
+            for lane in part.lanes:
+                if lane.source.key == f"node-{dead}":
+                    then = second[part.worker_id][lane.first_chunk, lane.last_chunk]
+                    total += 1
+                    same += lane.spares[0].key == then
+    assert same >= 0.8 * total
+
+
+def test_a_worker_that_comes_back_finds_its_old_place() -> None:
+    fleet = racks_of(40, 10)
+    for topology in RELAYED:
+        first = plan(fleet, topology)
+        order = next_order((), first)
+        plan(kill(fleet, 7), topology, order=order)
+        assert lanes(plan(fleet, topology, order=order)) == lanes(first)
+
+
+def test_where_only_slow_workers_are_left_they_make_the_line() -> None:
+    fleet = [replace(each, standing=Standing.TAIL) for each in racks_of(4, 2)]
+    made = plan(fleet)
+    check(made, fleet)
+    assert made.origin_bytes == S
+
+
+def test_where_only_quarantined_workers_are_left_they_feed_each_other() -> None:
+    fleet = [replace(each, standing=Standing.QUARANTINED) for each in racks_of(4, 2)]
+    made = plan(fleet)
+    check(made, fleet)
+    assert made.origin_bytes == S
