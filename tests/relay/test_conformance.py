@@ -13,6 +13,7 @@ import pytest
 from paceline.errors import PacelineError, PeerLost, PortInUse
 from paceline.relay.events import PieceRejected, SourceFailed
 from paceline.relay.extents import Extent
+from paceline.relay.grpc_transport import GrpcTransport
 from paceline.relay.identity import issue_identity, make_authority
 from paceline.relay.pacing import Pacer
 from paceline.relay.tcp import TcpTransport
@@ -21,13 +22,14 @@ from paceline.relay.transport import Transport
 from tests.relay.peers import Heard, Pair, Proxy
 
 TOKEN = "cluster-token"
-KINDS = ["tcp", "tcp+mtls"]
+KINDS = ["tcp", "tcp+mtls", "grpc", "grpc+mtls"]
 
 Make = Callable[..., Transport]
 
 
 def transport(kind: str, token: str, tls: TlsSettings | None) -> Transport:
-    return TcpTransport(token, tls)
+    made = GrpcTransport if kind.startswith("grpc") else TcpTransport
+    return made(token, tls)
 
 
 @pytest.fixture(params=KINDS)

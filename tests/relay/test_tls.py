@@ -14,6 +14,7 @@ import pytest
 from paceline.errors import AccessDenied, InvalidInput, PacelineError, PeerLost
 from paceline.relay.extents import Extent
 from paceline.relay.frames import HEADER, Kind, decode
+from paceline.relay.grpc_transport import GrpcTransport
 from paceline.relay.identity import Authority, issue_identity, make_authority
 from paceline.relay.tcp import TcpTransport
 from paceline.relay.tls import TlsSettings
@@ -21,7 +22,7 @@ from paceline.relay.transport import Transport
 from tests.relay.peers import Heard, Pair
 
 TOKEN = "cluster-token"
-WRAPPED = ["tcp"]
+WRAPPED = ["tcp", "grpc"]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def issue(authority: Authority, tmp_path: Path) -> Issue:
 @pytest.fixture(params=WRAPPED)
 def over(request: pytest.FixtureRequest) -> Callable[[TlsSettings | None], Transport]:
     def made(tls: TlsSettings | None) -> Transport:
-        return TcpTransport(TOKEN, tls)
+        return (GrpcTransport if request.param == "grpc" else TcpTransport)(TOKEN, tls)
 
     return made
 

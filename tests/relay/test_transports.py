@@ -67,6 +67,11 @@ def test_half_an_identity_is_not_plain(tmp_path: Path) -> None:
         transport_for(runtime(tmp_path, security={"peer_tls": "mtls"}), "127.0.0.1", "n")
 
 
+def test_the_profile_picks_the_transport(tmp_path: Path) -> None:
+    asked = runtime(tmp_path, relay={"transport": "grpc"})
+    assert transport_for(asked, "127.0.0.1", "node-0").name == "grpc"
+
+
 def test_a_host_name_is_not_guessed_about(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="address"):
         transport_for(runtime(tmp_path), "node-0.example", "node-0")

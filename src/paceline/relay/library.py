@@ -28,9 +28,12 @@ class Library:
     def find(self, digest: str, wait_s: float) -> Staging | None:
         """Return the open model, waiting up to ``wait_s`` for somebody to open it.
 
-        Raises NotFound where this node gave the model up.
+        An empty digest means the only open one. Raises NotFound where this node gave the model up,
+        or has several to choose from.
         """
         with self._changed:
+            if not digest:
+                digest = self._only()
             if digest in self._refused and digest not in self._open:
                 raise NotFound("this worker gave the model up", got=digest[:12])
             self._changed.wait_for(lambda: digest in self._open or digest in self._on_disk, wait_s)
@@ -90,6 +93,13 @@ class Library:
             for staging in self._open.values():
                 staging.close()
             self._open.clear()
+
+    def _only(self) -> str:
+        if len(self._open) > 1:
+            raise NotFound(
+                "which model?", got=f"{len(self._open)} open", wanted="a manifest's digest"
+            )
+        return next(iter(self._open), "")
 
     def _forget(self, staging: Staging) -> None:
         with self._changed:

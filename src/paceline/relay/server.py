@@ -42,7 +42,7 @@ from paceline.relay.pacing import Pacer
 from paceline.relay.serving import Asked, Complaint, Serving
 from paceline.relay.sockets import Channel, PlainChannel, configure, read_frame, shut
 from paceline.relay.staging import Staging
-from paceline.relay.tls import TlsChannel, accept_tls, wrong_identity
+from paceline.relay.tls import TlsChannel, accept_tls, tls_only, wrong_identity
 
 log = logging.getLogger(__name__)
 
@@ -164,12 +164,7 @@ class PeerServer:
         plain = PlainChannel(sock)
         first = sock.recv(HEADER.size, socket.MSG_PEEK)
         if self._tls is not None and first.startswith(encode(Kind.HELLO)[:3]):
-            raise AccessDenied(
-                "this peer port speaks TLS only",
-                got="a plain greeting",
-                wanted="mutual TLS 1.3",
-                do="Set [security] peer_tls the same on every worker.",
-            )
+            raise tls_only("a plain greeting")
         if self._tls is not None:
             channel = accept_tls(sock, self._tls, HELLO_DEADLINE_S)
             with self._lock:  # the wrapped socket owns the descriptor from here on

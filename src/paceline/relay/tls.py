@@ -11,6 +11,7 @@ Python 3.11 offers no kernel TLS, so there is no ``sendfile``.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import os
 import re
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import AccessDenied, InvalidInput, PeerLost
+from paceline.errors import AccessDenied, InvalidInput, PacelineError, PeerLost
 from paceline.relay.sockets import IO_TIMEOUT_S, broken, shut
 from paceline.wire.base import NAME
 
@@ -33,6 +34,7 @@ URI = "paceline://worker/"
 SEND_BLOCK = 256 * 1024  # 64 KiB blocks cost 15 % more CPU, 512 KiB no less
 _NAME = re.compile(NAME)
 _LINGER_S = 0.5  # so that an alert is read before the connection is reset
+_SAME = "Set [security] peer_tls the same on every worker."
 _ADMIN = "Issue this worker an identity of this cluster's authority."
 
 
@@ -239,6 +241,62 @@ def connect_tls(
     return channel
 
 
+def diagnose(
+    address: str, tls: TlsSettings | None, worker_id: str, timeout_s: float
+) -> AccessDenied | None:
+    """Return why a gRPC port turned this worker away, or None where that was not about TLS.
+
+    gRPC says "Socket closed" whatever the reason was, and its server tells a peer that it refuses
+    nothing at all; so this asks once more. A server that accepts speaks first.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        sock = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+    except OSError:
+        return None
+    with sock:
+        try:
+            if tls is None:
+                sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+                return None if sock.recv(1) == b"\0" else tls_only("a plain connection")
+            context = tls.context(server=False)
+            context.set_alpn_protocols(["h2"])
+            channel = connect_tls(sock, context, worker_id, timeout_s)
+        except AccessDenied as error:
+            return error
+        except OSError:
+            return tls_only("a plain connection") if tls is None else None
+        except PacelineError:
+            return None
+    try:
+        channel.receive(memoryview(bytearray(1)), time.monotonic() + timeout_s)
+    except PeerLost:
+        return AccessDenied(
+            "the peer refused this worker's certificate", got=_validity(tls.cert), do=_ADMIN
+        )
+    except AccessDenied as error:
+        return error
+    finally:
+        channel.close()
+    return None
+
+
+def _validity(certificate: Path) -> str:
+    from cryptography import x509
+
+    found = x509.load_pem_x509_certificate(certificate.read_bytes())
+    now = datetime.datetime.now(datetime.UTC)
+    expired = " (it has expired)" if found.not_valid_after_utc < now else ""
+    return f"one that is valid until {found.not_valid_after_utc:%Y-%m-%d}{expired}"
+
+
+def tls_only(got: str) -> AccessDenied:
+    """Return what a plain caller of a TLS port is told."""
+    return AccessDenied(
+        "this peer port speaks TLS only", got=got, wanted="mutual TLS 1.3", do=_SAME
+    )
+
+
 def wrong_identity(got: object, wanted: str) -> AccessDenied:
     """Return what it is called when a good certificate is another worker's."""
     return AccessDenied(
@@ -268,7 +326,7 @@ def refused(error: OSError) -> PeerLost | AccessDenied:
                 "the peer does not speak TLS",
                 got=reason,
                 wanted="TLS 1.3",
-                do="Set [security] peer_tls the same on every worker.",
+                do=_SAME,
             )
         if isinstance(error, ssl.SSLEOFError):
             return PeerLost("the peer closed the connection")

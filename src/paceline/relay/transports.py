@@ -37,6 +37,10 @@ def transport_for(runtime: Runtime, listen_host: str, worker_id: str) -> Transpo
             'network may read the models, set [security] peer_tls = "plaintext-anywhere".',
         )
     token = runtime.secrets.coordinator_token
+    if runtime.profile.relay.transport == "grpc":
+        from paceline.relay.grpc_transport import GrpcTransport  # 0.1 s that most need not spend
+
+        return GrpcTransport(token, tls)
     return TcpTransport(token, tls)
 
 

