@@ -5,6 +5,7 @@
     python benchmarks/link_bound.py --hosts 8 --rows auto chain libtorrent --seconds 60
     python benchmarks/link_bound.py --sweep libtorrent             # how the peers were tuned
     python benchmarks/link_bound.py --plot benchmarks/results/link_bound.json
+    python benchmarks/link_bound.py --replay benchmarks/results/link_bound.json  # simulator's error
 
 Hosts are network namespaces (``benchmarks/testbed``) with ``--rate`` Mbit/s in each direction; the
 origin is an S3 server as fast as one host. The bound is size / goodput, goodput = rate × 1448 /
@@ -64,6 +65,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="3 hosts, 3 s, two rows, once")
     parser.add_argument("--sweep", choices=list(SWEEPS), help="try a peer's settings instead")
     parser.add_argument("--plot", type=Path, metavar="JSON", help="draw a result, run nothing")
+    parser.add_argument("--replay", type=Path, metavar="JSON", help="simulate a result's runs")
     chosen = parser.parse_args()
     if chosen.quick:
         chosen.hosts, chosen.seconds, chosen.naive_seconds, chosen.repeat = [3], 3.0, 1.0, 1
@@ -79,6 +81,11 @@ def main() -> int:
         target = chosen.plot.with_suffix(".png")
         report.plot(json.loads(chosen.plot.read_text()), target)
         print(target)
+        return 0
+    if chosen.replay:
+        from benchmarks.race.replay import replay_all  # the simulator is not needed for a race
+
+        print(json.dumps(replay_all(json.loads(chosen.replay.read_text())["runs"]), indent=1))
         return 0
     if reason := why_not():
         print(f"link_bound: {reason}", file=sys.stderr)

@@ -55,7 +55,7 @@ def run_aria2(case: Case) -> Outcome:
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_for_listener(tracker, TRACKER_PORT, 10.0)
+        wait_for_listener(tracker, case.bed.core, TRACKER_PORT, 10.0)
         return _swarm(case, tuned, torrent)
     finally:
         tracker.kill()

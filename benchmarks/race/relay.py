@@ -112,6 +112,7 @@ class _Race:
             "plan_bound_s": round(plan.bound_seconds, 3),
             "epochs": newest.epoch,
             "piece_bytes": self.case.model.manifest.piece_bytes,
+            "chunk_bytes": self.case.model.manifest.chunk_bytes,
             "line": [each.worker_id for each in plan.workers],
             "drops": self.bed.drops(),
             "events": self._told(client, made.deployment_id, planned_at),
@@ -158,7 +159,7 @@ class _Race:
         save_runtime(runtime)
         argv = [sys.executable, "-m", "paceline.cli.main", "coordinator", "--state", self.state]
         self.coordinator = self._popen("core", [*argv, "--port", COORDINATOR_PORT], "coordinator")
-        wait_for_listener(self.coordinator, COORDINATOR_PORT, READY_S)
+        wait_for_listener(self.coordinator, self.bed.core, COORDINATOR_PORT, READY_S)
         spaces = [f"/proc/{os.getpid()}/ns/net"]
         spaces += [str(NETNS / host.namespace) for host in self.bed.hosts]
         argv = [sys.executable, MANAGEMENT, COORDINATOR_PORT, *spaces]

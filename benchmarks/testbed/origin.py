@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from benchmarks.testbed.bed import ORIGIN_ADDRESS, Testbed
+from benchmarks.testbed.watcher import NETNS
 from paceline.errors import MissingTool, NotReady
 
 PORT = 9000
@@ -45,7 +46,7 @@ class S3Origin:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        wait_for_listener(self.process, PORT, READY_S)
+        wait_for_listener(self.process, bed.origin, PORT, READY_S)
 
     def stop(self) -> None:
         """Stop the server."""
@@ -53,13 +54,18 @@ class S3Origin:
         self.process.wait()
 
 
-def wait_for_listener(process: subprocess.Popen[bytes], port: int, timeout_s: float) -> None:
-    """Return once ``process`` listens on ``port`` in its namespace; raises NotReady."""
+def wait_for_listener(
+    process: subprocess.Popen[bytes], namespace: str, port: int, timeout_s: float
+) -> None:
+    """Return once ``process`` is in ``namespace`` and ``port`` is open there; raises NotReady."""
+    inode = (NETNS / namespace).stat().st_ino
     ending = f":{port:04X}"
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s and process.poll() is None:
         for table in ("tcp", "tcp6"):
             try:
+                if Path(f"/proc/{process.pid}/ns/net").stat().st_ino != inode:
+                    break  # it has yet to enter
                 lines = Path(f"/proc/{process.pid}/net/{table}").read_text().splitlines()[1:]
             except OSError:
                 continue
