@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from paceline.manifest import Manifest, verify_directory
-from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
+from paceline.profile import (
+    Endpoints,
+    Profile,
+    Runtime,
+    Secrets,
+    SecuritySettings,
+    save_runtime,
+)
 from paceline.wire.calls import Command
 from paceline.wire.records import WorkerStatus
 from tests.relay.fake_coordinator import TOKEN, FakeCoordinator
@@ -39,7 +46,7 @@ class Fleet:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         state.mkdir()
         runtime = Runtime(
-            profile=Profile(),
+            profile=Profile(security=SecuritySettings(source_roots=(str(state.parent),))),
             state_dir=state,
             endpoints=Endpoints(coordinator_url=coordinator.url),
             secrets=Secrets(coordinator_token=TOKEN),

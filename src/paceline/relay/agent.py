@@ -1,10 +1,12 @@
 """The agent: one lean process a node that relays models for the coordinator.
 
 It registers, beats, does what the answers ask (fetch lanes, activate, cancel) and otherwise lets
-the relay driver work; with the coordinator away the data plane goes on and beats are retried with
-jitter. It imports no orchestrator and no ML library; boto3 comes in when it first reads from S3.
+the relay driver work; with the coordinator away the data plane goes on, also over a restart of the
+agent, and beats are retried with jitter. It imports no orchestrator and no ML library; boto3 comes
+in when it first reads from S3 (or at its start, with ``warm``).
 
-Run it: ``paceline agent --state DIR --worker-id node-0 --host H --rack R``.
+Run it: ``paceline agent --state DIR --worker-id node-0 --host H --rack R``. It ends with 0 when it
+was told to stop, else with the code of the error that it names.
 """
 
 from __future__ import annotations
@@ -15,37 +17,49 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Callable
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.client import CoordinatorClient
 from paceline.errors import (
     InvalidInput,
     NotFound,
     PacelineError,
+    PortInUse,
     StaleEpoch,
     TemporaryError,
+    UntrustedManifest,
 )
 from paceline.manifest import Manifest, parse_manifest
+from paceline.manifest.signing import TrustPolicy, verify_signature
 from paceline.profile import Runtime, load_runtime
+from paceline.relay.assignments import Assignments, write_durably
 from paceline.relay.driver import RelayDriver
-from paceline.relay.lifetime import StopSignal
+from paceline.relay.lifetime import PARENT_POLL_S, StopSignal
 from paceline.relay.origin import DirectoryReader, RangeReader, S3Reader
-from paceline.relay.pacing import RateMeter
+from paceline.relay.report import ENDED, Report
 from paceline.relay.store import Store
-from paceline.relay.tcp import TcpTransport
-from paceline.wire.calls import Command, Heartbeat, HeartbeatAnswer, RegisterWorker
+from paceline.relay.transport import Transport
+from paceline.relay.transports import transport_for
+from paceline.wire.calls import Command, HeartbeatAnswer, RegisterWorker
 from paceline.wire.plan import Labels
-from paceline.wire.records import WorkerStatus
+
+if TYPE_CHECKING:
+    from paceline.objects import ObjectStore
 
 log = logging.getLogger(__name__)
 
 AGENT_FILE = "agent.json"
 INCARNATION_FILE = "incarnation"
+PORT_FILE = "port"
 RETRY_S = 0.5  # after a call that failed; doubled up to RETRY_MAX_S, jittered
 RETRY_MAX_S = 5.0
 CALL_TIMEOUT_S = 10.0
+HOLD_S = 1.0  # how long an idle agent's beat waits for a command
+NEWS_S = 0.05  # between two beats, however much there is to tell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +71,19 @@ class AgentConfig:
     host: str = ""  # labels: where the node stands
     rack: str = ""
     zone: str = ""
-    link_mbit: float | None = None  # None: the profile's
+    link_mbit: float | None = None  # what plans count on; None: the profile's
+    limit_mbit: float | None = None  # of each direction; None: the link's rate, 0: no limit
     listen: str = "127.0.0.1:0"
     die_with_parent: bool = False
+    warm: bool = False  # import the S3 client before somebody waits for it
 
 
 def run_agent(config: AgentConfig) -> int:
-    """Work until SIGTERM (or SIGINT) and return the exit code; the body of ``paceline agent``."""
+    """Work until SIGTERM (or SIGINT) and return the exit code; the body of ``paceline agent``.
+
+    Raises InvalidProfile and InvalidInput (settings), PortInUse, StateLocked (another agent has
+    this node's store), StorageFull and StorageFailed; nothing is left behind then.
+    """
     runtime = load_runtime(config.state_dir)
     stop = StopSignal(die_with_parent=config.die_with_parent)
     agent = Agent(config, runtime)
@@ -81,79 +101,134 @@ class Agent:
     def __init__(self, config: AgentConfig, runtime: Runtime) -> None:
         self._config = config
         self._runtime = runtime
+        security = runtime.profile.security
+        self._trust = TrustPolicy.of(
+            security.trusted_publishers, required=security.require_signature
+        )
+        host, port = _listen(config.listen)
+        transport = transport_for(runtime, host, config.worker_id)
+        self._link_mbit = config.link_mbit or runtime.profile.cluster.link_mbit
+        self._sources = Sources(runtime)
+        self._news = threading.Event()
+        self._interval_s = 0.0  # between beats, as the coordinator said last
         self._node_dir = runtime.node_dir(config.worker_id)
         self._node_dir.mkdir(parents=True, exist_ok=True)
         self._store = Store(self._node_dir / "store")
-        self.incarnation = self._next_incarnation()
-        host, port = _listen(config.listen)
-        self._link_mbit = config.link_mbit or runtime.profile.cluster.link_mbit
-        secrets = runtime.secrets
-        self.driver = RelayDriver(
-            worker_id=config.worker_id,
-            store=self._store,
-            transport=TcpTransport(secrets.coordinator_token),
-            open_source=source_opener(runtime),
-            incarnation=self.incarnation,
-            host=host,
-            port=port,
-            link_mbit=self._link_mbit,
-            seed=self.incarnation,
-        )
+        try:
+            self.incarnation = self._next_incarnation()
+            self.driver = self._make_driver(transport, host, port)
+        except BaseException:
+            self._store.close()
+            raise
         self._client = CoordinatorClient(
-            runtime.endpoints.coordinator_url, secrets.coordinator_token, CALL_TIMEOUT_S
+            runtime.endpoints.coordinator_url, runtime.secrets.coordinator_token, CALL_TIMEOUT_S
         )
-        self._meters = RateMeter(), RateMeter()
+        self._report = Report(config.worker_id, self.driver)
+        self._assignments = Assignments(self._node_dir / "assignments")
         self._manifests: dict[str, Manifest] = {}
+        self._broken: Exception | None = None
+
+    def _make_driver(self, transport: Transport, host: str, port: int) -> RelayDriver:
+        limit_mbit = self._link_mbit if self._config.limit_mbit is None else self._config.limit_mbit
+
+        def make(port: int) -> RelayDriver:
+            return RelayDriver(
+                worker_id=self._config.worker_id,
+                store=self._store,
+                transport=transport,
+                open_source=self._sources.open,
+                incarnation=self.incarnation,
+                host=host,
+                port=port,
+                link_mbit=limit_mbit or None,
+                seed=self.incarnation,
+                on_news=self._news.set,
+            )
+
+        if port:
+            return make(port)
+        # Whoever was told of the last process finds this one, coordinator or not.
+        try:
+            return make(int((self._node_dir / PORT_FILE).read_text()))
+        except (FileNotFoundError, ValueError, PortInUse):
+            return make(0)
 
     def start(self) -> None:
-        """Listen, and say so in agent.json."""
+        """Listen, say so in agent.json, and go on with what an earlier process began."""
         self.driver.start()
+        address = self.driver.server.address
         said = {
             "pid": os.getpid(),
-            "address": self.driver.server.address,
+            "address": address,
             "incarnation": self.incarnation,
             "worker_id": self._config.worker_id,
         }
-        _write_atomically(self._node_dir / AGENT_FILE, json.dumps(said))
-        log.info("agent listens worker=%s address=%s", self._config.worker_id, said["address"])
+        write_durably(self._node_dir / PORT_FILE, address.rpartition(":")[2].encode())
+        write_durably(self._node_dir / AGENT_FILE, json.dumps(said).encode())
+        log.info("agent listens worker=%s address=%s", self._config.worker_id, address)
+        for lanes, manifest in self._assignments.load():
+            log.info("goes on deployment=%s epoch=%d", lanes.deployment_id, lanes.epoch)
+            self._manifests[lanes.deployment_id] = manifest
+            self.driver.deploy(lanes, manifest)
+        if self._config.warm:
+            objects = self._sources.objects()
+            threading.Thread(target=objects.warm_up, name="warm-up", daemon=True).start()
 
     def close(self) -> None:
         """Stop relaying; verified pieces are made durable first."""
         self.driver.stop()
         (self._node_dir / AGENT_FILE).unlink(missing_ok=True)
 
+    def run(self, stop: StopSignal) -> None:
+        """Register and beat until told to stop; a call that hangs does not hold that up."""
+        threading.Thread(target=self._control, name="agent-control", daemon=True).start()
+        while not stop.wait(PARENT_POLL_S):
+            if self._broken is not None:
+                raise self._broken
+
     # ── the control loop ─────────────────────────────────────────────────────────────────────────
 
-    def run(self, stop: StopSignal) -> None:
-        """Register and beat until told to stop."""
-        failures, registered, wait_s = 0, False, 0.0
-        while not stop.wait(wait_s):
+    def _control(self) -> None:
+        try:
+            self._beat_on()
+        except Exception as error:
+            log.exception("the agent's control loop broke")
+            self._broken = error
+
+    def _beat_on(self) -> None:
+        failures, registered = 0, False
+        while True:
+            began_s = time.monotonic()
             try:
                 if not registered:
                     self._register()
                     registered = True
                 answer = self._beat()
-                if not answer.go_on:  # lost for the coordinator: come back as a new incarnation
+                if answer.go_on:
+                    for command in answer.commands:
+                        self._execute(command)
+                    failures = 0
+                    self._rest(began_s, self._interval_s)
+                else:  # lost for the coordinator: come back as a new incarnation
                     registered = False
                     self._renew()
-                    wait_s = 0.0
-                    continue
-                for command in answer.commands:
-                    self._execute(command)
-                failures, wait_s = 0, answer.next_beat_s
+                continue
             except StaleEpoch as error:
                 log.warning("another incarnation was here: %s", error)
                 registered = False
                 self._renew()
-                failures += 1
-                wait_s = _backoff_s(failures)
             except PacelineError as error:
-                failures += 1
-                wait_s = _backoff_s(failures)
-                level = logging.WARNING if failures == 1 else logging.DEBUG
-                log.log(level, "coordinator: %s (next try in %.1f s)", error, wait_s)
+                level = logging.DEBUG if failures else logging.WARNING
+                log.log(level, "coordinator: %s (trying again)", error)
                 if not isinstance(error, TemporaryError):
                     registered = False
+            failures += 1
+            time.sleep(_backoff_s(failures))
+
+    def _rest(self, began_s: float, interval_s: float) -> None:
+        """Wait until the next beat is due, or until there is news to tell."""
+        self._news.wait(max(0.0, began_s + interval_s - time.monotonic()))
+        time.sleep(max(0.0, began_s + NEWS_S - time.monotonic()))
 
     def _register(self) -> None:
         config = self._config
@@ -169,25 +244,20 @@ class Agent:
             pid=os.getpid(),
         )
         self._client.register(call)
+        self._report.forget()
         log.info("registered worker=%s incarnation=%d", config.worker_id, self.incarnation)
 
     def _beat(self) -> HeartbeatAnswer:
-        beats = self.driver.beats()
-        receiving = next((b for b in beats if b.status is WorkerStatus.RECEIVING), None)
-        newest = receiving or (beats[-1] if beats else None)
-        into, out = self._meters
-        return self._client.heartbeat(
-            Heartbeat(
-                worker_id=self._config.worker_id,
-                status=newest.status if newest else WorkerStatus.IDLE,
-                chunks_received=newest.chunks_received if newest else (),
-                bandwidth_in=into.look(self.driver.nic_in.total_bytes),
-                bandwidth_out=out.look(self.driver.nic_out.total_bytes),
-                incarnation=self.incarnation,
-                available_storage=self._store.available_bytes(),
-                deployments=tuple(beats),
-            )
+        self._news.clear()  # before looking: what comes from here on is told by the next beat
+        beat = self._report.beat(self._store.available_bytes())
+        idle = all(each.status in ENDED for each in beat.deployments)
+        answer = self._client.heartbeat(beat, wait_s=min(HOLD_S, self._interval_s) if idle else 0.0)
+        self._interval_s = answer.next_beat_s
+        self._report.was_heard()
+        self._assignments.drop(
+            [each.deployment_id for each in beat.deployments if each.status in ENDED]
         )
+        return answer
 
     def _execute(self, command: Command) -> None:
         deployment_id = command.deployment_id
@@ -201,21 +271,34 @@ class Agent:
                 self.driver.activate(deployment_id)
             case "cancel":
                 self._manifests.pop(deployment_id, None)
+                self._assignments.drop([deployment_id])
                 self.driver.cancel(deployment_id)
 
     def _fetch_lanes(self, deployment_id: str) -> None:
         try:
             lanes = self._client.lanes(deployment_id, self._config.worker_id)
-            manifest = self._manifests.get(deployment_id)
-            if manifest is None or manifest.digest != lanes.manifest_digest:
-                manifest = parse_manifest(self._client.manifest_bytes(deployment_id))
-                self._manifests = {
-                    deployment_id: manifest
-                }  # one is enough; the driver keeps its own
+            manifest = self._manifest_of(deployment_id, lanes.manifest_digest)
         except NotFound as error:
             log.info("no lanes for us: %s", error)
             return
+        try:
+            verify_signature(manifest, self._trust, where=deployment_id)
+        except UntrustedManifest as error:
+            self.driver.refuse(lanes, manifest, error)
+            return
         self.driver.deploy(lanes, manifest)
+        try:
+            self._assignments.keep(lanes, manifest)
+        except OSError as error:
+            log.warning("a restart will not go on with these lanes: %s", error)
+
+    def _manifest_of(self, deployment_id: str, digest: str) -> Manifest:
+        known = self._manifests.get(deployment_id)
+        if known is not None and known.digest == digest:
+            return known
+        manifest = parse_manifest(self._client.manifest_bytes(deployment_id))
+        self._manifests = {deployment_id: manifest}  # one is enough; the driver keeps its own
+        return manifest
 
     # ── identity ─────────────────────────────────────────────────────────────────────────────────
 
@@ -225,24 +308,36 @@ class Agent:
             last = int(path.read_text())
         except (FileNotFoundError, ValueError):
             last = 0
-        _write_atomically(path, str(last + 1))
+        write_durably(path, str(last + 1).encode())
         return last + 1
 
     def _renew(self) -> None:
         self.incarnation = self.driver.incarnation = self._next_incarnation()
 
 
-def source_opener(runtime: Runtime) -> Callable[[str], RangeReader]:
-    """Return what opens an origin by URL; S3 (and boto3) only when one is asked for."""
+class Sources:
+    """Opens origins by URL; S3 (and boto3) only when one is asked for, and one client for all."""
 
-    def open_source(url: str) -> RangeReader:
-        if not url.startswith("s3://"):
-            return DirectoryReader(Path(url.removeprefix("file://")))
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._lock = threading.Lock()
+        self._objects: ObjectStore | None = None
+
+    def open(self, url: str) -> RangeReader:
+        """Return a reader of ``url``; raises AccessDenied for a directory that is no source."""
+        if url.startswith("s3://"):
+            return S3Reader(url, self.objects())
+        roots = self._runtime.profile.security.source_roots
+        return DirectoryReader(Path(url.removeprefix("file://")), roots)
+
+    def objects(self) -> ObjectStore:
+        """Return the installation's object store."""
         from paceline.objects import ObjectStore
 
-        return S3Reader(url, ObjectStore.from_runtime(runtime))
-
-    return open_source
+        with self._lock:
+            if self._objects is None:
+                self._objects = ObjectStore.from_runtime(self._runtime)
+            return self._objects
 
 
 def _listen(listen: str) -> tuple[str, int]:
@@ -254,15 +349,6 @@ def _listen(listen: str) -> tuple[str, int]:
 
 def _backoff_s(failures: int) -> float:
     return min(RETRY_MAX_S, RETRY_S * 2.0 ** min(failures - 1, 8)) * random.uniform(0.5, 1.0)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def main(arguments: list[str]) -> int:
@@ -277,7 +363,11 @@ def main(arguments: list[str]) -> int:
                 worker_id=given["worker_id"],
                 host=given.get("host", ""),
                 rack=given.get("rack", ""),
+                zone=given.get("zone", ""),
                 link_mbit=float(given["link_mbit"]) if "link_mbit" in given else None,
+                limit_mbit=float(given["limit_mbit"]) if "limit_mbit" in given else None,
+                listen=given.get("listen", "127.0.0.1:0"),
+                warm=given.get("warm") == "true",
                 die_with_parent=given.get("die_with_parent") == "true",
             )
         )

@@ -116,6 +116,16 @@ class Deployments:
             return
         _thread("prepare", lambda: self._prepare(share))
 
+    def refuse(
+        self, lanes: WorkerLanes, manifest: Manifest, error: PacelineError, now_s: float
+    ) -> None:
+        """Report that this node takes no part in a deployment, and why."""
+        if lanes.deployment_id in self._shares:
+            return
+        share = Share(lanes, manifest, now_s, self._sent_bytes())
+        self._shares[lanes.deployment_id] = share
+        self.fail(share, error)
+
     def _prepare(self, share: Share) -> None:
         """Open the files and copy what this disk already has; not on the owner thread."""
         try:

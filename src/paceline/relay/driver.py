@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from paceline.errors import DeploymentFailed
+from paceline.errors import DeploymentFailed, PacelineError
 from paceline.manifest import Manifest
 from paceline.relay.deployments import Deployments
 from paceline.relay.events import (
@@ -147,6 +147,10 @@ class RelayDriver:
     def deploy(self, lanes: WorkerLanes, manifest: Manifest) -> None:
         """Take part in a deployment, or take its newer lanes."""
         self._post(lambda now: self._deployments.deploy(lanes, manifest, now))
+
+    def refuse(self, lanes: WorkerLanes, manifest: Manifest, error: PacelineError) -> None:
+        """Take no part in a deployment, and report why."""
+        self._post(lambda now: self._deployments.refuse(lanes, manifest, error, now))
 
     def activate(self, deployment_id: str) -> None:
         """Switch to the deployment's version, if it is complete here."""
