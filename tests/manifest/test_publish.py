@@ -5,13 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import Conflict, InvalidInput, InvalidManifest, ServiceUnavailable
+from paceline.errors import (
+    Conflict,
+    InvalidInput,
+    InvalidManifest,
+    ServiceUnavailable,
+    UntrustedManifest,
+)
 from paceline.errors import SourceMissing as Missing
 from paceline.manifest import (
     MANIFEST_FILE,
     Manifest,
+    TrustPolicy,
     build_manifest,
     fetch_manifest,
+    load_key,
+    new_key,
     publish_model,
     verify_directory,
     write_manifest,
@@ -30,11 +39,11 @@ class Recorder(ObjectStore):
         self.written: list[str] = []
         self.fail = ""
 
-    def upload_file(self, path: Path | str, url: str) -> object:  # type: ignore[override]
+    def upload_file(self, path: Path | str, url: str, sha256: str = "") -> object:  # type: ignore[override]
         if self.fail and url.endswith(self.fail):
             raise ServiceUnavailable("planted")
         self.written.append(url)
-        return super().upload_file(path, url)
+        return super().upload_file(path, url, sha256)
 
     def put_bytes(self, url: str, data: bytes) -> object:  # type: ignore[override]
         self.written.append(url)
@@ -125,6 +134,47 @@ def test_a_publish_that_broke_off_is_not_there_and_can_be_done_again(
     manifest = publish(model, url, store)
     assert store.get_bytes(join_url(url, "weights")) == b"z" * 4_000_000
     assert fetch_manifest(url, store) == manifest
+
+
+def test_a_publish_that_broke_off_uploads_only_what_is_missing(
+    model: Path, url: str, store: Recorder
+) -> None:
+    store.fail = "config.json"
+    with pytest.raises(ServiceUnavailable):
+        publish(model, url, store)
+    store.fail = ""
+    store.written.clear()
+    publish(model, url, store)
+    assert sorted(store.written) == [join_url(url, "config.json"), join_url(url, MANIFEST_FILE)]
+
+
+def test_a_version_beside_a_newer_one_is_refused_unless_asked(
+    model: Path, url: str, store: Recorder
+) -> None:
+    parent = url.removesuffix("/1")
+    publish(model, f"{parent}/2", store, version="2")
+    store.put_bytes(f"{parent}/3/weights", b"a publish that broke off")
+    store.written.clear()
+    with pytest.raises(Conflict, match="later than 2"):
+        publish(model, url, store)
+    assert store.written == []
+    publish(model, url, store, allow_older=True)
+    publish(model, url, store)
+    publish(model, f"{parent}/elsewhere", store)  # not where versions stand side by side
+
+
+def test_a_signature_comes_with_the_manifest(
+    model: Path, url: str, store: Recorder, tmp_path: Path
+) -> None:
+    policy = TrustPolicy.of([new_key(tmp_path / "key")], required=True)
+    unsigned = publish(model, url, store)
+    with pytest.raises(UntrustedManifest, match=url):
+        fetch_manifest(url, store, policy)
+    store.written.clear()
+    signed = publish(model, url, store, key=load_key(tmp_path / "key"))
+    assert store.written == [join_url(url, MANIFEST_FILE)]
+    assert fetch_manifest(url, store, policy) == signed
+    assert signed.digest == unsigned.digest
 
 
 def test_a_damaged_manifest_names_its_place(model: Path, url: str, store: Recorder) -> None:

@@ -15,14 +15,14 @@ from paceline.profile import load_runtime
 from paceline.wire import new_run_id
 
 
-def _start(state: Path | None, run_id: str | None) -> dict[str, Any]:
+def start_flow(state: Path | None, run_id: str | None) -> dict[str, Any]:
     """Point Prefect at the installation and return what every flow is told."""
     runtime = load_runtime(state_directory(state))
     point_prefect_at(runtime)
     return {"state_dir": str(runtime.state_dir), "run_id": run_id or new_run_id()}
 
 
-def _run(flow: Any, as_json: bool, **parameters: Any) -> int:
+def run_flow(flow: Any, as_json: bool, **parameters: Any) -> int:
     from paceline.cli.progress import StageBars
     from tasks.run import Run, listen
 
@@ -59,72 +59,11 @@ def lifecycle(
     data: Path | None, approver: str | None, run_id: str | None, state: Path | None, as_json: bool
 ) -> int:
     """Run the whole lifecycle on the installation that is up."""
-    here = _start(state, run_id)
+    here = start_flow(state, run_id)
     from flows.lifecycle import run_lifecycle
 
     source = None if data is None else str(data.absolute())
-    return _run(run_lifecycle, as_json, data=source, approver=approver, **here)
-
-
-@click.command()
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--model", "model_id", required=True, help="Name of the model.")
-@click.option("--version", required=True, help="Version to publish it as.")
-@run_id_option
-@state_option
-@json_option
-def publish(
-    directory: Path,
-    model_id: str,
-    version: str,
-    run_id: str | None,
-    state: Path | None,
-    as_json: bool,
-) -> int:
-    """Digest DIRECTORY and upload it with its manifest."""
-    here = _start(state, run_id)
-    from flows.publish import publish_model
-
-    return _run(
-        publish_model,
-        as_json,
-        directory=str(directory.absolute()),
-        model_id=model_id,
-        version=version,
-        **here,
-    )
-
-
-@click.command()
-@model_argument
-@version_argument
-@click.option("--to", "targets", multiple=True, help="Node to bring it to (default: every node).")
-@click.option("--stage-only", is_flag=True, help="Do not activate it.")
-@run_id_option
-@state_option
-@json_option
-def distribute(
-    model_id: str,
-    version: str,
-    targets: tuple[str, ...],
-    stage_only: bool,
-    run_id: str | None,
-    state: Path | None,
-    as_json: bool,
-) -> int:
-    """Relay VERSION of MODEL_ID to the nodes, verify it there, and switch to it."""
-    here = _start(state, run_id)
-    from flows.distribute import distribute_model
-
-    return _run(
-        distribute_model,
-        as_json,
-        model_id=model_id,
-        version=version,
-        target_workers=list(targets) or None,
-        activate=not stage_only,
-        **here,
-    )
+    return run_flow(run_lifecycle, as_json, data=source, approver=approver, **here)
 
 
 @click.command()
@@ -137,10 +76,10 @@ def verify(
     model_id: str, version: str, run_id: str | None, state: Path | None, as_json: bool
 ) -> int:
     """Have every node read its copy again and check every byte."""
-    here = _start(state, run_id)
+    here = start_flow(state, run_id)
     from flows.distribute import verify_model
 
-    return _run(verify_model, as_json, model_id=model_id, version=version, **here)
+    return run_flow(verify_model, as_json, model_id=model_id, version=version, **here)
 
 
 @click.command()
@@ -150,11 +89,11 @@ def verify(
 @json_option
 def snapshot(data: Path | None, run_id: str | None, state: Path | None, as_json: bool) -> int:
     """Shard and digest the text files under DATA (default: the profile's source)."""
-    here = _start(state, run_id)
+    here = start_flow(state, run_id)
     from flows.publish import build_snapshot
 
     source = None if data is None else str(data.absolute())
-    return _run(build_snapshot, as_json, data=source, **here)
+    return run_flow(build_snapshot, as_json, data=source, **here)
 
 
 @click.command()
@@ -182,10 +121,10 @@ def train(
     as_json: bool,
 ) -> int:
     """Fine-tune VERSION of MODEL_ID, as the nodes hold it, on a snapshot."""
-    here = _start(state, run_id)
+    here = start_flow(state, run_id)
     from flows.train import train_model
 
-    return _run(
+    return run_flow(
         train_model,
         as_json,
         model_id=model_id,
@@ -218,10 +157,10 @@ def evaluate(
 ) -> int:
     """Judge a training job's candidate on held-out files."""
     job = _json_of(trained)
-    here = _start(state, run_id)
+    here = start_flow(state, run_id)
     from flows.evaluate import evaluate_model
 
-    return _run(
+    return run_flow(
         evaluate_model,
         as_json,
         model_id=model_id,
@@ -262,10 +201,10 @@ def promote(
     from paceline.wire.training import EvaluationReport, TrainResult
 
     job, scores = _record(trained, TrainResult), _record(report, EvaluationReport)
-    here = _start(state, run_id)
+    here = start_flow(state, run_id)
     from flows.promote import promote_model
 
-    return _run(
+    return run_flow(
         promote_model,
         as_json,
         model_id=model_id,
@@ -285,10 +224,10 @@ def promote(
 @json_option
 def rollback(model_id: str, run_id: str | None, state: Path | None, as_json: bool) -> int:
     """Put MODEL_ID's previous champion back, in the registry and on every node."""
-    here = _start(state, run_id)
+    here = start_flow(state, run_id)
     from flows.rollback import rollback_model
 
-    return _run(rollback_model, as_json, model_id=model_id, **here)
+    return run_flow(rollback_model, as_json, model_id=model_id, **here)
 
 
 def _json_of(file: Any) -> dict[str, Any]:

@@ -10,9 +10,18 @@ from paceline.manifest.model import (
     FileEntry,
     Manifest,
     Piece,
+    Signature,
 )
 from paceline.manifest.parse import MAX_MANIFEST_BYTES, parse_manifest
 from paceline.manifest.publish import fetch_manifest, publish_model, write_manifest
+from paceline.manifest.signing import (
+    TrustPolicy,
+    load_key,
+    new_key,
+    public_key,
+    sign_manifest,
+    verify_signature,
+)
 from paceline.manifest.sizes import Sizes, choose_sizes
 from paceline.manifest.verify import verify_directory
 from paceline.manifest.version import version_key
@@ -24,13 +33,20 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "Piece",
+    "Signature",
     "Sizes",
+    "TrustPolicy",
     "build_manifest",
     "choose_sizes",
     "fetch_manifest",
+    "load_key",
+    "new_key",
     "parse_manifest",
+    "public_key",
     "publish_model",
+    "sign_manifest",
     "verify_directory",
+    "verify_signature",
     "version_key",
     "write_manifest",
 ]

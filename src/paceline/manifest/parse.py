@@ -43,7 +43,7 @@ _TOP = {
     "global_checksum": str,
 }
 _FILE = {"path": str, "size": int, "sha256": str, "pieces": list}
-_SIGNATURE = {"public_key": str, "value": str}
+_SIGNATURE: dict[str, type] = {"public_key": str, "value": str}
 _CHUNK = {"chunk_id": int, "offset": int, "size": int, "checksum": str}
 
 

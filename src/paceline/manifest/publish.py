@@ -1,7 +1,8 @@
 """A model to object storage and its manifest back: files first, ``manifest.json`` last.
 
 A version whose manifest is there is whole; one without is not there yet. Publishing twice does
-nothing twice, and a version never changes its content.
+nothing twice, publishing again after a crash goes on where it stopped, and a version never changes
+its content. Versions of a model that stand side by side (``…/MODEL/VERSION``) go forwards.
 """
 
 from __future__ import annotations
@@ -10,13 +11,19 @@ import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.errors import Conflict, InvalidInput, InvalidManifest, SourceChanged, SourceMissing
 from paceline.manifest.build import Found, check_name, digest, scan
 from paceline.manifest.model import MANIFEST_FILE, Manifest
 from paceline.manifest.parse import MAX_MANIFEST_BYTES, parse_manifest
+from paceline.manifest.signing import ANYONE, TrustPolicy, sign_manifest, verify_signature
 from paceline.manifest.sizes import Sizes, choose_sizes
-from paceline.objects import ObjectStore, join_url
+from paceline.manifest.version import version_key
+from paceline.objects import ObjectStore, join_url, parse_url
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 FILES_AT_ONCE = 4
 
@@ -33,24 +40,33 @@ def publish_model(
     link_mbit: float,
     piece_bytes: int = 0,
     chunk_bytes: int = 0,
+    key: Ed25519PrivateKey | None = None,
+    allow_older: bool = False,
 ) -> Manifest:
-    """Upload the model in ``directory`` below ``url`` and return its manifest.
+    """Upload the model in ``directory`` below ``url`` and return its manifest, signed by ``key``.
 
     The same content already there uploads nothing (a lost file is restored); other content at that
     place raises Conflict and changes nothing. Sizes of 0 follow from model and link, or from what
     is published there, so that a faster link does not turn the same bytes into another manifest.
+    A version older than the newest one beside it raises Conflict, unless ``allow_older``.
     """
     check_name("model_id", model_id)
     check_name("version", version)
     root = Path(directory)
     found = scan(root)
     published = _published(url, store)
+    if published is None and not allow_older:
+        _refuse_older(url, version, store)
     sizes = _sizes(found, published, link_mbit, piece_bytes, chunk_bytes)
     manifest = digest(root, found, sizes, model_id=model_id, version=version)
     if published and published.digest != manifest.digest:
         raise _conflict(url, published, manifest)
-    uploaded = _upload(root, found, url, store)
-    if not published:
+    if key is not None:
+        manifest = sign_manifest(manifest, key)
+    elif published:
+        manifest = published  # whoever signed it still vouches for it
+    uploaded = _upload(root, found, url, store, manifest)
+    if manifest != published:
         store.put_bytes(join_url(url, MANIFEST_FILE), manifest.to_bytes())
         now = fetch_manifest(url, store)  # two publishers at once: the last one's manifest stands
         if now.digest != manifest.digest:
@@ -59,11 +75,11 @@ def publish_model(
     return manifest
 
 
-def fetch_manifest(url: str, store: ObjectStore | None) -> Manifest:
+def fetch_manifest(url: str, store: ObjectStore | None, policy: TrustPolicy = ANYONE) -> Manifest:
     """Return the manifest of the version below ``url``: ``s3://bucket/prefix`` or a directory.
 
-    Raises SourceMissing where nothing (whole) is published there, InvalidManifest, and the store's
-    errors.
+    Raises SourceMissing where nothing (whole) is published there, InvalidManifest,
+    UntrustedManifest where ``policy`` does not accept its signature, and the store's errors.
     """
     if url.startswith("s3://"):
         if store is None:
@@ -72,12 +88,14 @@ def fetch_manifest(url: str, store: ObjectStore | None) -> Manifest:
     else:
         raw = _read_local(Path(url))
     try:
-        return parse_manifest(raw)
+        manifest = parse_manifest(raw)
     except InvalidManifest as error:
         where = f"{error.where} in {url}" if error.where else url
         raise InvalidManifest(
             error.what, got=error.got, wanted=error.wanted, where=where, do=error.do
         ) from error
+    verify_signature(manifest, policy, where=url)
+    return manifest
 
 
 def write_manifest(directory: Path | str, manifest: Manifest) -> Path:
@@ -112,13 +130,35 @@ def _sizes(
     return choose_sizes(total, link_mbit, piece_bytes=piece_bytes, chunk_bytes=chunk_bytes)
 
 
-def _upload(root: Path, found: list[Found], url: str, store: ObjectStore) -> int:
-    """Upload what is not there in its size, largest first, and return how many files that was.
+def _refuse_older(url: str, version: str, store: ObjectStore) -> None:
+    """Raise Conflict where a newer version than ``version`` stands beside it."""
+    parent, _, name = url.rstrip("/").rpartition("/")
+    if name != version or not parse_url(f"{parent}/")[1]:
+        return  # not a directory of versions: there is nothing to compare with
+    for other in sorted(store.directories(parent), key=version_key, reverse=True):
+        if version_key(other) <= version_key(version):
+            return
+        if store.exists(join_url(parent, other, MANIFEST_FILE)):
+            raise Conflict(
+                "a newer version is published",
+                got=version,
+                wanted=f"later than {other}",
+                where=parent,
+                do="Choose a later version, or publish with --allow-older.",
+            )
 
-    Size alone decides only for a version whose manifest was compared just now.
+
+def _upload(
+    root: Path, found: list[Found], url: str, store: ObjectStore, manifest: Manifest
+) -> int:
+    """Upload what is not there, largest first, and return how many files that was.
+
+    Size alone decides only for a version whose manifest was compared just now; before that a file
+    is there when it was uploaded under the digest that it has here.
     """
     there = {info.url: info.size for info in store.list(url)}
     whole = join_url(url, MANIFEST_FILE) in there
+    digests = {file.path: file.sha256 for file in manifest.files}
     missing = [
         file
         for file in sorted(found, key=lambda file: -file.size)
@@ -126,8 +166,10 @@ def _upload(root: Path, found: list[Found], url: str, store: ObjectStore) -> int
     ]
 
     def upload(file: Found) -> None:
-        path = root / file.path
-        info = store.upload_file(path, join_url(url, file.path))
+        path, target, sha256 = root / file.path, join_url(url, file.path), digests[file.path]
+        if there.get(target) == file.size and store.holds(target, file.size, sha256):
+            return
+        info = store.upload_file(path, target, sha256)
         status = path.stat()
         if (info.size, status.st_size, status.st_mtime_ns) != (file.size, file.size, file.mtime_ns):
             raise SourceChanged(

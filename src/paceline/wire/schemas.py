@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.wire.base import Record
 from paceline.wire.forecast import PlanTable, SimulationReport
+from paceline.wire.local import Distribution, Published
 from paceline.wire.plan import Plan
 from paceline.wire.records import Deployment, Receipt
 from paceline.wire.summary import Failed, RunSummary
@@ -19,6 +20,8 @@ SCHEMAS: dict[str, type[Record]] = {
     "deployment-plan": Plan,
     "plan": PlanTable,
     "simulate": SimulationReport,
+    "publish": Published,
+    "distribute": Distribution,
     "deployment": Deployment,
     "receipt": Receipt,
     "train": TrainResult,

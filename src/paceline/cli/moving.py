@@ -1,0 +1,180 @@
+"""`paceline publish` and `paceline distribute`: a model to object storage, and to workers.
+
+Each has two forms. Given a place (an S3 URL, a directory) it works right here, in this process,
+without any server of ours; without one it runs as a flow of the installation that is up.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from paceline.cli.flows import run_flow, run_id_option, start_flow
+from paceline.cli.options import (
+    json_option,
+    profile_options,
+    read_profile,
+    state_directory,
+    state_option,
+)
+from paceline.cli.quantities import LINK, SIZE
+from paceline.errors import InvalidInput, NotReady
+from paceline.profile import Profile, load_runtime
+
+if TYPE_CHECKING:
+    from paceline.objects import ObjectStore
+
+directory_type = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("directory", type=directory_type)
+@click.argument("url", required=False)
+@click.option("--model", "model_id", required=True, help="Name of the model.")
+@click.option("--version", required=True, help="Version to publish it as.")
+@click.option("--sign", type=directory_type, default=None, help="Private key (paceline keys new).")
+@click.option("--piece", **SIZE, help="Piece size (default: from the model's).")
+@click.option("--chunk", **SIZE, help="Chunk size (default: from model and link).")
+@click.option("--link", **LINK, help="The workers' link, e.g. 10Gbps.")
+@click.option("--allow-older", is_flag=True, help="Publish although a newer version is there.")
+@click.option(
+    "--discard-unfinished", is_flag=True, help="Drop what earlier attempts uploaded in part."
+)
+@profile_options
+@run_id_option
+@state_option
+@json_option
+def publish(
+    directory: Path,
+    url: str | None,
+    model_id: str,
+    version: str,
+    sign: Path | None,
+    piece: int | None,
+    chunk: int | None,
+    link: float | None,
+    allow_older: bool,
+    discard_unfinished: bool,
+    profile: str,
+    overrides: tuple[str, ...],
+    run_id: str | None,
+    state: Path | None,
+    as_json: bool,
+) -> int:
+    """Digest DIRECTORY and upload it with its manifest below URL (s3://bucket/prefix).
+
+    The manifest's place is URL/manifest.json. Without URL, the installation that is up publishes
+    it in its own bucket, as a run.
+    """
+    if url is None:
+        direct = (sign, piece, chunk, link, allow_older, discard_unfinished)
+        if any(value not in (None, False) for value in direct):
+            raise InvalidInput(
+                "these options want a URL",
+                got="--sign, --piece, --chunk, --link, --allow-older or --discard-unfinished",
+                wanted="paceline publish DIRECTORY s3://bucket/prefix …",
+            )
+        here = start_flow(state, run_id)
+        from flows.publish import publish_model as flow
+
+        where = str(directory.absolute())
+        return run_flow(flow, as_json, directory=where, model_id=model_id, version=version, **here)
+    from paceline.manifest import load_key, publish_model
+    from paceline.wire.local import Published
+
+    settings, store = _objects(state, read_profile(profile, overrides))
+    key = load_key(sign) if sign else None
+    if not url.startswith("s3://"):
+        raise InvalidInput("not a destination", got=url, wanted="s3://bucket/prefix")
+    began = time.monotonic()
+    if discard_unfinished:
+        store.abort_uploads(url)
+    manifest = publish_model(
+        directory,
+        url,
+        model_id=model_id,
+        version=version,
+        store=store,
+        link_mbit=link or settings.cluster.link_mbit,
+        piece_bytes=piece or 0,
+        chunk_bytes=chunk or 0,
+        key=key,
+        allow_older=allow_older,
+    )
+    done = Published(
+        model_id=model_id,
+        version=version,
+        url=url.rstrip("/"),
+        manifest_digest=manifest.digest,
+        bytes=manifest.total_size,
+        files=len(manifest.files),
+        chunks=len(manifest.chunks),
+        pieces=manifest.piece_count,
+        chunk_size=manifest.chunk_bytes,
+        piece_size=manifest.piece_bytes,
+        uploaded_files=store.uploaded_files,
+        resumed_bytes=store.reused_bytes,
+        signed_by=manifest.signature.public_key if manifest.signature else None,
+        seconds=time.monotonic() - began,
+    )
+    if as_json:
+        click.echo(done.model_dump_json())
+    else:
+        click.echo(
+            f"{model_id} {version} at {done.url}: {done.bytes:,} bytes in {done.files} files, "
+            f"{done.pieces} pieces, {done.uploaded_files} uploaded in {done.seconds:.1f} s\n"
+            f"digest {done.manifest_digest}"
+            + (f"\nsigned by {done.signed_by}" if done.signed_by else "")
+        )
+    return 0
+
+
+def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore]:
+    """Return the object store of the installation that is up, else the one the profile names."""
+    from paceline.objects import ObjectStore
+    from paceline.profile import object_access
+
+    try:
+        runtime = load_runtime(state_directory(state))
+    except NotReady:
+        if state is not None:  # named, and nothing runs there: that is not what was asked for
+            raise
+        return profile, ObjectStore.from_access(object_access(profile))
+    return runtime.profile, ObjectStore.from_runtime(runtime)
+
+
+@click.command()
+@click.argument("model_id", metavar="MODEL_ID | SOURCE")
+@click.argument("version", required=False)
+@click.option("--to", "targets", multiple=True, help="Node to bring it to (default: every node).")
+@click.option("--stage-only", is_flag=True, help="Do not activate it.")
+@run_id_option
+@state_option
+@json_option
+def distribute(
+    model_id: str,
+    version: str | None,
+    targets: tuple[str, ...],
+    stage_only: bool,
+    run_id: str | None,
+    state: Path | None,
+    as_json: bool,
+) -> int:
+    """Relay VERSION of MODEL_ID to the nodes, verify it there, and switch to it."""
+    if version is None:
+        raise InvalidInput("no version", wanted="MODEL_ID VERSION")
+    here = start_flow(state, run_id)
+    from flows.distribute import distribute_model
+
+    return run_flow(
+        distribute_model,
+        as_json,
+        model_id=model_id,
+        version=version,
+        target_workers=list(targets) or None,
+        activate=not stage_only,
+        **here,
+    )

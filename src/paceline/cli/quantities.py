@@ -1,0 +1,65 @@
+"""Sizes and speeds as people write them: ``500GB``, ``64MiB``, ``10Gbps``, ``100Mbit``.
+
+Decimal prefixes are powers of 1000, ``Ki``, ``Mi``, ``Gi`` powers of 1024; a plain number is bytes,
+or Mbit/s. Use as ``click.option("--link", **LINK)``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from paceline.errors import InvalidInput
+
+T = TypeVar("T")
+
+_NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*")
+_PREFIX = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50}
+_BITS = re.compile(r"([kmgt]?)(?:bit|bits|bit/s|bps|b/s)?")
+
+
+def size_bytes(text: str) -> int:
+    """Return the bytes that ``text`` says; raises InvalidInput."""
+    match = _NUMBER.fullmatch(text)
+    unit = match[2].lower().removesuffix("b") if match else "?"
+    factor = {**_PREFIX, **_BINARY}.get(unit)
+    if match is None or factor is None:
+        raise InvalidInput("not a size", got=repr(text), wanted="500GB, 64MiB or a number of bytes")
+    return round(float(match[1]) * factor)
+
+
+def link_mbit(text: str) -> float:
+    """Return the Mbit/s that ``text`` says; raises InvalidInput."""
+    match = _NUMBER.fullmatch(text)
+    unit = match[2].lower() if match else "?"
+    bits = _BITS.fullmatch(unit)
+    if match is None or bits is None or not float(match[1]) > 0:
+        raise InvalidInput(
+            "not a speed", got=repr(text), wanted="10Gbps, 100Mbit or a number of Mbit/s above 0"
+        )
+    return float(match[1]) * (_PREFIX[bits[1]] / 1e6 if unit else 1.0)
+
+
+def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str], T | None]:
+    """Return a callback for click's options: ``parse`` of what is given, None where nothing is."""
+
+    def callback(_: click.Context, parameter: click.Parameter, value: str | None) -> T | None:
+        if value is None:
+            return None
+        try:
+            return parse(value)
+        except InvalidInput as error:
+            option = parameter.opts[0]
+            raise InvalidInput(
+                error.what, got=error.got, wanted=error.wanted, where=option
+            ) from error
+
+    return callback
+
+
+SIZE: dict[str, Any] = {"metavar": "SIZE", "callback": parsed(size_bytes)}
+LINK: dict[str, Any] = {"metavar": "SPEED", "callback": parsed(link_mbit)}
