@@ -113,6 +113,10 @@ def test_nobody_of_the_line_waits_behind_a_slow_or_corrupting_worker(
     fleet = [replace(fleet[0], standing=Standing.LINE, link_mbit=40.0, complete=False), *fleet[1:]]
     fleet = [replace(each, link_mbit=40.0) for each in fleet]
     fleet[1] = replace(fleet[1], standing=standing)
+    fleet = [
+        replace(each, complete=each.complete and each.standing is not Standing.QUARANTINED)
+        for each in fleet
+    ]
     made = plan(fleet, topology)
     check(made, fleet)
     bad = {each.worker_id for each in fleet if each.standing is Standing.QUARANTINED}

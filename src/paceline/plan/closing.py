@@ -107,7 +107,8 @@ class _Closing:
             for place in reversed(self._base.top_down(stripe)):
                 if self._out[place]:
                     late += self._remove(stripe, place)
-        for stripe, orphan, start in late:  # only now: slots that nobody has a claim on
+        # Only now: slots that nobody has a claim on; first those above most, who can use fewest.
+        for stripe, orphan, start in sorted(late, key=lambda each: -self._weight(*each[:2])):
             self._attach(stripe, orphan, self._settle(stripe, orphan, start))
         return Trees(self._up, self._base.slots)
 
@@ -151,6 +152,10 @@ class _Closing:
                 and not self._fed[number][place]
             }
         return self._left[place]
+
+    def _weight(self, stripe: int, orphan: int) -> int:
+        """Return how many places ``orphan`` feeds, up to what is looked at."""
+        return len(nearest_below(self._below[stripe], orphan))
 
     def _settle(self, stripe: int, orphan: int, start: int) -> int:
         up = self._up[stripe]

@@ -189,9 +189,13 @@ def origin_shares(total_bytes: int, spent_bytes: int, needs: Sequence[int]) -> l
     slack is spread over the others, for a piece that only the origin still has while the
     coordinator is away.
     """
+    if not needs:
+        return []
     cap = origin_cap_bytes(total_bytes)
     left = max(0, cap - spent_bytes)
     wanted = sum(needs)
+    if not wanted:
+        return [left // len(needs)] * len(needs)
     others = sum(1 for need in needs if not need)
     share = min(left, cap - total_bytes) // 2 // others if others else 0
     rest = left - share * others

@@ -124,37 +124,47 @@ class Feeding:
     """Makes the flows of one plan."""
 
     def __init__(
-        self, line: Line, trees: Trees, cargo: Cargo, stripes: Sequence[Stripe], scarce: bool
+        self,
+        line: Line,
+        trees: Trees,
+        cargo: Cargo,
+        stripes: Sequence[Stripe],
+        *,
+        scarce: bool = False,
+        from_peers: bool = False,
     ) -> None:
+        """``scarce``: the origin may not give all, so ask the slow and the quarantined as well.
+        ``from_peers``: chunks that others in the rack hold need not cross into it.
+        """
         self._line = line
         self._trees = trees
         self._cargo = cargo
         self._stripes = stripes
+        self._from_peers = from_peers
         self.missing = [cargo.missing(worker, stripes) for worker in line.workers]
         self._room = _room(line, trees)
         self._racks = [rack_of(worker) for worker in line.workers]
         # Who may be asked for what it holds; the slow and quarantined when the origin may not.
-        able = [
-            place
-            for place, worker in enumerate(line.workers)
-            if worker.standing is not Standing.GONE and (scarce or line.feeds(place))
-        ]
-        self._complete = [place for place in able if line.workers[place].complete]
+        self._complete: list[int] = []
+        self._partial: list[int] = []
         self._complete_in: dict[tuple[str, str], list[int]] = {}
-        for place in self._complete:
-            self._complete_in.setdefault(self._racks[place], []).append(place)
-        self._partial = [
-            place
-            for place in able
-            if line.workers[place].held_chunks and not line.workers[place].complete
-        ]
-        self._held_in: dict[tuple[str, str], set[int]] = {}
         self._partial_in: dict[tuple[str, str], list[int]] = {}
-        for place in self._partial:
-            rack = self._racks[place]
-            self._partial_in.setdefault(rack, []).append(place)
-            self._held_in.setdefault(rack, set()).update(line.workers[place].held_chunks)
-        self._held: set[int] = set().union(*self._held_in.values())
+        self._held_in: dict[tuple[str, str], set[int]] = {}
+        self._held: set[int] = set()
+        for place, worker in enumerate(line.workers):
+            good, rack = line.feeds(place), self._racks[place]
+            if line.is_gone(place) or not (good or scarce):
+                continue
+            if worker.complete:
+                self._complete.append(place)
+                if good:
+                    self._complete_in.setdefault(rack, []).append(place)
+            elif worker.held_chunks:
+                self._partial.append(place)
+                self._held |= worker.held_chunks
+                if good:
+                    self._partial_in.setdefault(rack, []).append(place)
+                    self._held_in.setdefault(rack, set()).update(worker.held_chunks)
         self._burden: dict[int, int] = {}  # bytes asked of partial holders
 
     def flows(self) -> list[Flow]:
@@ -192,6 +202,8 @@ class Feeding:
             return [flow]
         rack = self._racks[flow.reader]
         held = self._held if at_origin else self._held_in.get(rack, set())
+        if not held or not (at_origin or self._from_peers):
+            return [flow]
         own = self._line.workers[flow.reader].held_chunks
         wanted = [
             chunk
@@ -215,6 +227,7 @@ class Feeding:
         return min(
             found,
             key=lambda place: (
+                self._line.out[place],
                 self._room.get(place, 0.0) < 1 - _ROOM,
                 -nearness(worker, self._line.workers[place]),
                 -self._room.get(place, 0.0),
@@ -249,6 +262,7 @@ class Feeding:
             holder = min(
                 able,
                 key=lambda place: (
+                    self._line.out[place],
                     self._burden.get(place, 0),
                     -nearness(reader, workers[place]),
                     place,

@@ -7,7 +7,7 @@ others and has no lanes of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import InvalidPlan
@@ -36,7 +36,7 @@ class Draft:
     trees: Trees
     flows: list[Flow]
     price: Price
-    roots: list[int]  # by place: bytes that it is the first to take
+    roots: list[int]  # by place in the line: bytes that it is the first to take
 
 
 def make_plan(
@@ -70,11 +70,18 @@ def make_plan(
     network = Network(external_mbit, oversubscription)
     left = origin_cap_bytes(cargo.total) - origin_spent_bytes
     draft = draft_plan(topology, line, cargo, network, fanout=fanout, origin_left=left)
+    pullers = [
+        place
+        for place in range(line.length)
+        if not (line.is_gone(place) or line.workers[place].complete)
+    ]
     if draft.topology is Topology.DIRECT:
         # Each reads it all: that was asked for.
-        shares = [origin_cap_bytes(cargo.total)] * line.length
+        shares = dict.fromkeys(pullers, origin_cap_bytes(cargo.total))
     else:
-        shares = origin_shares(cargo.total, origin_spent_bytes, _needs(draft))
+        needs = [draft.roots[place] for place in pullers]
+        given = origin_shares(cargo.total, origin_spent_bytes, needs)
+        shares = dict(zip(pullers, given, strict=True))
     told = draft.price.prediction
     # Later epochs do not look at who holds something: everybody does, and lanes that stay equal
     # need not be fetched again.
@@ -114,6 +121,7 @@ def draft_plan(
         return min(drafts, key=lambda draft: draft.price.prediction.seconds)
     if topology is Topology.DIRECT:
         stripes = cargo.stripes(1)
+        roots = [cargo.total] * line.length
         up = [
             ORIGIN if place < line.length and not line.is_gone(place) else NOWHERE
             for place in range(len(line.workers))
@@ -131,32 +139,22 @@ def draft_plan(
         trees = build_trees(topology, line.workers, line.core, len(stripes), fanout)
         trees = close_up(trees, line.out)
         feed_leaves(line, trees)
-        scarce = origin_left is not None and origin_left < _to_begin(line, cargo, trees, stripes)
-        flows = Feeding(line, trees, cargo, stripes, scarce).flows()
-    roots = [0] * len(line.workers)
-    for number, stripe in enumerate(stripes):
-        for place, source in enumerate(trees.up[number]):
-            if source == ORIGIN:
-                roots[place] += stripe.size
+        roots = _begun(line, cargo, trees, stripes)
+        scarce = origin_left is not None and origin_left < sum(roots)
+        from_peers = topology is Topology.MESH
+        feeding = Feeding(line, trees, cargo, stripes, scarce=scarce, from_peers=from_peers)
+        flows = feeding.flows()
     return Draft(topology, line, trees, flows, price(line, flows, cargo, network), roots)
 
 
-def _to_begin(line: Line, cargo: Cargo, trees: Trees, stripes: Sequence[Stripe]) -> int:
-    """Return how many bytes those lack who begin the stripes."""
-    return sum(
-        cargo.missing(line.workers[place], stripes)[number]
-        for number in range(len(stripes))
-        for place, source in enumerate(trees.up[number])
-        if source == ORIGIN
-    )
-
-
-def _needs(draft: Draft) -> list[int]:
-    """Return, by place in the line, what each may have to begin at the origin."""
-    return [
-        0 if worker.complete or worker.standing is Standing.GONE else root
-        for worker, root in zip(draft.line.workers[: draft.line.length], draft.roots, strict=False)
-    ]
+def _begun(line: Line, cargo: Cargo, trees: Trees, stripes: Sequence[Stripe]) -> list[int]:
+    """Return, by place in the line, what each lacks of the stripes that it begins."""
+    roots = [0] * line.length
+    for number, up in enumerate(trees.up):
+        for place in range(line.length):
+            if up[place] == ORIGIN:
+                roots[place] += cargo.missing(line.workers[place], stripes)[number]
+    return roots
 
 
 class _Writing:
@@ -182,7 +180,7 @@ class _Writing:
         self._direct = draft.topology is Topology.DIRECT
         self._spares = spares
 
-    def parts(self, shares: Sequence[int]) -> tuple[WorkerLanes, ...]:
+    def parts(self, shares: Mapping[int, int]) -> tuple[WorkerLanes, ...]:
         """Return every living worker's lanes: who feeds from beside first, then the line."""
         line, rates = self._draft.line, self._draft.price.rates
         lanes: list[list[tuple[Flow, float]]] = [[] for _ in line.workers]
@@ -190,7 +188,7 @@ class _Writing:
             lanes[flow.reader].append((flow, rate))
         parts = [self._part(place, [], 0) for place in line.beside]
         parts += [
-            self._part(place, lanes[place], shares[place])
+            self._part(place, lanes[place], shares.get(place, 0))
             for place in range(line.length)
             if not line.is_gone(place)
         ]
@@ -211,7 +209,7 @@ class _Writing:
                 self._lane(flow, rate * counted)
                 for flow, rate in sorted(flows, key=lambda each: each[0].first)
             ),
-            origin_budget_bytes=0 if worker.complete else share,
+            origin_budget_bytes=share,
             piece_deadline_s=deadline_s,
         )
 

@@ -13,9 +13,11 @@ from paceline.plan.closing import match, nearest_below
 from paceline.plan.flows import Flow, nearness
 from paceline.plan.line import Line
 from paceline.plan.trees import ORIGIN, Trees
+from paceline.plan.worker import Standing
 
 MOST_SPARES = 8  # workers; plans of 10,000 workers stay small and a retry loop stays short
 MOST_ANCESTORS = 4
+_LAST_RESORT = 2
 _FARTHEST = 2 * MOST_SPARES  # places along the line that are looked at
 
 
@@ -34,6 +36,7 @@ class Spares:
             for place, source in enumerate(trees.up[stripe])
             if source == ORIGIN
         ]
+        self._last_resort = _last_resort(line)
         self._free = [trees.slots] * len(line.workers)
         for up in trees.up:
             for source in up:
@@ -68,7 +71,8 @@ class Spares:
         if flow.source != ORIGIN:
             add(self._free_of(reader, stripe, around))
         else:
-            add(self._roots)
+            add(self._roots, MOST_SPARES - len(self._last_resort))
+            chosen += [place for place in self._last_resort if place not in taken]
         if self._returned:  # those below got what they have from here, but for what they came with
             add(place for place in around if self._line.workers[place].held_pieces)
         return chosen
@@ -146,6 +150,30 @@ class Spares:
             turned = turned[: 16 * MOST_SPARES]
         worker = self._line.workers[reader]
         return sorted(turned, key=lambda place: -nearness(self._line.workers[place], worker))
+
+
+def _last_resort(line: Line) -> list[int]:
+    """Return who is asked for what only the origin has, should it be out of reach (its fuse spent):
+    the slow that hold most; the quarantined where nobody else has the whole.
+    """
+
+    def richest(standing: Standing) -> list[int]:
+        found = [
+            place
+            for place, worker in enumerate(line.workers)
+            if line.out[place]
+            and worker.standing is standing
+            and (worker.held_pieces or worker.complete)
+        ]
+        found.sort(key=lambda at: (not line.workers[at].complete, -line.workers[at].held_pieces))
+        return found[:_LAST_RESORT]
+
+    slow = richest(Standing.TAIL)
+    others = [place for place in range(len(line.workers)) if line.feeds(place)]
+    if any(line.workers[place].complete for place in (*others, *slow)):
+        return slow
+    bad = [place for place in richest(Standing.QUARANTINED) if line.workers[place].complete]
+    return [*slow, *bad]
 
 
 Spans = tuple[list[int], list[int]]
