@@ -134,6 +134,9 @@ class MemoryFleet:
         self.now_s = 0.0
         self.manifest = manifest
         self.origin_pieces = 0  # sent by the origin
+        self.origin_again = 0  # of these, sent before, though somebody else could have sent them
+        self._origin_sent: set[int] = set()
+        self._commits = 0
         self.events = 0
         self._pieces = pieces or PieceMap(manifest)
         self._random = Random(seed)
@@ -152,11 +155,7 @@ class MemoryFleet:
 
     def assign(self, lanes: WorkerLanes) -> None:
         """Hand a worker its lanes; older ones than it has must change nothing."""
-        node = self.nodes[lanes.worker_id]
-        if node.alive and lanes.epoch > node.epoch:
-            node.epoch, node.error = lanes.epoch, None
-            node.origin_bytes, node.origin_budget_bytes = 0, lanes.origin_budget_bytes
-        self._tell(node, LanesAssigned(lanes))
+        self._tell(self.nodes[lanes.worker_id], LanesAssigned(lanes))
 
     def at(self, when_s: float, what: Callable[..., None], *args: object) -> None:
         """Do ``what`` at a virtual time."""
@@ -251,7 +250,12 @@ class MemoryFleet:
         node.events += 1
         if node.events > EVENTS_A_SECOND * (self.now_s + 1):
             raise AssertionError(f"{node.name} is busy with nothing at {self.now_s}: {event}")
+        if isinstance(event, LanesAssigned) and event.lanes.epoch > node.epoch:
+            node.epoch, node.error = event.lanes.epoch, None
+            node.origin_bytes, node.origin_budget_bytes = 0, event.lanes.origin_budget_bytes
         actions = session.handle(event, self.now_s)
+        if session.epoch < node.epoch:
+            raise AssertionError(f"{node.name} went back to epoch {session.epoch}")
         for action in actions:
             match action:
                 case Fetch():
@@ -281,7 +285,7 @@ class MemoryFleet:
                     self._serve(waiting)
             if not actions:
                 return  # progress without a request: deadlines have only moved away
-        elif isinstance(event, PiecesDurable) and not actions:
+        elif not actions and isinstance(event, PiecesDurable | SourceAlive):
             return
         self._arm(node, session)
 
@@ -404,15 +408,16 @@ class MemoryFleet:
         faults, random, session = self._faults, self._random, stream.session
         extent = Extent(piece, piece + 1)
         reader.received_pieces += 1
-        self.origin_pieces += source is self.origin
+        if source is self.origin:
+            self._count_origin(reader, piece)
         event: SessionEvent
         rotten = piece in source.rotten
         if rotten or source.name in faults.corrupt_from or random.random() < faults.corrupt:
             event = PieceRejected(stream.key, stream.number, extent)
             reader.corrupt_sent.add(stream.key)
             stream.corrupted = True
-            if piece not in reader.verified:
-                reader.bad.add(piece)
+            if piece not in reader.pending and piece not in reader.durable:
+                reader.bad.add(piece)  # what is good is never written again
             if rotten:
                 self._later(LATENCY_S, self._found_rotten, source, piece)
         else:
@@ -431,6 +436,17 @@ class MemoryFleet:
             self._later(faults.delay_s * random.random(), self._deliver, reader, session, event)
         self._serve(stream)
 
+    def _count_origin(self, reader: Node, piece: int) -> None:
+        self.origin_pieces += 1
+        if piece in self._origin_sent:
+            self.origin_again += any(
+                piece in node.verified and piece not in node.distrusted
+                for node in self.nodes.values()
+                if node is not reader and node.alive and not node.frozen
+                if node.name not in self._faults.corrupt_from
+            )
+        self._origin_sent.add(piece)
+
     def _found_rotten(self, node: Node, piece: int) -> None:
         """A peer complained, and the node has looked at its disk: as the peer port does."""
         if piece in node.rotten and node.session is not None:
@@ -448,5 +464,6 @@ class MemoryFleet:
             node.durable.add(run)
             node.rotten.difference_update(range(*run))
             self._deliver(node, session, PiecesDurable(run))
-        if session.progress().pieces_held > node.durable.count:
+        self._commits += 1
+        if self._commits % 8 == 0 and session.progress().pieces_held > node.durable.count:
             raise AssertionError(f"{node.name} reports what is not durable (I2)")

@@ -52,6 +52,7 @@ class Puller:
         self._health: dict[str, Health] = {}
         self._repairs = Repairs(limits, random)
         self._hedge: Hedge | None = None
+        self._steady = False  # nothing but the lanes' own windows needs looking at
         self._hedges_left = 0  # pieces
         self._hedge_at_s: float | None = None  # when the last pieces in flight are late
         self._streams = 0
@@ -76,7 +77,7 @@ class Puller:
         self._works = works
         self._starts = [work.extent.first for work in works]
         self._piece_deadline_s = lanes.piece_deadline_s
-        self._budget_bytes, self.origin_spent = lanes.origin_budget_bytes, 0
+        self._budget_bytes = lanes.origin_budget_bytes
         for health in self._health.values():
             health.retry_at_s = 0.0  # the coordinator knows more than our last failures
         self._hedge = None
@@ -91,6 +92,10 @@ class Puller:
                 if repair.asked == feed.source.key:
                     for run in repair.pieces:
                         feed.aside.add(run)
+        # The plan knows what arrived from the origin; what is on its way is spent of its budget.
+        origins = [feed for feed in self._feeds.values() if feed.source.kind == "origin"]
+        flying = (run for feed in origins for runs in (feed.in_flight, feed.aside) for run in runs)
+        self.origin_spent = sum(map(self._pieces.bytes_of, flying))
         self.lost.clear()
         self.stalled = self.hopeless = None
 
@@ -472,6 +477,27 @@ class Puller:
                 work.active == key and work.wanting for work in self._works
             ):
                 self._forget(feed, actions)
+        self._steady = (
+            not self._repairs
+            and self._hedge is None
+            and self._hedge_at_s is None
+            and all(work.active is not None for work in self._works if work.wanting)
+        )
+
+    def keep_full(self, extent: Extent, now_s: float, actions: list[SessionAction]) -> bool:
+        """Do for the lanes of ``extent``, which has just arrived, what ``pump`` would do for all;
+        return whether that is certain to be the same.
+        """
+        if not self._steady:
+            return False
+        for work, _ in self._parts(extent):
+            feed = self._feeds.get(work.active or "")
+            if feed is None or not work.wanting:
+                return False
+            self._top_up(feed, work, now_s, actions)
+            if work.active is None or not work.wanting:
+                self._steady = False
+        return True
 
     def _source_for(self, work: Work, now_s: float) -> Feed | None:
         if work.active is not None and (feed := self._feeds.get(work.active)):
@@ -479,6 +505,10 @@ class Puller:
         work.active = None
         missing = next(work.taken.gaps(work.extent))
         able = [each for each in work.candidates if self._may_ask(each, missing, work, now_s)]
+        if not self._may_afford(work.candidates[0], missing) or (
+            not able and not all(self._may_afford(each, missing) for each in work.candidates)
+        ):
+            self.stalled = self._over_budget()
         if able:
             best = min(able, key=lambda each: self._failures(each, work))
             work.active, work.progress_s = best.key, now_s
@@ -489,8 +519,6 @@ class Puller:
                 least_s = max(self._limits.spare_standstill_s, SPARE_TIMES * self._piece_s(work))
                 work.hurry_s = least_s * (1 + self._random.random())
             return self._open(best, now_s)
-        if not all(self._may_afford(each, missing) for each in work.candidates):
-            self.stalled = self._over_budget()
         return None
 
     def _failures(self, source: Source, work: Work) -> int:
@@ -515,6 +543,8 @@ class Puller:
 
         source = self._repairs.choose(repair, work.candidates, may_ask, now_s)
         if source is None:
+            if not all(self._may_afford(each, part) for each in work.candidates):
+                self.stalled = self._over_budget()
             return
         if source.kind == "origin":
             fits = self._pieces.fitting(part, self._origin_left(), part.size)
