@@ -68,9 +68,13 @@ class Control:
             seed=scenario.seed,
         )
         self._ask(Create(deployment_id=DEPLOYMENT, call=call, manifest=self._manifest))
-        interval_s = self.state.fleet.beat_interval_s()
-        for host in hosts.values():
-            self.resume(host, self._random.random() * interval_s)
+        # Everybody is idle and holds the line, so everybody hears of the plan at once; the
+        # coordinator answers one after the other.
+        order = list(hosts.values())
+        self._random.shuffle(order)
+        for turn, host in enumerate(order):
+            serving_s = turn / scenario.patience.beats_per_second
+            self.resume(host, scenario.timing.call_s + serving_s)
         # A large fleet's coordinator has more to look at; it looks less often.
         self._tick_s = max(scenario.timing.tick_s, len(hosts) / 10_000)
         self._streams.after(self._tick_s, self._tick)

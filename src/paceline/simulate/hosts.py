@@ -39,7 +39,10 @@ class Host:
     lanes: WorkerLanes | None = None
     have: Extents = field(default_factory=Extents)  # verified
     durable: Extents = field(default_factory=Extents)
-    feeds: dict[str, Flow] = field(default_factory=dict)  # what it pulls, by source key
+    # What it pulls, by source key and lane: a stream that serves two lanes takes turns.
+    feeds: dict[tuple[str, int], Flow] = field(default_factory=dict)
+    lane_starts: list[int] = field(default_factory=list)  # first piece of each lane
+    vouched: dict[str, int] = field(default_factory=dict)  # stream numbers, by source key
     readers: dict[Flow, None] = field(default_factory=dict)  # who pulls from it
     waiting: dict[Flow, None] = field(default_factory=dict)  # of these, those it has nothing for
     edges: dict[tuple[str, str], Tally] = field(default_factory=dict)
@@ -77,13 +80,16 @@ ORIGIN_RACK = "\0origin"
 
 @dataclass(eq=False, slots=True)
 class Flow:
-    """One stream: what its reader still wants of its source, and the run that is on its way."""
+    """One lane's part of one stream: what its reader still wants of its source, and the run that is
+    on its way.
+    """
 
     slot: int
     reader: Host
     source: Host
     key: str
     number: int
+    lane: int
     crosses: bool
     wanted: Extents = field(default_factory=Extents)
     moving: bool = False
@@ -97,7 +103,6 @@ class Flow:
     unreported: list[Extent] = field(default_factory=list)
     open: bool = False
     closed: bool = False
-    vouched: bool = False
 
 
 def tallies_of(host: Host, running: dict[Flow, tuple[float, float]]) -> tuple[EdgeTally, ...]:

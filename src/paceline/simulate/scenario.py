@@ -1,4 +1,4 @@
-"""What is simulated: the fleet, the model, the times that software takes, and how things go wrong."""
+"""What is simulated: the fleet, the model, the times that software takes, what goes wrong."""
 
 from __future__ import annotations
 

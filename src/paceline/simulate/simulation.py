@@ -89,7 +89,9 @@ class Simulation:
         if coalesce == 1:
             return usual
         return SessionLimits(
-            window_pieces=max(usual.window_pieces, 3 * coalesce), window_bytes=1 << 60
+            window_pieces=max(usual.window_pieces, 3 * coalesce),
+            window_bytes=1 << 60,
+            window_s=1e9,
         )
 
     def _build_hosts(self) -> None:
@@ -154,7 +156,7 @@ class Simulation:
         seconds = max((h.published_s or 0.0 for h in self._survivors()), default=0.0)
         if self._left > 0:
             seconds = streams.now_s
-        violations = [*streams.violations, *self._broken(limit_s)]
+        violations = [*streams.violations, *self._broken()]
         if self._left <= 0 and self.scenario.workers <= EXACT_WORKERS:
             violations += self._unfinished()
         size = self.manifest.total_size
@@ -227,7 +229,7 @@ class Simulation:
     def _survivors(self) -> list[Host]:
         return [host for host in self.streams.hosts.values() if host.name not in self._gone]
 
-    def _broken(self, limit_s: float) -> list[str]:
+    def _broken(self) -> list[str]:
         """Return what does not hold at the end."""
         found = []
         pieces = self.manifest.piece_count

@@ -14,6 +14,7 @@ of their own report. With ``coalesce`` 1 nothing is rounded: every piece is on i
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
 from math import ceil
@@ -44,8 +45,7 @@ from paceline.simulate.network import NEAR, Network
 from paceline.simulate.scenario import Timing
 from paceline.wire.plan import Source
 
-STALLED_S = 0.5  # a stream that has not moved for so long says that it waits, like the real one
-WATCH_S = 0.25
+WATCH_S = 0.25  # a stream that has not moved for so long says that it waits, like the real one
 LEAST_EXTENTS = 64  # extents shrink towards a host's end, to this part of the longest
 MUCH_CORRUPT = 0.05  # beyond it, rejections are not gathered
 
@@ -140,9 +140,10 @@ class Streams:
         host.session = RelaySession(
             worker_id=host.name,
             manifest=self.manifest,
-            held=host.durable.pieces(),
+            held=host.durable,
             limits=self._limits,
             seed=self._seed,
+            pieces=self._pieces,
         )
 
     def tell(self, host: Host, event: SessionEvent) -> None:
@@ -157,6 +158,8 @@ class Streams:
     def assign(self, host: Host, event: LanesAssigned) -> None:
         """Hand a worker its lanes."""
         host.lanes = event.lanes
+        chunks = self._pieces.chunks
+        host.lane_starts = sorted(chunks[lane.first_chunk].first for lane in event.lanes.lanes)
         self._flush(host.feeds.values())
         self.tell(host, event)
 
@@ -201,13 +204,36 @@ class Streams:
         return {f: (float(network.carried[f.slot]), float(network.busy_s[f.slot])) for f in mine}
 
     def watch(self) -> None:
-        """Say who lives, every now and then, as keepalives and arriving bytes do."""
+        """Say who lives and who sends, as keepalives and arriving bytes do.
+
+        While bytes flow a session is told so once, until further notice.
+        """
+        network = self.network
+        since_s = self.now_s - WATCH_S
+        moved = network.moved_s
         for host in self.hosts.values():
             if host.session is None or not host.serves:
                 continue
+            streams: dict[str, list[bool]] = {}
+            numbers: dict[str, int] = {}
             for flow in host.feeds.values():
                 if flow.open and flow.wanted and flow.source.serves:
-                    self.tell(host, SourceAlive(flow.key, flow.number))
+                    going = flow.moving and bool(moved[flow.slot] > since_s)
+                    streams.setdefault(flow.key, []).append(going)
+                    numbers[flow.key] = flow.number
+            for key, number in [*host.vouched.items()]:
+                if numbers.get(key) != number or not all(streams[key]):
+                    self._flush(f for f in host.feeds.values() if f.key == key)
+                    del host.vouched[key]
+                    self.tell(host, SourceAlive(key, number))
+            for key, going in streams.items():
+                if key in host.vouched:
+                    continue
+                if all(going):
+                    host.vouched[key] = numbers[key]
+                    self.tell(host, SourceAlive(key, numbers[key], moving=True, until_s=np.inf))
+                else:
+                    self.tell(host, SourceAlive(key, numbers[key], moving=any(going)))
         self.after(WATCH_S, self.watch)
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────
@@ -219,9 +245,9 @@ class Streams:
                 case Fetch(source, number, extent):
                     self._fetch(host, source, number, extent)
                 case Abandon(key, number):
-                    flow = host.feeds.get(key)
-                    if flow is not None and flow.number == number:
-                        self._close(flow)
+                    for flow in [f for f in host.feeds.values() if f.key == key]:
+                        if flow.number == number:
+                            self._close(flow)
                 case Complete():
                     self._completed(host)
                 case Fail(error):
@@ -241,7 +267,7 @@ class Streams:
             host.timer_s = None
             again_s = session.deadline_s()
             if again_s is not None and again_s <= self.now_s:
-                self._flush(f for f in host.feeds.values() if not f.vouched)
+                self._flush(f for f in host.feeds.values() if f.key not in host.vouched)
                 self.tell(host, Tick())
             else:
                 self._arm(host, session)
@@ -265,16 +291,19 @@ class Streams:
     # ── streams ──────────────────────────────────────────────────────────────────────────────────
 
     def _fetch(self, host: Host, source: Source, number: int, extent: Extent) -> None:
-        flow = host.feeds.get(source.key)
+        lane = bisect_right(host.lane_starts, extent.first)
+        flow = host.feeds.get((source.key, lane))
         if flow is None or flow.number != number:
             if flow is not None:
                 self._close(flow)
-            flow = self._open(host, source, number)
+            flow = self._open(host, source, number, lane)
         if next(host.have.common(extent), None) is not None and not flow.reader.frozen:
             again = sum(run.size for run in host.have.common(extent))
             self._asked_again(host, extent, again)
         flow.wanted.add(extent)
         if flow.moving:
+            if extent.first < flow.base:
+                self._turn_back(flow)
             self._extend(flow)
         elif flow.open:
             self._to_start.append(flow)
@@ -284,7 +313,7 @@ class Streams:
         if told >= host.have.count:  # it knew of every one of them
             self.violations.append(f"{host.name} asked again for {again} pieces of {extent}")
 
-    def _open(self, host: Host, source: Source, number: int) -> Flow:
+    def _open(self, host: Host, source: Source, number: int, lane: int) -> Flow:
         far = self.origin if source.kind == "origin" else self.hosts[source.worker_id or ""]
         if far is None:
             raise AssertionError("there is no origin")
@@ -294,8 +323,8 @@ class Streams:
             uses = (*uses, far.uplink_out, host.uplink_in)
         lanes = max(1, len(host.lanes.lanes)) if host.lanes else 1
         slot = self.network.add(uses, self._piece_bytes + self._lag_bytes / lanes)
-        flow = Flow(slot, host, far, source.key, number, crosses)
-        host.feeds[source.key] = self._by_slot[slot] = flow
+        flow = Flow(slot, host, far, source.key, number, lane, crosses)
+        host.feeds[source.key, lane] = self._by_slot[slot] = flow
         far.readers[flow] = None
         if not far.alive:
             self._later_failed(flow, PeerLost("connection refused", where=source.key))
@@ -337,14 +366,17 @@ class Streams:
         del self._by_slot[slot]
         flow.source.readers.pop(flow, None)
         flow.source.waiting.pop(flow, None)
-        if flow.reader.feeds.get(flow.key) is flow:
-            del flow.reader.feeds[flow.key]
+        if flow.reader.feeds.get((flow.key, flow.lane)) is flow:
+            del flow.reader.feeds[flow.key, flow.lane]
 
     def _silence(self, host: Host) -> None:
         """Nothing leaves or reaches a host any more; what arrived by now is reported."""
         for flow in (*host.readers, *host.feeds.values()):
             self._flush([flow])
             self._halt(flow)
+            if flow.reader.vouched.get(flow.key) == flow.number:
+                del flow.reader.vouched[flow.key]
+                self.tell(flow.reader, SourceAlive(flow.key, flow.number))
         host.waiting.clear()
 
     # ── runs ─────────────────────────────────────────────────────────────────────────────────────
@@ -380,6 +412,8 @@ class Streams:
             return
         source.waiting.pop(flow, None)
         first, has, stop = found
+        if leader is None:  # what the source has beyond the present request may be asked for next
+            has = next(source.have.common(Extent(first, self._pieces.count))).stop
         flow.base, flow.stop, flow.cut = first, stop, None
         flow.moving = True
         flow.leader = leader
@@ -448,7 +482,7 @@ class Streams:
         return longest
 
     def _crossed(self, flow: Flow) -> None:
-        """A flow is at an edge, at the end of its run, or has caught up with a source that waits."""
+        """A flow is at an edge, at its run's end, or has caught up with a source that waits."""
         at = float(self.network.pos[flow.slot])
         reached = self._reached(flow)
         self._arrive(flow, reached)
@@ -531,7 +565,7 @@ class Streams:
             flow.reader.origin_bytes += size
 
     def _gained(self, host: Host, run: Extent) -> None:
-        """Wake up who waited for these pieces, and have them sent first where they were passed by."""
+        """Wake up who waited for these pieces; where they were passed by they are sent first."""
         for flow in host.waiting:
             if next(flow.wanted.common(run), None) is not None:
                 self._to_start.append(flow)
@@ -539,11 +573,14 @@ class Streams:
             if flow.moving and run.first < flow.base and flow.cut is None:
                 behind = Extent(run.first, min(run.stop, flow.base))
                 if next(flow.wanted.common(behind), None) is not None:
-                    at = float(self.network.pos[flow.slot])
-                    flow.cut = max(flow.base, ceil((at - NEAR) / self._piece_bytes))
-                    self.network.extend(
-                        flow.slot, min(self._offset(flow.cut), self._offset(flow.stop))
-                    )
+                    self._turn_back(flow)
+
+    def _turn_back(self, flow: Flow) -> None:
+        """End the present run with the piece on its way: pieces before it can be sent now."""
+        if flow.cut is None:
+            at = float(self.network.pos[flow.slot])
+            flow.cut = min(flow.stop, max(flow.base, ceil((at - NEAR) / self._piece_bytes)))
+            self.network.extend(flow.slot, self._offset(flow.cut))
 
     def _report(self, flow: Flow) -> None:
         """Tell the session what arrived since it was told last."""
