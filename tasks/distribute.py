@@ -15,6 +15,7 @@ import pandas as pd
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from paceline.coordinator import Patience
 from paceline.errors import (
     Cancelled,
     CorruptData,
@@ -49,11 +50,14 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 
 # What of a deployment's events a person wants to read in the end.
+NAMED = 32  # workers that a sentence names
 NOTEWORTHY = {
     EventName.WORKER_LOST: "lost",
     EventName.WORKER_RETURNED: "returned",
-    EventName.PIECE_CORRUPT: "sent a corrupt piece",
+    EventName.PIECE_CORRUPT: "received a corrupt piece",
     EventName.SOURCE_LOST: "closed the gap: its source was lost",
+    EventName.WORKER_SLOW: "is slow, and fed at the tail",
+    EventName.WORKER_QUARANTINED: "sends corrupt pieces, and is asked no more",
     EventName.DEPLOYMENT_REPLANNED: "re-planned",
 }
 
@@ -116,8 +120,12 @@ def plan_relay(run: Run, manifest: Manifest, url: str, targets: list[str]) -> di
         ],
         source_url=url,
         seed=0,
+        external_mbit=profile.cluster.external_mbit,
+        oversubscription=profile.cluster.oversubscription,
     )
-    line = " → ".join(each.worker_id for each in plan.workers)
+    shown = [each.worker_id for each in plan.workers[:NAMED]]
+    more = len(plan.workers) - len(shown)
+    line = " → ".join(shown) + (f" and {more} more" if more else "")
     artifacts.markdown(
         f"plan {manifest.model_id}",
         f"**{plan.topology}** over {len(plan.workers)} workers: {line}\n\n"
@@ -336,7 +344,7 @@ def _cancel_with_us(run: Run, deployment_id: str) -> None:
 def _watch(
     run: Run, deployment_id: str, stage: str, page: artifacts.Progress, seen: int
 ) -> DeploymentView:
-    deadline = time.monotonic() + run.runtime.profile.relay.deadline_s
+    began = time.monotonic()
     away_since: float | None = None
     while True:
         try:
@@ -360,12 +368,15 @@ def _watch(
             return view
         if view.status.is_final or view.status == DeploymentStatus.STALLED:
             raise _why_not(view)
-        if time.monotonic() > deadline:
+        # As the coordinator counts: a large model may take longer than the profile's deadline.
+        patience = Patience.of(run.runtime.profile)
+        deadline_s = patience.deadline_of(view.deployment.predicted_seconds)
+        if time.monotonic() - began > deadline_s:
             with contextlib.suppress(TemporaryError):  # decided, if not yet confirmed by all
                 run.coordinator.cancel(deployment_id)
             raise DeploymentFailed(
                 "the relay missed its deadline",
-                got=f"{view.progress:.0%} after {run.runtime.profile.relay.deadline_s:.0f} s",
+                got=f"{view.progress:.0%} after {deadline_s:.0f} s",
                 wanted=f"complete (bound {view.deployment.bound_seconds:.1f} s)",
                 where=f"deployment {deployment_id}",
                 do="Read the agents' logs; raise relay.deadline_s if the link is that slow.",
@@ -403,6 +414,8 @@ def _relay_report(run: Run, view: DeploymentView) -> dict[str, Any]:
         "workers": len(view.workers_complete),
         "workers_failed": list(view.workers_failed),
         "topology": str(deployment.topology),
+        "slow": [each.worker_id for each in progress if each.standing == "tail"],
+        "quarantined": [each.worker_id for each in progress if each.standing == "quarantined"],
         "epoch": deployment.epoch,
         "seconds": float(deployment.seconds or 0.0),
         "predicted_seconds": deployment.predicted_seconds,

@@ -267,7 +267,9 @@ def test_events_can_be_followed_without_losing_or_repeating_any(rest):
     assert seen == sorted(set(seen))
     assert len(seen) >= 30
     ahead = rest.get("/events", params={"after": after + 10**6, "wait_s": 0}).json()
-    assert ahead == {"events": [], "last": after}, "a watcher of another life can find its place"
+    assert ahead["events"] == []
+    # Not equal: on a busy machine the silent ones are lost meanwhile, which is an event too.
+    assert after <= ahead["last"] < after + 100, "a watcher of another life can find its place"
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,8 @@ class Sources:
         """Return a reader of ``url``; raises AccessDenied for a directory that is no source."""
         if url.startswith("s3://"):
             return S3Reader(url, self.objects())
-        roots = self._runtime.profile.security.source_roots
+        roots: list[str | Path] = [self._runtime.state_dir]
+        roots += self._runtime.profile.security.source_roots
         return DirectoryReader(Path(url.removeprefix("file://")), roots)
 
     def objects(self) -> ObjectStore:

@@ -16,9 +16,11 @@ from paceline import __version__
 from paceline.coordinator import Coordinator, Patience
 from paceline.coordinator.problems import BodyLimit, TokenGuard, add_problem_handlers
 from paceline.coordinator.rest import make_router
-from paceline.errors import AccessDenied, InvalidInput
+from paceline.errors import InvalidInput
 from paceline.manifest import Manifest, fetch_manifest
+from paceline.manifest.signing import TrustPolicy, verify_signature
 from paceline.profile import Runtime
+from paceline.relay.origin import below_roots
 from paceline.service.observation import add_observation
 from paceline.service.serving import serve_app
 
@@ -78,19 +80,22 @@ def serve(runtime: Runtime, host: str, port: int, ready_fd: int | None = None) -
 
 
 def _fetch(url: str, runtime: Runtime) -> Manifest:
-    """Return the manifest at ``url``: an S3 URL, or a directory inside the state directory."""
+    """Return the manifest at ``url``: an S3 URL, or a directory that may be a source.
+
+    Raises UntrustedManifest where the profile wants a signature that it has not.
+    """
     if "\0" in url:
         raise InvalidInput("not a source URL", got="a NUL in it", wanted="s3://bucket/prefix")
+    security = runtime.profile.security
+    trust = TrustPolicy.of(security.trusted_publishers, required=security.require_signature)
     if url.startswith("s3://"):
         from paceline.objects import ObjectStore
 
-        return fetch_manifest(url, ObjectStore.from_runtime(runtime))
-    root = runtime.state_dir.resolve()
-    path = Path(url)
-    if "://" in url or not path.is_absolute():
-        raise InvalidInput("not a source URL", got=url, wanted="s3://bucket/prefix")
-    if not path.resolve().is_relative_to(root):
-        raise AccessDenied(
-            "this directory is not a source", got=url, wanted=f"one below {root}, or s3://…"
-        )
-    return fetch_manifest(str(path.resolve()), None)
+        manifest = fetch_manifest(url, ObjectStore.from_runtime(runtime))
+    else:
+        if "://" in url or not Path(url).is_absolute():
+            raise InvalidInput("not a source URL", got=url, wanted="s3://bucket/prefix")
+        directory = below_roots(Path(url), (runtime.state_dir, *security.source_roots))
+        manifest = fetch_manifest(str(directory), None)
+    verify_signature(manifest, trust, where=url)
+    return manifest

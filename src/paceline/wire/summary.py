@@ -38,6 +38,8 @@ class Movement(Record):
     bytes_reused: int
     cross_rack_bytes: int
     already_done: bool
+    slow: tuple[str, ...] = ()  # workers that were fed at the tail, in the end
+    quarantined: tuple[str, ...] = ()
 
 
 class ModelFigures(Record):
