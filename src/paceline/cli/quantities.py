@@ -1,7 +1,8 @@
-"""Sizes and speeds as people write them: ``500GB``, ``64MiB``, ``10Gbps``, ``100Mbit``.
+"""Sizes and speeds as people write them: ``500GB``, ``64MiB``, ``10Gbps``, ``100Mbit``, ``2GB/s``.
 
 Decimal prefixes are powers of 1000, ``Ki``, ``Mi``, ``Gi`` powers of 1024; a plain number is bytes,
-or Mbit/s. Use as ``click.option("--link", **LINK)``.
+or Mbit/s. A speed with a capital B is bytes, with a small b bits, as on disks and switches.
+Use as ``click.option("--link", **LINK)``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s
 _PREFIX = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50}
 _BITS = re.compile(r"([kmgt]?)(?:bit|bits|bit/s|bps|b/s)?")
+_BYTES = re.compile(r"([kKMGT]?i?)B(?:/s|ps)")
 
 
 def size_bytes(text: str) -> int:
@@ -35,6 +37,10 @@ def size_bytes(text: str) -> int:
 def link_mbit(text: str) -> float:
     """Return the Mbit/s that ``text`` says; raises InvalidInput."""
     match = _NUMBER.fullmatch(text)
+    if match and float(match[1]) > 0 and (unit_of_bytes := _BYTES.fullmatch(match[2])):
+        factor = {**_PREFIX, **_BINARY}.get(unit_of_bytes[1].lower())
+        if factor is not None:
+            return float(match[1]) * factor * 8 / 1e6
     unit = match[2].lower() if match else "?"
     bits = _BITS.fullmatch(unit)
     if match is None or bits is None or not float(match[1]) > 0:

@@ -8,9 +8,11 @@ from paceline.plan.cost import Prediction, origin_cap_bytes
 from paceline.plan.line import next_order
 from paceline.plan.make import make_plan
 from paceline.plan.predict import predict
+from paceline.plan.table import Fleet, plan_table
 from paceline.plan.worker import PlanWorker, Standing, cross_rack_bytes, rack_of
 
 __all__ = [
+    "Fleet",
     "PlanWorker",
     "Prediction",
     "Standing",
@@ -18,6 +20,7 @@ __all__ = [
     "make_plan",
     "next_order",
     "origin_cap_bytes",
+    "plan_table",
     "predict",
     "rack_of",
 ]

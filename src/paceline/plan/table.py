@@ -1,0 +1,154 @@
+"""What each topology would take for a fleet that is only described, and what simpler schemes would.
+
+The reference rows are closed formulas, never chosen: ``naive`` = N S / B_external, a pipelined
+``binary-tree`` of whole chunks = 2 S/B + ceil(log2 N) 2 c/B, a ``chunk-chain`` = S/B + (N-1) c/B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.errors import InvalidInput
+from paceline.manifest import choose_sizes
+from paceline.manifest.sizes import CHUNK_SECONDS, LEAST_CHUNKS
+from paceline.plan.cost import DEEP, Prediction
+from paceline.plan.make import RELAYED
+from paceline.plan.predict import predict
+from paceline.wire.forecast import PlanRow, PlanTable
+from paceline.wire.plan import Topology
+
+PER_RACK = 32  # workers, where nobody says how many racks there are
+MOST_WORKERS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """A fleet of equal workers, and a model for it. Zero means: derived from the rest."""
+
+    size_bytes: int
+    workers: int
+    link_mbit: float
+    external_mbit: float = 0.0
+    racks: int = 0
+    oversubscription: float = 1.0
+    piece_bytes: int = 0
+    chunk_bytes: int = 0
+    disk_mbit: float = 0.0
+
+    def checked(self) -> Fleet:
+        """Return this fleet with everything derived; raises InvalidInput for what cannot be."""
+        if self.size_bytes < 1:
+            raise InvalidInput("nothing to move", got=f"{self.size_bytes} bytes", wanted="a size")
+        if not 1 <= self.workers <= MOST_WORKERS:
+            wanted = f"1 to {MOST_WORKERS}"
+            raise InvalidInput("bad number of workers", got=self.workers, wanted=wanted)
+        if self.racks < 0:
+            raise InvalidInput("bad number of racks", got=self.racks, wanted="at least 1")
+        if not 1 <= self.oversubscription <= 1000:
+            raise InvalidInput(
+                "bad oversubscription",
+                got=self.oversubscription,
+                wanted="a rack's links together / its uplink: 1 to 1000",
+            )
+        sizes = choose_sizes(
+            self.size_bytes,
+            self.link_mbit,
+            piece_bytes=self.piece_bytes,
+            chunk_bytes=self.chunk_bytes,
+        )
+        by_link = self.link_mbit * 1e6 / 8 * CHUNK_SECONDS
+        chunk = max(sizes.piece_bytes, round(min(by_link, self.size_bytes / LEAST_CHUNKS)))
+        return Fleet(
+            size_bytes=self.size_bytes,
+            workers=self.workers,
+            link_mbit=self.link_mbit,
+            external_mbit=self.external_mbit or self.link_mbit,
+            racks=min(self.racks or -(-self.workers // PER_RACK), self.workers),
+            oversubscription=self.oversubscription,
+            piece_bytes=sizes.piece_bytes,
+            chunk_bytes=self.chunk_bytes or chunk,
+            disk_mbit=self.disk_mbit,
+        )
+
+    @property
+    def bound_seconds(self) -> float:
+        """Return S/B: nobody can be faster."""
+        return self.size_bytes * 8e-6 / min(self.link_mbit, self.external_mbit or self.link_mbit)
+
+
+def plan_table(fleet: Fleet, topology: Topology = Topology.AUTO) -> PlanTable:
+    """Return every topology for ``fleet``, and which is chosen: the cheapest, or ``topology``.
+
+    Raises InvalidInput where the fleet cannot be.
+    """
+    fleet = fleet.checked()
+    asked = [] if topology in (Topology.AUTO, *RELAYED) else [topology]
+    rows = [_row(fleet, each, _predicted(fleet, each)) for each in (*RELAYED, *asked)]
+    chosen: str = topology
+    if topology is Topology.AUTO:
+        chosen = min(rows, key=lambda row: row.predicted_seconds).topology
+    return PlanTable(
+        size_bytes=fleet.size_bytes,
+        workers=fleet.workers,
+        racks=fleet.racks,
+        link_mbit=fleet.link_mbit,
+        external_mbit=fleet.external_mbit,
+        oversubscription=fleet.oversubscription,
+        piece_bytes=fleet.piece_bytes,
+        chunk_bytes=fleet.chunk_bytes,
+        bound_seconds=fleet.bound_seconds,
+        rows=(*rows, *_references(fleet)),
+        chosen=chosen,
+    )
+
+
+def _predicted(fleet: Fleet, topology: Topology) -> Prediction:
+    return predict(
+        topology,
+        total_bytes=fleet.size_bytes,
+        workers=fleet.workers,
+        piece_bytes=fleet.piece_bytes,
+        chunk_bytes=fleet.chunk_bytes,
+        link_mbit=fleet.link_mbit,
+        external_mbit=fleet.external_mbit,
+        racks=fleet.racks,
+        oversubscription=fleet.oversubscription,
+        disk_mbit=fleet.disk_mbit or None,
+    )
+
+
+def _row(fleet: Fleet, name: str, told: Prediction, *, reference: bool = False) -> PlanRow:
+    return PlanRow(
+        topology=name,
+        reference=reference,
+        predicted_seconds=told.seconds,
+        ratio=told.seconds / fleet.bound_seconds,
+        cross_rack_bytes=told.cross_rack_bytes,
+        origin_bytes=told.origin_bytes,
+        depth=told.depth,
+        limited_by=told.limited_by,
+    )
+
+
+def _references(fleet: Fleet) -> Iterator[PlanRow]:
+    size, count, bound = fleet.size_bytes, fleet.workers, fleet.bound_seconds
+    by_link = size * 8e-6 / fleet.link_mbit
+    chunk_s = min(fleet.chunk_bytes, size) * 8e-6 / fleet.link_mbit
+    # In an order that ignores racks, the next worker stands in another rack this often.
+    crossing = round(size * count * (1 - 1 / fleet.racks))
+    from_origin = count * size * 8e-6 / fleet.external_mbit
+    levels = (count - 1).bit_length()
+    twice = 2 if count > 2 else 1
+    schemes = (
+        ("naive", max(bound, from_origin), 0.0, 0, count * size, 1),
+        ("binary-tree", max(bound, twice * by_link), levels * twice * chunk_s, crossing, size,
+         levels + 1),
+        ("chunk-chain", bound, (count - 1) * chunk_s, crossing, size, count),
+    )  # fmt: skip
+    for name, flow_s, path_s, crossed, origin, depth in schemes:
+        limit = "origin" if flow_s == from_origin > by_link else "link"
+        if path_s > max(DEEP * bound, flow_s - bound):
+            limit = "depth"
+        told = Prediction(flow_s + path_s, bound, crossed, origin, depth, limit)
+        yield _row(fleet, name, told, reference=True)
