@@ -54,7 +54,7 @@ bench: setup ## every benchmark, results in benchmarks/results/
 	  echo "== $$each"; $(BIN)/python $$each || exit 1; done
 
 bench-links: setup ## Paceline and its peers on hosts with limited links (root; an hour): a table and a plot
-	$(BIN)/python benchmarks/link_bound.py --hosts 8 16 32 --budget-s 3600 $(ARGS)
+	$(BIN)/python benchmarks/link_bound.py --hosts 8 16 32 --rate 50 50 25 --seconds 60 60 120 --budget-s 3600 $(ARGS)
 	$(BIN)/python benchmarks/link_bound.py --plot benchmarks/results/link_bound.json
 
 chaos: setup ## the long fault runs

@@ -1,6 +1,6 @@
 """How near to the link's own time a model reaches every host, beside other tools (root only).
 
-    python benchmarks/link_bound.py --hosts 8 16 32 --repeat 3     # hours; --budget-s bounds it
+    python benchmarks/link_bound.py --hosts 8 16 32 --rate 50 50 25 --seconds 60 60 120
     python benchmarks/link_bound.py --quick                        # a minute: does it still run?
     python benchmarks/link_bound.py --hosts 8 --rows auto chain libtorrent --seconds 60
     python benchmarks/link_bound.py --sweep libtorrent             # how the peers were tuned
@@ -12,6 +12,9 @@ origin is an S3 server as fast as one host. The bound is size / goodput, goodput
 1514. Paceline's clock runs from the accepted plan, with all agents registered, to the last rename
 of a verified version; a peer's from "go" to its last host. Everybody's copies are then verified by
 SHA-256. Rows are interleaved; each run has a fresh testbed. Results are written after every run.
+
+Many hosts need slower links, or the machine's cores are the bound instead (``busy`` says so): what
+a piece costs is the same at any rate. And longer runs, because pieces are at least 64 KiB.
 """
 
 from __future__ import annotations
@@ -49,8 +52,17 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--hosts", type=int, nargs="+", default=[8])
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
-    parser.add_argument("--rate", type=float, default=50.0, help="Mbit/s of each direction")
-    parser.add_argument("--seconds", type=float, default=60.0, help="the bound: size / goodput")
+    each = "one, or one for each of --hosts"
+    parser.add_argument(
+        "--rate", type=float, nargs="+", default=[50.0], help=f"Mbit/s each way; {each}"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        nargs="+",
+        default=[60.0],
+        help=f"the bound, size / goodput; {each}",
+    )
     parser.add_argument("--naive-seconds", type=float, default=15.0, help="of N-fold rows")
     parser.add_argument("--naive-hosts", type=int, default=8, help="N-fold rows only up to these")
     parser.add_argument("--repeat", type=int, default=3)
@@ -68,9 +80,16 @@ def options() -> argparse.Namespace:
     parser.add_argument("--replay", type=Path, metavar="JSON", help="simulate a result's runs")
     chosen = parser.parse_args()
     if chosen.quick:
-        chosen.hosts, chosen.seconds, chosen.naive_seconds, chosen.repeat = [3], 3.0, 1.0, 1
+        chosen.hosts, chosen.seconds, chosen.naive_seconds, chosen.repeat = [3], [3.0], 1.0, 1
+        chosen.rate = chosen.rate[:1]
         if chosen.rows == list(ROWS):
             chosen.rows = ["auto", "libtorrent"]
+    for name in ("rate", "seconds"):
+        given = getattr(chosen, name)
+        if len(given) not in (1, len(chosen.hosts)):
+            parser.error(f"--{name} wants one number, or one for each of --hosts")
+        by_hosts = given * len(chosen.hosts) if len(given) == 1 else given
+        setattr(chosen, name, dict(zip(chosen.hosts, by_hosts, strict=True)))
     return chosen
 
 
@@ -99,18 +118,16 @@ class Race:
     def __init__(self, chosen: argparse.Namespace) -> None:
         self.chosen = chosen
         self.began_s = time.monotonic()
-        self.models: dict[int, Model] = {}
+        self.models: dict[tuple[int, float], Model] = {}
         self.result: dict[str, Any] = {
             "command": " ".join(["python", "benchmarks/link_bound.py", *sys.argv[1:]]),
             "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
             "cpus": os.cpu_count(),
             "kernel": platform.release(),
-            "rate_mbit": chosen.rate,
-            "goodput_mbit": round(chosen.rate * shaping.GOODPUT, 4),
-            "bound_s": chosen.seconds,
+            "goodput": "rate x 1448 / 1514",
             "congestion": chosen.congestion,
-            "queue_bytes": shaping.queue_bytes(chosen.rate),
-            "burst_bytes": shaping.burst_bytes(chosen.rate),
+            "queue_s": shaping.QUEUE_S,
+            "burst_s": shaping.BURST_S,
             "runs": [],
         }
 
@@ -152,27 +169,28 @@ class Race:
         """Return whether a run would end beyond the budget."""
         if self.chosen.budget_s is None:
             return False
-        needs_s = row.expected_s(hosts, self.bound_s(row))
+        needs_s = row.expected_s(hosts, self.bound_s(row, hosts))
         return time.monotonic() - self.began_s + needs_s > float(self.chosen.budget_s)
 
-    def bound_s(self, row: Row) -> float:
+    def bound_s(self, row: Row, hosts: int) -> float:
         """Return how long the row's model takes on one link."""
         naive = row.everyone_from_origin
-        return float(self.chosen.naive_seconds if naive else self.chosen.seconds)
+        return float(self.chosen.naive_seconds if naive else self.chosen.seconds[hosts])
 
-    def model(self, bound_s: float) -> Model:
+    def model(self, bound_s: float, rate_mbit: float) -> Model:
         """Return the model that takes ``bound_s`` on one link, made once."""
-        goodput = self.chosen.rate * shaping.GOODPUT
+        goodput = rate_mbit * shaping.GOODPUT
         size = int(goodput * 1e6 / 8 * bound_s)
-        if size not in self.models:
-            self.models[size] = make_model(size, goodput, piece_kib=self.chosen.piece_kib)
-        return self.models[size]
+        if (size, rate_mbit) not in self.models:
+            made = make_model(size, goodput, piece_kib=self.chosen.piece_kib)
+            self.models[size, rate_mbit] = made
+        return self.models[size, rate_mbit]
 
     def one(self, repeat: int, hosts: int, row: Row, tuned: dict[str, Any]) -> dict[str, Any]:
         """Return one run's record; a failure is one too."""
-        chosen, bound_s = self.chosen, self.bound_s(row)
+        chosen, bound_s, rate_mbit = self.chosen, self.bound_s(row, hosts), self.chosen.rate[hosts]
         seed = chosen.seed * 1000 + repeat
-        model = self.model(bound_s)
+        model = self.model(bound_s, rate_mbit)
         racks = row.racks(hosts)
         record: dict[str, Any] = {
             "row": row.name,
@@ -184,7 +202,7 @@ class Race:
             "oversubscription": OVERSUBSCRIPTION if racks > 1 else 1.0,
             "size": model.size,
             "bound_s": bound_s,
-            "rate_mbit": chosen.rate,
+            "rate_mbit": rate_mbit,
         }
         settings = {**row.settings, "seed": seed, **tuned}
         if tuned:
@@ -199,7 +217,7 @@ class Race:
         try:
             with start(
                 hosts=hosts,
-                rate_mbit=chosen.rate,
+                rate_mbit=rate_mbit,
                 racks=racks,
                 oversubscription=record["oversubscription"],
                 congestion=chosen.congestion,
@@ -209,7 +227,7 @@ class Race:
                         bed=bed,
                         model=model,
                         scratch=bed.scratch(memory=fits_memory(hosts, model.size)),
-                        faults=row.faults(hosts, chosen.rate, bound_s, seed),
+                        faults=row.faults(hosts, rate_mbit, bound_s, seed),
                         timeout_s=60.0 + 2.0 * row.expected_s(hosts, bound_s),
                         settings=settings,
                     )

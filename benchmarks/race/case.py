@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -19,6 +20,7 @@ BUCKET = "bench"
 MODEL_ID, VERSION = "m", "v1"
 FILES = 3  # of a model: pieces never cross a file's edge, so there should be some edges
 _BLOCK = 1 << 24
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Model:
 
 def make_model(size: int, link_mbit: float, *, piece_kib: int = 0) -> Model:
     """Return a new model of ``size`` bytes, in memory; the next testbed reaps it if we die."""
-    number = 1_000_000 + size // 1000 + piece_kib
+    number = 1_000_000 + next(_numbers)
     root = SCRATCH[0] / prefix_of_this_process(number)
     directory = root / BUCKET / "models" / MODEL_ID / VERSION
     shutil.rmtree(root, ignore_errors=True)

@@ -193,7 +193,8 @@ class _Race:
             argv = [sys.executable, "-m", "paceline.cli.main", "agent", "--state", self.state]
             argv += ["--worker-id", host.name, "--host", host.name, "--rack", host.rack_name]
             argv += ["--link-mbit", self.link_mbit, "--listen", f"{host.address}:{PEER_PORT}"]
-            argv += self.case.settings.get("agent_options", [])
+            # The link itself is the limit: a second one in user space would add its hiccups.
+            argv += ["--limit-mbit", 0, "--warm", *self.case.settings.get("agent_options", [])]
             self.agents[host.index] = self._popen(host.index, argv, host.name)
 
     def _popen(self, place: Any, argv: list[Any], name: str) -> subprocess.Popen[bytes]:
