@@ -122,6 +122,9 @@ class World:
         if all(worker.standing is Standing.GONE for worker in workers):
             return
         self.epoch += 1
+        fleet.reliable = {
+            name for name, standing in self.standing.items() if standing is Standing.LINE
+        }
         self.tell(f"epoch {self.epoch}: {why}")
         made = make_plan(
             self.topology,
@@ -169,7 +172,8 @@ class World:
                 self.standing[name] = (
                     Standing.TAIL if self.standing[name] is Standing.GONE else self.standing[name]
                 )
-        self.plan("all is calm")
+        if self.fleet.unfinished():
+            self.plan("all is calm")
 
     def operate(self) -> None:
         """Raise the fuse, as an operator would, where somebody says that it holds things up."""
@@ -178,7 +182,8 @@ class World:
             session = self.fleet.nodes[name].session
             failure = session.progress().failure if session else None
             if failure is not None and failure.code == fuse:
-                self.granted_bytes += origin_cap_bytes(manifest().total_size) // 4
+                # As much again: what a liar at the head was fed is all lost.
+                self.granted_bytes += origin_cap_bytes(manifest().total_size)
                 self.plan(f"{name} is stalled: the fuse is raised")
                 return
 
@@ -252,7 +257,7 @@ def make_world(seed: int) -> World:
     for _ in range(random.choice([0, 0, 1, 3])):
         fleet.at(random.uniform(0, CALM_S), world.plan, "for no reason")
     fleet.at(CALM_S, world.calm)
-    for at_s in range(5, int(BOUND_S - CALM_S), 5):
+    for at_s in range(3, int(BOUND_S - CALM_S), 3):
         fleet.at(CALM_S + at_s, world.operate)
     return world
 

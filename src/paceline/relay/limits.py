@@ -20,7 +20,10 @@ class SessionLimits:
     window_pieces: int = 256
     window_s: float = 1.0  # and no more than the expected rate brings in this time,
     least_window_pieces: int = 4  # but always several pieces: the pipe never runs empty
-    piece_attempts: int = 3  # corrupt arrivals of one piece from each source that has it
+    piece_attempts: int = 3  # corrupt arrivals of one piece from each worker that has it,
+    # and from the origin, which nobody can stand in for: with one transfer in a hundred corrupt,
+    # three in a row come once in eight models of 500 GB, five once in 80,000
+    origin_attempts: int = 5
     corrupt_before_lost: int = 4  # corrupt runs among a stream's last 16, and
     corrupt_share: float = 0.2  # this share of their pieces: it is not read further
     backoff_s: float = 0.2

@@ -43,7 +43,7 @@ from paceline.wire.plan import WorkerLanes
 from paceline.wire.records import WorkerStatus
 
 LATENCY_S = 0.001
-COMMIT_S = 0.2
+COMMIT_S = 0.5
 KEEPALIVE_S = 0.25
 DELIVERING_S = 0.25  # a source that sent a good piece so recently is not given up
 EVENTS_A_SECOND = 2000  # of one node; more is a busy loop
@@ -135,6 +135,7 @@ class MemoryFleet:
         self.manifest = manifest
         self.origin_pieces = 0  # sent by the origin
         self.origin_again = 0  # of these, sent before, though somebody else could have sent them
+        self.reliable = set(names)  # who is counted on to send them
         self._origin_sent: set[int] = set()
         self._commits = 0
         self.events = 0
@@ -426,7 +427,7 @@ class MemoryFleet:
             reader.bad.discard(piece)
             if not reader.durable.covers(extent):
                 if not reader.pending:
-                    self._later(COMMIT_S * random.random(), self._commit, reader, session)
+                    self._later(COMMIT_S * (1 + random.random()) / 2, self._commit, reader, session)
                 reader.pending.add(extent)
         if faults.delay_s == 0.0:
             self._deliver(reader, session, event)
@@ -443,7 +444,7 @@ class MemoryFleet:
                 piece in node.verified and piece not in node.distrusted
                 for node in self.nodes.values()
                 if node is not reader and node.alive and not node.frozen
-                if node.name not in self._faults.corrupt_from
+                if node.name in self.reliable and node.name not in self._faults.corrupt_from
             )
         self._origin_sent.add(piece)
 

@@ -10,30 +10,20 @@ from one source at a time; several works may share a source, its stream and its 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
 from random import Random
 
-from paceline.errors import OriginBudgetExceeded, PacelineError, PeerLost
+from paceline.errors import PacelineError, PeerLost
+from paceline.relay.budget import OriginBudget
 from paceline.relay.events import Abandon, Fetch, ReportSourceLost, SessionAction
 from paceline.relay.extents import Extent, Extents
 from paceline.relay.feeds import FORGIVEN_PIECES, Feed, Health, Work
+from paceline.relay.hedging import Hedging
+from paceline.relay.lanes import Works
 from paceline.relay.limits import PieceMap, SessionLimits
+from paceline.relay.patience import Patience
 from paceline.relay.repairs import Repair, Repairs
 from paceline.wire.plan import Source, WorkerLanes
-
-PIECE_TIMES = 20  # a piece deadline is this many piece times of the plan
-SPARE_TIMES = 6  # in which a spare that has our pieces sends one, others being served too
-
-
-@dataclass(slots=True, eq=False)
-class Hedge:
-    """Pieces that a second source was asked for while the first still owes them."""
-
-    key: str
-    pieces: Extents
-    asked_s: float
 
 
 class Puller:
@@ -46,20 +36,16 @@ class Puller:
         self._verified = verified  # the session's own set; kept here once there are lanes
         self._limits = limits
         self._random = random
-        self._works: list[Work] = []
-        self._starts: list[int] = []  # first piece of each work
+        self._works = Works([])
         self._feeds: dict[str, Feed] = {}
         self._health: dict[str, Health] = {}
         self._repairs = Repairs(limits, random)
-        self._hedge: Hedge | None = None
+        self._patience = Patience(limits, pieces.piece_bytes, random)
+        self._hedging = Hedging(limits, pieces, self._patience)
+        self._budget = OriginBudget()
         self._steady = False  # nothing but the lanes' own windows needs looking at
-        self._hedges_left = 0  # pieces
-        self._hedge_at_s: float | None = None  # when the last pieces in flight are late
         self._streams = 0
-        self._budget_bytes = 0
-        self._piece_deadline_s = 1.0
         self.checked_s = float("-inf")  # when deadlines were last looked at
-        self.origin_spent = 0
         self.lost: dict[str, None] = {}  # an ordered set of source keys, for reports
         self.last_error: PacelineError | None = None
         self.stalled: PacelineError | None = None  # why nothing can be asked just now
@@ -69,20 +55,15 @@ class Puller:
 
     def assign(self, lanes: WorkerLanes, now_s: float, actions: list[SessionAction]) -> None:
         """Go over to ``lanes``; streams whose source stays are kept with what is in flight."""
-        works = self._tile(lanes)
+        works = Works.of(lanes, self._pieces)
         planned = {work.candidates[0].key: work.candidates[0] for work in works}
         for key, feed in list(self._feeds.items()):
             if planned.get(key) != feed.source:
                 self._forget(feed, actions)
         self._works = works
-        self._starts = [work.extent.first for work in works]
-        self._piece_deadline_s = lanes.piece_deadline_s
-        self._budget_bytes = lanes.origin_budget_bytes
-        for health in self._health.values():
-            health.retry_at_s = 0.0  # the coordinator knows more than our last failures
-        self._hedge = None
-        share = int(self._pieces.count * self._limits.hedge_share)
-        self._hedges_left = max(self._limits.least_hedges, share)
+        self._patience.piece_deadline_s = lanes.piece_deadline_s
+        self._health.clear()  # the coordinator knows more than our last failures
+        self._hedging.begin()
         self._repairs.replan(set(self._feeds))
         for work in self._works:
             self._settle(work, now_s)
@@ -95,30 +76,10 @@ class Puller:
         # The plan knows what arrived from the origin; what is on its way is spent of its budget.
         origins = [feed for feed in self._feeds.values() if feed.source.kind == "origin"]
         flying = (run for feed in origins for runs in (feed.in_flight, feed.aside) for run in runs)
-        self.origin_spent = sum(map(self._pieces.bytes_of, flying))
+        spent_bytes = sum(map(self._pieces.bytes_of, flying))
+        self._budget = OriginBudget(lanes.origin_budget_bytes, spent_bytes)
         self.lost.clear()
         self.stalled = self.hopeless = None
-
-    def _tile(self, lanes: WorkerLanes) -> list[Work]:
-        """Return disjoint works over the whole model; what no lane names may come from any source:
-        marks may be fewer than the plan knew, and a held piece may rot.
-        """
-        works: list[Work] = []
-        covered = Extents()
-        sources: dict[str, Source] = {}
-        for lane in lanes.lanes:
-            candidates = _others((lane.source, *lane.spares), lanes.worker_id)
-            sources |= {each.key: each for each in candidates}
-            extent = self._pieces.chunk_range(lane.first_chunk, lane.last_chunk)
-            if candidates and extent.size:
-                for run in list(covered.gaps(extent)):
-                    works.append(Work(run, candidates, lane.expected_bytes_s))
-                    covered.add(run)
-        if sources:
-            last_origin = tuple(sorted(sources.values(), key=lambda each: each.kind == "origin"))
-            rest = covered.gaps(Extent(0, self._pieces.count))
-            works += [Work(run, last_origin) for run in rest]
-        return sorted(works, key=lambda work: work.extent.first)
 
     def _settle(self, work: Work, now_s: float) -> None:
         """Count what of ``work`` is here, on its way, or under repair."""
@@ -143,26 +104,10 @@ class Puller:
         """Return whether the lanes name this source first for pieces that are still missing."""
         return any(work.missing and work.is_first_choice(key) for work in self._works)
 
-    def candidates_of(self, piece: int) -> tuple[Source, ...]:
-        """Return who may be asked for ``piece``."""
-        for work, _ in self._parts(Extent(piece, piece + 1)):
-            return work.candidates
-        return ()
-
-    def _parts(self, extent: Extent) -> Iterator[tuple[Work, Extent]]:
-        """Yield the works that ``extent`` touches, each with its part of it."""
-        first, stop = extent
-        works = self._works
-        for at in range(max(0, bisect_right(self._starts, first) - 1), len(works)):
-            work = works[at]
-            begin, end = work.extent
-            if begin >= stop:
-                return
-            if first >= begin and stop <= end:
-                yield work, extent
-                return
-            if first < end:
-                yield work, Extent(max(first, begin), min(stop, end))
+    @property
+    def origin_spent(self) -> int:
+        """Return how many bytes were asked of the origin under the present lanes."""
+        return self._budget.spent_bytes
 
     # ── what arrives ─────────────────────────────────────────────────────────────────────────────
 
@@ -191,7 +136,7 @@ class Puller:
         if not self._works:
             return self._verified.add(extent)
         new = 0
-        for work, part in self._parts(extent):
+        for work, part in self._works.parts(extent):
             fresh = self._verified.add(part)
             if fresh:
                 new += fresh
@@ -207,7 +152,7 @@ class Puller:
 
     def missing_again(self, extent: Extent) -> None:
         """Ask anew for pieces that were here and are not any more."""
-        for work, part in self._parts(extent):
+        for work, part in self._works.parts(extent):
             for run in list(self._verified.common(part)):
                 work.missing += self._verified.remove(run)
                 work.taken.remove(run)
@@ -225,19 +170,17 @@ class Puller:
         if feed is not None:
             feed.heard_s = feed.moved_s = now_s
             feed.judged.append((extent.size, extent.size))
-        for work, part in list(self._parts(extent)):
+        for work, part in list(self._works.parts(extent)):
             if feed is not None:
                 self._drop_from(feed, work, part)
-                if self._hedge is not None and self._hedge.key == key:
-                    self._hedge.pieces.remove(part)
+                if self._hedging.hedge is not None and self._hedging.hedge.key == key:
+                    self._hedging.arrived(part)
             elsewhere = Extents(run for each in self._feeds.values() for run in each.in_flight)
             for missing in list(self._verified.gaps(part)):
                 for run in list(elsewhere.gaps(missing)):
                     work.taken.add(run)
                     for repair in self._repairs.rejected(key, run, now_s):
                         self._judge(repair, work)
-        if self._hedge is not None and not self._hedge.pieces:
-            self._hedge = None
         return feed, feed is not None and feed.is_bad(self._limits)
 
     def _judge(self, repair: Repair, work: Work) -> None:
@@ -252,15 +195,13 @@ class Puller:
         """Take ``part`` of ``work`` out of every stream's flight; return whether all of it was in
         flight from ``sender`` (the usual case), and so nowhere else.
         """
-        if sender is not None and self._drop_from(sender, work, part) and self._hedge is None:
+        here = sender is not None and self._drop_from(sender, work, part)
+        if here and self._hedging.hedge is None:
             return True
         for feed in self._feeds.values():
             if feed is not sender:
                 self._drop_from(feed, work, part)
-        if self._hedge is not None:
-            self._hedge.pieces.remove(part)
-            if not self._hedge.pieces:
-                self._hedge = None
+        self._hedging.arrived(part)
         return False
 
     def _drop_from(self, feed: Feed, work: Work, part: Extent) -> bool:
@@ -319,8 +260,8 @@ class Puller:
         for repair in self._repairs:
             if repair.asked == key:
                 self._repairs.unanswered(repair)
-        if self._hedge is not None and self._hedge.key == key:
-            self._hedge = None
+        if self._hedging.hedge is not None and self._hedging.hedge.key == key:
+            self._hedging.hedge = None
         for work in self._works:
             if work.active == key:
                 work.active = None
@@ -328,20 +269,18 @@ class Puller:
 
     def _want_again(self, feed: Feed, extent: Extent) -> None:
         """Take ``extent`` out of flight; what a hedge has asked elsewhere is in flight there."""
-        hedge = self._hedge
+        hedge = self._hedging.hedge
         other = self._feeds.get(hedge.key) if hedge is not None else None
-        for work, part in self._parts(extent):
+        for work, part in self._works.parts(extent):
             self._drop_from(feed, work, part)
             work.taken.remove(part)
             if hedge is None or other is None or other is feed:
                 continue
             for run in list(hedge.pieces.common(part)):
-                hedge.pieces.remove(run)
+                self._hedging.arrived(run)
                 other.aside.remove(run)
                 self._fly(other, work, run, hedge.asked_s)
                 work.active, work.progress_s = hedge.key, hedge.asked_s
-        if hedge is not None and not hedge.pieces:
-            self._hedge = None
 
     def _leave(self, work: Work, error: PacelineError, now_s: float) -> bool:
         """Take ``work`` away from a source that lives but has nothing for it; return whether the
@@ -362,29 +301,35 @@ class Puller:
         """Yield the times at which something here may have to change."""
         for feed in self._feeds.values():
             if feed.waiting:
-                yield max(feed.heard_s + self._silence_s(feed.source), feed.vouched_s)
+                yield self._patience.silent_at_s(feed)
         for repair in self._repairs:
-            yield repair.retry_at_s if repair.asked is None else self._repair_ends_s(repair)
+            if repair.asked is None:
+                yield repair.retry_at_s
+            else:
+                yield self._aside_ends_s(repair.asked, repair.asked_s)
         for work in self._works:
             if work.active is not None:
                 if work.asked_pieces:
-                    yield self._standstill_at_s(work)
+                    yield self._patience.standstill_at_s(work, self._feeds.get(work.active))
             elif work.wanting:
                 for rests in (self._health, work.behind):
                     for source in work.candidates:
                         if (rest := rests.get(source.key)) is not None:
                             yield rest.retry_at_s
-        if self._hedge is not None:
-            yield self._aside_ends_s(self._hedge.key, self._hedge.asked_s)
-        elif self._hedge_at_s is not None:
-            yield self._hedge_at_s
+        if (hedge := self._hedging.hedge) is not None:
+            yield self._aside_ends_s(hedge.key, hedge.asked_s)
+        elif self._hedging.due_s is not None:
+            yield self._hedging.due_s
+
+    def _aside_ends_s(self, key: str, asked_s: float) -> float:
+        return self._patience.aside_ends_s(self._feeds.get(key), asked_s)
 
     def check_deadlines(self, now_s: float, actions: list[SessionAction]) -> None:
         """Give up sources that are silent or stand still, and repairs that take too long."""
         self.checked_s = now_s
         for feed in list(self._feeds.values()):
-            silence_s = self._silence_s(feed.source)
-            if feed.waiting and now_s >= max(feed.heard_s + silence_s, feed.vouched_s):
+            if feed.waiting and now_s >= self._patience.silent_at_s(feed):
+                silence_s = self._patience.silence_s(feed.source)
                 error = PeerLost(
                     "source went silent",
                     got=f"{now_s - feed.heard_s:.2f} s",
@@ -394,7 +339,9 @@ class Puller:
                 self.lose(feed, error, now_s, actions)
         for work in self._works:
             key = work.active
-            if key is None or not work.asked_pieces or now_s < self._standstill_at_s(work):
+            if key is None or not work.asked_pieces:
+                continue
+            if now_s < self._patience.standstill_at_s(work, self._feeds.get(key)):
                 continue
             error = PeerLost(
                 "source lives but makes no progress",
@@ -405,56 +352,15 @@ class Puller:
             if self._leave(work, error, now_s):
                 self._report_lost(key, error, actions)
         for repair in self._repairs:
-            if repair.asked is not None and now_s >= self._repair_ends_s(repair):
-                if (asked := self._feeds.get(repair.asked)) is not None:
+            key = repair.asked
+            if key is not None and now_s >= self._aside_ends_s(key, repair.asked_s):
+                if (asked := self._feeds.get(key)) is not None:
                     for run in repair.pieces:
                         asked.aside.remove(run)
                 self._repairs.unanswered(repair)
-        hedge = self._hedge
+        hedge = self._hedging.hedge
         if hedge is not None and now_s >= self._aside_ends_s(hedge.key, hedge.asked_s):
-            self._end_hedge(hedge, now_s)
-
-    def _silence_s(self, source: Source) -> float:
-        if source.kind == "origin":
-            return max(self._limits.origin_deadline_s, self._piece_deadline_s)
-        return self._piece_deadline_s
-
-    def _piece_s(self, work: Work) -> float:
-        """Return how long one piece takes as the plan has it."""
-        piece_s = self._piece_deadline_s / PIECE_TIMES
-        if work.expected_bytes_s > 0:
-            piece_s = max(piece_s, self._pieces.piece_bytes / work.expected_bytes_s)
-        return piece_s
-
-    def _standstill_at_s(self, work: Work) -> float:
-        """Return when the work's source counts as having nothing for it.
-
-        Long for the source that the plan names: in a plan that is just starting the whole line
-        waits for its head. Short for a spare while others are left to try: one that has our
-        pieces sends at once, and one that is behind us would hold us up for as long as it is.
-        """
-        limits, feed = self._limits, self._feeds.get(work.active or "")
-        wait_s = max(limits.standstill_min_s, limits.standstill_factor * self._piece_deadline_s)
-        if feed is not None and feed.source.kind == "origin":
-            wait_s += max(limits.origin_deadline_s, self._piece_deadline_s)
-        at_s = work.progress_s + wait_s
-        if work.hurry_s > 0 and feed is not None:
-            at_s = min(at_s, max(work.progress_s, feed.moved_s) + work.hurry_s)
-        return at_s if feed is None else max(at_s, feed.vouched_s)
-
-    def _repair_ends_s(self, repair: Repair) -> float:
-        """Return until when to wait for repaired pieces before asking somebody else."""
-        return self._aside_ends_s(repair.asked or "", repair.asked_s)
-
-    def _aside_ends_s(self, key: str, asked_s: float) -> float:
-        """Return until when to wait for pieces asked on the side: they may be sent after others."""
-        feed = self._feeds.get(key)
-        if feed is None:
-            return asked_s + self._piece_deadline_s
-        silence_s = self._silence_s(feed.source)
-        moved_s = min(feed.moved_s, asked_s + 3 * silence_s)
-        vouched_s = min(feed.vouched_s, asked_s + self._limits.give_up_s)
-        return max(asked_s + silence_s, moved_s + silence_s, vouched_s)
+            self._end_hedge(hedge.key, list(hedge.pieces), now_s)
 
     # ── asking ───────────────────────────────────────────────────────────────────────────────────
 
@@ -463,14 +369,14 @@ class Puller:
         for repair in [*self._repairs] if self._repairs else ():
             if repair.asked is None and now_s >= repair.retry_at_s:
                 self._ask_repair(repair, now_s, actions)
-        drained = not self._repairs and self._hedges_left > 0
+        drained = not self._repairs and self._hedging.is_possible
         for work in self._works:
             if work.wanting > 0:
                 if (feed := self._source_for(work, now_s)) is not None:
                     self._top_up(feed, work, now_s, actions)
                 drained = drained and work.wanting == 0
-        self._hedge_at_s = None
-        if drained and self._hedge is None:
+        self._hedging.due_s = None
+        if drained:
             self._start_hedge(now_s, actions)
         for key, feed in list(self._feeds.items()):
             if not feed.waiting and not any(
@@ -479,8 +385,8 @@ class Puller:
                 self._forget(feed, actions)
         self._steady = (
             not self._repairs
-            and self._hedge is None
-            and self._hedge_at_s is None
+            and self._hedging.hedge is None
+            and self._hedging.due_s is None
             and all(work.active is not None for work in self._works if work.wanting)
         )
 
@@ -490,7 +396,7 @@ class Puller:
         """
         if not self._steady:
             return False
-        for work, _ in self._parts(extent):
+        for work, _ in self._works.parts(extent):
             feed = self._feeds.get(work.active or "")
             if feed is None or not work.wanting:
                 return False
@@ -508,16 +414,13 @@ class Puller:
         if not self._may_afford(work.candidates[0], missing) or (
             not able and not all(self._may_afford(each, missing) for each in work.candidates)
         ):
-            self.stalled = self._over_budget()
+            self.stalled = self._budget.exceeded()
         if able:
             best = min(able, key=lambda each: self._failures(each, work))
             work.active, work.progress_s = best.key, now_s
             work.hurry_s = 0.0
             if len(able) > 1 and not work.is_first_choice(best.key):
-                # Jittered: of two orphans that wait for each other one leaves first and reads on,
-                # and the other one then has a source.
-                least_s = max(self._limits.spare_standstill_s, SPARE_TIMES * self._piece_s(work))
-                work.hurry_s = least_s * (1 + self._random.random())
+                work.hurry_s = self._patience.hurry_s(work)
             return self._open(best, now_s)
         return None
 
@@ -531,7 +434,7 @@ class Puller:
         return sum(rest.failures for rest in rests if rest is not None)
 
     def _ask_repair(self, repair: Repair, now_s: float, actions: list[SessionAction]) -> None:
-        work, part = next(self._parts(next(iter(repair.pieces))))
+        work, part = next(self._works.parts(next(iter(repair.pieces))))
         if part.size < repair.pieces.count:
             repair = self._repairs.split(repair, part)  # a run at a time, of one lane
         self._judge(repair, work)
@@ -544,10 +447,10 @@ class Puller:
         source = self._repairs.choose(repair, work.candidates, may_ask, now_s)
         if source is None:
             if not all(self._may_afford(each, part) for each in work.candidates):
-                self.stalled = self._over_budget()
+                self.stalled = self._budget.exceeded()
             return
         if source.kind == "origin":
-            fits = self._pieces.fitting(part, self._origin_left(), part.size)
+            fits = self._pieces.fitting(part, self._budget.left_bytes, part.size)
             if fits.size < part.size:
                 repair, part = self._repairs.split(repair, fits), fits
         repair.asked, repair.asked_s = source.key, now_s
@@ -567,10 +470,7 @@ class Puller:
         fuller, and is asked again when the source dies or turns out to be slow.
         """
         limits, rate = self._limits, work.expected_bytes_s
-        sharing = 1
-        for each in self._works:
-            if each is not work and each.active == work.active and each.wanting > 0:
-                sharing += 1
+        sharing = self._works.sharing(work)
         most = limits.window_bytes
         if rate > 0:
             most = min(most, int(rate * limits.window_s))
@@ -590,10 +490,10 @@ class Puller:
             room_pieces = work.window_pieces - work.asked_pieces
             extent = self._pieces.fitting(gap, room_bytes, room_pieces)
             if feed.source.kind == "origin":
-                extent = self._pieces.fitting(extent, self._origin_left(), extent.size)
+                extent = self._pieces.fitting(extent, self._budget.left_bytes, extent.size)
                 if extent.size == 0 and not work.asked_pieces:
                     work.active = None  # the fuse: others may still be asked
-                    self.stalled = self._over_budget()
+                    self.stalled = self._budget.exceeded()
             if extent.size == 0:
                 return
             self._request(feed, extent, now_s, actions)
@@ -612,12 +512,12 @@ class Puller:
         if aside:
             feed.aside.add(extent)
         else:
-            for work, part in self._parts(extent):
+            for work, part in self._works.parts(extent):
                 if not work.asked_pieces:
                     work.progress_s = now_s
                 self._fly(feed, work, part, now_s)
         if feed.source.kind == "origin":
-            self.origin_spent += self._pieces.bytes_of(extent)
+            self._budget.spent_bytes += self._pieces.bytes_of(extent)
         actions.append(Fetch(feed.source, feed.stream, extent))
 
     def _fly(self, feed: Feed, work: Work, part: Extent, asked_s: float) -> None:
@@ -635,83 +535,35 @@ class Puller:
         return self._may_afford(source, extent)
 
     def _may_afford(self, source: Source, extent: Extent) -> bool:
-        if source.kind != "origin":
-            return True
-        return self._pieces.bytes_of(Extent(extent.first, extent.first + 1)) <= self._origin_left()
-
-    def _origin_left(self) -> int:
-        return self._budget_bytes - self.origin_spent
-
-    def _over_budget(self) -> PacelineError:
-        return OriginBudgetExceeded(
-            "no living peer has the missing pieces and the origin's budget is spent",
-            got=f"{self.origin_spent} bytes asked of the origin",
-            wanted=f"at most {self._budget_bytes}",
-            do="Bring a holder back, or raise the budget with a new plan.",
-        )
+        return self._budget.may_afford(source, extent, self._pieces)
 
     # ── hedging ──────────────────────────────────────────────────────────────────────────────────
-
-    def _oldest(self) -> tuple[float, Work, Extent] | None:
-        """Return the pieces in flight from a worker that are due first, and when they are due.
-
-        A source at its planned rate sends a window in a second; twice that is late. Where no rate
-        is planned, one that has sent nothing for as long as a piece may take.
-        """
-        due: list[tuple[float, Work, Extent]] = []
-        for feed in self._feeds.values():
-            if feed.source.kind == "worker" and (oldest := feed.oldest()) is not None:
-                asked_s, run = oldest
-                for work, part in self._parts(run):
-                    if work.expected_bytes_s > 0:
-                        drains_s = work.window_bytes / work.expected_bytes_s
-                        due_s = asked_s + max(self._piece_deadline_s, 2 * drains_s)
-                    else:
-                        due_s = max(asked_s, work.progress_s) + self._piece_deadline_s
-                    due.append((due_s, work, part))
-                    break
-        return min(due, key=lambda each: each[0], default=None)
 
     def _start_hedge(self, now_s: float, actions: list[SessionAction]) -> None:
         """Ask a spare for the oldest pieces in flight once they are late; who sends first wins.
 
         Never the origin: a fleet that waits for its slowest link would read the model twice.
         """
-        found = self._oldest()
-        if found is None:
+        found = self._hedging.oldest(self._feeds.values(), self._works)
+        if found is None or now_s < (self._hedging.due_s or 0.0):
             return
-        self._hedge_at_s, work, run = found
-        if now_s < self._hedge_at_s:
-            return
+        work, run = found
         owing = {key for key, feed in self._feeds.items() if next(feed.in_flight.common(run), None)}
         for source in work.candidates:
             if source.kind == "origin" or source.key in owing:
                 continue
             if self._may_ask(source, run, work, now_s):
-                most = min(self._limits.hedge_pieces, self._hedges_left)
-                extent = self._pieces.fitting(run, self._limits.window_bytes, most)
-                extent = Extent(run.first, max(extent.stop, run.first + 1))
-                self._hedges_left -= extent.size
-                self._hedge = Hedge(source.key, Extents([extent]), now_s)
+                extent = self._hedging.start(source.key, run, now_s)
                 self._request(self._open(source, now_s), extent, now_s, actions, aside=True)
                 return
 
-    def _end_hedge(self, hedge: Hedge, now_s: float) -> None:
+    def _end_hedge(self, key: str, pieces: list[Extent], now_s: float) -> None:
         """Leave a spare that did not help; the first source still owes the pieces."""
-        self._hedge = None
-        feed = self._feeds.get(hedge.key)
-        for run in hedge.pieces:
+        self._hedging.hedge = None
+        feed = self._feeds.get(key)
+        for run in pieces:
             if feed is not None:
                 feed.aside.remove(run)
-            for work, _ in self._parts(run):
-                rest = work.behind.setdefault(hedge.key, Health())
+            for work, _ in self._works.parts(run):
+                rest = work.behind.setdefault(key, Health())
                 rest.failed(now_s, self._limits, self._random)
-
-
-def _others(candidates: tuple[Source, ...], worker_id: str) -> tuple[Source, ...]:
-    """Return the candidates without duplicates and without the worker itself; origins come last
-    among the spares.
-    """
-    unique = {each.key: each for each in reversed(candidates) if each.worker_id != worker_id}
-    ordered = list(reversed(unique.values()))
-    return (*ordered[:1], *sorted(ordered[1:], key=lambda each: each.kind == "origin"))

@@ -155,4 +155,6 @@ class Repairs:
         )
 
     def _spent(self, repair: Repair, source: Source) -> bool:
-        return repair.corrupt.get(source.key, 0) >= self._limits.piece_attempts
+        limits = self._limits
+        most = limits.origin_attempts if source.kind == "origin" else limits.piece_attempts
+        return repair.corrupt.get(source.key, 0) >= most
