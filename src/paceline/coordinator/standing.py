@@ -21,7 +21,7 @@ from paceline.wire.calls import EdgeTally
 Edge = tuple[str, str]  # source key, reader
 
 BUSY_SHARE = 0.5  # of a look: less, and the edge was starved, which says nothing against it
-LEAST_BUSY_S = 0.1  # but this much tells what it carries when it has something to carry
+LEAST_CARRIED = 0.05  # of what the plan expects in a look: so much tells that an edge is not slow
 STALE_LOOKS = 3.0  # a flow that was not heard of for so many looks has ended
 SENDER_PIECES = 20  # a sender of fewer says nothing about what is usual
 ALONE = 4  # times as many corrupt pieces, of a sender that nobody can be compared with
@@ -162,10 +162,13 @@ class Standings:
         count.since_s, count.bytes, count.busy_s = now_s, tally.bytes, tally.busy_s
         count.flow, count.stale_s = carried / look_s, now_s + STALE_LOOKS * look_s
         expected = self._expected.get(key, 0.0)
-        if expected <= 0 or busy_s < LEAST_BUSY_S:
+        if expected <= 0 or (
+            busy_s < BUSY_SHARE * look_s and carried < LEAST_CARRIED * expected * look_s
+        ):
             return
-        count.rate = carried / busy_s
-        count.ratio = count.rate / expected
+        # An edge that mostly waits for its source is hardly ever busy: small pieces leave at once.
+        count.rate = carried / busy_s if busy_s > 0 else expected
+        count.ratio = min(1.0, count.rate / expected)
         limit = self._patience.slow_ratio
         slow = count.ratio < limit and busy_s >= BUSY_SHARE * look_s
         count.slow_looks = count.slow_looks + 1 if slow else 0
