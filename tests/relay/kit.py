@@ -44,6 +44,14 @@ def write_model(directory: Path, size: int, seed: int = 0) -> Path:
     return directory
 
 
+def damage(path: Path, offset: int, data: bytes) -> None:
+    """Write ``data`` into a file, published ones (read-only) too."""
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
 def manifest_of(
     directory: Path, version: str = "v1", piece_bytes: int = 16_384, chunk_bytes: int = 65_536
 ) -> Manifest:

@@ -122,7 +122,7 @@ def test_a_failing_sync_publishes_nothing_and_discards_the_file(
         "fdatasync:signal=KILL:when=2",
         "fsync:signal=KILL:when=1",
         "fsync:signal=KILL:when=3",
-        "pwrite64:signal=KILL:when=20",
+        "pwrite64:signal=KILL:when=5",  # of one thread
         "/^rename:signal=KILL:when=1",
         "fallocate:signal=KILL:when=2",
     ],

@@ -13,12 +13,12 @@ from paceline.manifest import FileEntry, Manifest, verify_directory
 from paceline.relay.extents import Extent
 from paceline.relay.feeds import Feed
 from paceline.relay.limits import SessionLimits
-from paceline.relay.local import LocalFleet, distribute
+from paceline.relay.local import LocalFleet
 from paceline.relay.origin import DirectoryReader
 from paceline.relay.pulling import Puller
 from paceline.wire.plan import Source, WorkerLanes
-from paceline.wire.records import WorkerStatus
-from tests.relay.kit import DEPLOYMENT, lanes, manifest_of, plan, worker, write_model
+from paceline.wire.records import Receipt, WorkerStatus
+from tests.relay.kit import DEPLOYMENT, damage, lanes, manifest_of, plan, worker, write_model
 
 NAMES = ["node-0", "node-1", "node-2", "node-3"]
 
@@ -33,14 +33,23 @@ def manifest(model: Path) -> Manifest:
     return manifest_of(model)
 
 
-def chain(
-    manifest: Manifest, model: Path, **more: object
-) -> Callable[[dict[str, str]], dict[str, WorkerLanes]]:
+Lanes = Callable[[dict[str, str]], dict[str, WorkerLanes]]
+
+
+def chain(manifest: Manifest, model: Path, **more: object) -> Lanes:
     def made(addresses: dict[str, str]) -> dict[str, WorkerLanes]:
         planned = plan(manifest, addresses, source_url=str(model), **more)  # type: ignore[arg-type]
         return {each.worker_id: each for each in planned.workers}
 
     return made
+
+
+def distribute(root: Path, names: list[str], manifest: Manifest, made: Lanes) -> dict[str, Receipt]:
+    """Bring ``manifest`` to drivers ``names`` by ``made(addresses)`` and return their receipts."""
+    with LocalFleet(root, names) as fleet:
+        mine = made(fleet.addresses)
+        fleet.deploy(manifest, mine)
+        return fleet.receipts(next(iter(mine.values())).deployment_id)
 
 
 def order(manifest: Manifest) -> list[str]:
@@ -168,9 +177,7 @@ def test_a_peer_with_a_rotten_disk_is_named_and_worked_around(
         holders = {name: fleet.addresses[name] for name in NAMES[:2]}
         fleet.deploy(manifest, chain(manifest, model)(holders))
         receipts = fleet.receipts(DEPLOYMENT, NAMES[:2])
-        with Path(receipts["node-0"].path, "shards/b.bin").open("r+b") as file:
-            file.seek(50_000)
-            file.write(b"rot")
+        damage(Path(receipts["node-0"].path, "shards/b.bin"), 50_000, b"rot")
         upstream = [worker(name, fleet.addresses[name]) for name in ("node-0", "node-1")]
         third = worker("node-2", fleet.addresses["node-2"])
         fleet.deploy(

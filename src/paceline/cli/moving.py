@@ -6,7 +6,9 @@ without any server of ours; without one it runs as a flow of the installation th
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,7 @@ from paceline.profile import Profile, load_runtime
 
 if TYPE_CHECKING:
     from paceline.objects import ObjectStore
+    from paceline.wire.local import Distribution
 
 directory_type = click.Path(path_type=Path)
 
@@ -151,6 +154,21 @@ def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore
 @click.argument("version", required=False)
 @click.option("--to", "targets", multiple=True, help="Node to bring it to (default: every node).")
 @click.option("--stage-only", is_flag=True, help="Do not activate it.")
+@click.option(
+    "--into",
+    type=directory_type,
+    default=None,
+    help="Bring SOURCE (a directory or s3://bucket/prefix) to workers below this directory, here "
+    "and now, without a server.",
+)
+@click.option("--workers", type=int, default=4, show_default=True, help="With --into: how many.")
+@click.option("--topology", default="auto", show_default=True, help="With --into: the shape.")
+@click.option("--racks", type=int, default=1, show_default=True, help="With --into: their racks.")
+@click.option("--link", **LINK, help="With --into: limit of each worker's link, e.g. 100Mbit.")
+@click.option("--digest", default="", help="With --into: what the manifest must be.")
+@click.option("--port", type=int, default=0, help="With --into: the first worker's port.")
+@click.option("--allow-older", is_flag=True, help="With --into: although a newer one is there.")
+@profile_options
 @run_id_option
 @state_option
 @json_option
@@ -159,22 +177,100 @@ def distribute(
     version: str | None,
     targets: tuple[str, ...],
     stage_only: bool,
+    into: Path | None,
+    workers: int,
+    topology: str,
+    racks: int,
+    link: float | None,
+    digest: str,
+    port: int,
+    allow_older: bool,
+    profile: str,
+    overrides: tuple[str, ...],
     run_id: str | None,
     state: Path | None,
     as_json: bool,
 ) -> int:
-    """Relay VERSION of MODEL_ID to the nodes, verify it there, and switch to it."""
-    if version is None:
-        raise InvalidInput("no version", wanted="MODEL_ID VERSION")
-    here = start_flow(state, run_id)
-    from flows.distribute import distribute_model
+    """Relay VERSION of MODEL_ID to the nodes, verify it there, and switch to it.
 
-    return run_flow(
-        distribute_model,
-        as_json,
-        model_id=model_id,
-        version=version,
-        target_workers=list(targets) or None,
+    With --into: relay the model at SOURCE to that many workers on this machine.
+    """
+    if into is None:
+        if version is None:
+            raise InvalidInput(
+                "no version",
+                got=model_id,
+                wanted="paceline distribute MODEL_ID VERSION, or SOURCE --into DIRECTORY",
+            )
+        here = start_flow(state, run_id)
+        from flows.distribute import distribute_model
+
+        return run_flow(
+            distribute_model,
+            as_json,
+            model_id=model_id,
+            version=version,
+            target_workers=list(targets) or None,
+            activate=not stage_only,
+            **here,
+        )
+    if version is not None:
+        raise InvalidInput(
+            "one source at a time", got=f"{model_id} {version}", wanted="SOURCE --into DIRECTORY"
+        )
+    from paceline.manifest import TrustPolicy
+    from paceline.relay.onecall import distribute as bring
+    from paceline.relay.room import StorePolicy
+
+    settings, objects = read_profile(profile, overrides), None
+    if model_id.startswith("s3://"):
+        settings, objects = _objects(state, settings)
+    security = settings.security
+    done = bring(
+        model_id,
+        into,
+        workers,
+        targets=targets or None,
+        topology=topology,
+        racks=racks,
+        link_mbit=link,
+        objects=objects,
+        digest=digest,
+        trust=TrustPolicy.of(security.trusted_publishers, required=security.require_signature),
+        allow_older=allow_older,
         activate=not stage_only,
-        **here,
+        max_failed=settings.relay.max_failed,
+        first_port=port,
+        policy=StorePolicy.of(settings.store),
+        on_progress=_progress(),
     )
+    if as_json:
+        click.echo(done.model_dump_json())
+    else:
+        click.echo(_told(done))
+    return 0
+
+
+def _progress() -> Callable[[int, int], None]:
+    if not sys.stderr.isatty():
+        return lambda _held, _all: None
+
+    def show(held: int, pieces: int) -> None:
+        share = held / pieces if pieces else 1.0
+        click.echo(f"\r{share:4.0%} of all pieces on all workers", nl=share >= 1.0, err=True)
+
+    return show
+
+
+def _told(done: Distribution) -> str:
+    lines = [
+        f"{done.model_id} {done.version} on {done.workers_complete} of {done.workers} workers in "
+        f"{done.seconds:.1f} s by {done.topology.value}"
+        + (f" ({done.ratio:.2f} x the bound)" if done.ratio else ""),
+        f"{done.total_bytes:,} bytes; from the source {done.origin_bytes:,}, from peers "
+        f"{done.received_bytes:,}, already there {done.reused_bytes:,}, between racks "
+        f"{done.cross_rack_bytes:,}",
+        f"digest {done.manifest_digest}",
+    ]
+    lines += [f"! {name} failed: {why.message}" for name, why in done.workers_failed.items()]
+    return "\n".join(lines)

@@ -56,7 +56,9 @@ class Library:
                 found = self._open.get(manifest.digest)
             if found is not None and not found.closed:
                 return found
-            staging = self._store.open(manifest)
+            with self._changed:
+                in_use = set(self._open)
+            staging = self._store.open(manifest, in_use)
             try:
                 self._store.reuse(staging)
             except PacelineError:

@@ -1,6 +1,6 @@
-"""A fleet in one process: N drivers over loopback sockets and a plan, without a coordinator.
+"""A fleet in one process: N drivers over loopback sockets, for whoever hands them their lanes.
 
-For tests, benchmarks and ``doctor``: everything but the control plane is the real thing.
+For tests and benchmarks that want to steer; ``onecall.distribute`` is the whole deployment.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from paceline.relay.tcp import TcpTransport
 from paceline.wire.calls import DeploymentBeat
 from paceline.wire.plan import WorkerLanes
 from paceline.wire.records import Receipt, WorkerStatus
-
-Lanes = Callable[[Mapping[str, str]], Mapping[str, WorkerLanes]]  # of addresses by worker
 
 
 def open_directory(url: str) -> RangeReader:
@@ -98,23 +96,6 @@ class LocalFleet:
                 raise DeploymentFailed("a worker failed", got=beat.failure, where=name)
             receipts[name] = beat.receipt
         return receipts
-
-
-def distribute(
-    root: Path,
-    names: list[str],
-    manifest: Manifest,
-    lanes: Lanes,
-    *,
-    link_mbit: float | None = None,
-    open_source: Callable[[str], RangeReader] = open_directory,
-    timeout_s: float = 60.0,
-) -> dict[str, Receipt]:
-    """Bring ``manifest`` to drivers ``names`` by ``lanes(addresses)`` and return their receipts."""
-    with LocalFleet(root, names, link_mbit=link_mbit, open_source=open_source) as fleet:
-        mine = lanes(fleet.addresses)
-        fleet.deploy(manifest, mine)
-        return fleet.receipts(next(iter(mine.values())).deployment_id, timeout_s=timeout_s)
 
 
 def _ended(beats: list[DeploymentBeat], deployment_id: str) -> bool:

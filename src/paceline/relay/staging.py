@@ -24,7 +24,9 @@ from paceline.manifest import Manifest, Piece
 from paceline.relay.edges import Edges
 from paceline.relay.extents import Extent, Extents
 
+_COPY = 4 * 1024 * 1024
 _MARK = struct.Struct(">III")  # first piece, stop, CRC-32 of both
+READ_ONLY = 0o444  # what is published never changes; a link to it is never written to
 CLAIM_S = 5.0  # how long a stream waits for another one that writes the same piece
 
 
@@ -51,6 +53,22 @@ def disk_errors(where: object) -> Iterator[None]:
         raise
 
 
+def sync_directory(path: Path) -> None:
+    """Make the names in ``path`` durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_read_only(path: Path) -> bool:
+    try:
+        return not path.lstat().st_mode & 0o222
+    except FileNotFoundError:
+        return False
+
+
 class Staging:
     """The files of one manifest below ``directory``; ``published`` ones are complete already."""
 
@@ -73,6 +91,7 @@ class Staging:
         self.writers: dict[int, Callable[[], bool]] = {}
         self._fresh = Extents()  # verified since the last commit
         self._files: dict[int, int] = {}  # file index → descriptor, open until close()
+        self._retired: list[int] = []  # descriptors of files that were made our own
         self._dirty: set[int] = set()
         self._marks = -1
         self._users = 0
@@ -108,6 +127,10 @@ class Staging:
                 )
             fresh = [self._allocate(index) for index in range(len(self.manifest.files))]
             self._load_marks(trust=not any(fresh))
+            if any(fresh):  # names must last as long as the marks do
+                inside = {(self.data / file.path).parent for file in self.manifest.files}
+                for directory in {*inside, self.data, self.directory, self.directory.parent}:
+                    sync_directory(directory)
 
     def _allocated(self, path: str) -> int:
         try:
@@ -216,6 +239,8 @@ class Staging:
             data = os.pread(descriptor, piece.length, piece.file_offset)
             if hashlib.sha256(data).hexdigest() == piece.sha256:
                 return False
+            if self.is_linked(piece.file_index):
+                self.make_own(piece.file_index)
             extent = Extent(index, index + 1)
             with self._lock:
                 for extents in (self.verified, self.durable, self._fresh):
@@ -224,6 +249,47 @@ class Staging:
                 os.ftruncate(self._marks, 0)
                 self._mark(self.durable)
             return True
+
+    def is_linked(self, index: int) -> bool:
+        """Return whether file ``index`` is one with a published version's: never written to."""
+        mode = os.fstat(self.descriptor(index)).st_mode
+        return not self.published and not mode & 0o222
+
+    def make_own(self, index: int) -> None:
+        """Give this version a copy of its own of a file that is linked, so that it can be mended.
+
+        Raises StorageFull where there is no room for one.
+        """
+        file = self.manifest.files[index]
+        path = self.data / file.path
+        fresh = path.with_name(f".{path.name}.own")
+        with disk_errors(path), self.using():
+            linked = self.descriptor(index)
+            fresh.unlink(missing_ok=True)
+            own = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            try:
+                os.posix_fallocate(own, 0, file.size)
+                done = 0
+                while done < file.size:
+                    data = os.pread(linked, _COPY, done)
+                    if not data:
+                        break
+                    done += os.pwrite(own, data, done)
+                os.fsync(own)
+                fresh.replace(path)
+                sync_directory(path.parent)
+            except BaseException:
+                os.close(own)
+                raise
+            with self._lock:
+                self._files[index] = own
+                self._retired.append(linked)  # a peer may be reading from it
+
+    def reused(self, count: int) -> None:
+        """Count a piece of ``count`` bytes that this disk held already."""
+        with self._lock:
+            self.reused_pieces += 1
+            self.reused_bytes += count
 
     def next_held(self, wanted: Iterable[Extent], wait_s: float) -> Extent | None:
         """Return the first run of verified pieces of ``wanted``, in its order; waits up to
@@ -316,9 +382,10 @@ class Staging:
     def _close_descriptors(self) -> None:
         if not self.closed or self._users:
             return
-        for descriptor in self._files.values():
+        for descriptor in (*self._files.values(), *self._retired):
             os.close(descriptor)
         self._files.clear()
+        self._retired.clear()
         if self._marks >= 0:
             os.close(self._marks)
             self._marks = -1
@@ -335,8 +402,9 @@ class Staging:
                 raise Cancelled("the model is no longer open here", where=self.directory)
             descriptor = self._files.get(index)
             if descriptor is None:
-                flags = os.O_RDONLY if self.published else os.O_RDWR | os.O_CREAT
                 path = self.data / self.manifest.files[index].path
+                whole = self.published or _is_read_only(path)
+                flags = os.O_RDONLY if whole else os.O_RDWR | os.O_CREAT
                 descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
                 self._files[index] = descriptor
             return descriptor

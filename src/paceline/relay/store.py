@@ -8,11 +8,11 @@ progress live in ``staging/<digest>/`` on the same filesystem. It knows no sourc
 from __future__ import annotations
 
 import fcntl
-import hashlib
+import logging
 import os
 import shutil
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,14 +20,16 @@ from paceline.errors import Conflict, InvalidInput, InvalidManifest, NotFound, S
 from paceline.manifest import (
     MANIFEST_FILE,
     Manifest,
-    Piece,
     parse_manifest,
     verify_directory,
 )
-from paceline.relay.staging import Staging, disk_errors
+from paceline.relay.reuse import Holdings, bring_files, copy_pieces, settle_files
+from paceline.relay.room import Room, StorePolicy, beyond_kept, next_to_go, room_lacking
+from paceline.relay.staging import READ_ONLY, Staging, disk_errors, sync_directory
+
+log = logging.getLogger(__name__)
 
 ACTIVE = "active"
-_COPY = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,9 @@ class StoredVersion:
 class Store:
     """The store below ``root``; one process at a time (StateLocked)."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, policy: StorePolicy | None = None) -> None:
         self.root = root
+        self._policy = policy or StorePolicy()
         self._models = root / "models"
         self._staging = root / "staging"
         self._publish_lock = threading.Lock()
@@ -85,10 +88,11 @@ class Store:
             raise InvalidInput("a version cannot be called 'active'", do="Choose another name.")
         return self._models / model_id / version
 
-    def open(self, manifest: Manifest) -> Staging:
+    def open(self, manifest: Manifest, in_use: Collection[str] = ()) -> Staging:
         """Return the version's files: complete where it is published, else resumed or new.
 
-        Raises Conflict where other content has this name, StorageFull where it cannot fit.
+        Old versions make way as the policy says, but none of ``in_use``. Raises Conflict where
+        other content has this name, StorageFull where it cannot fit; then nothing is left of it.
         """
         final = self.final_path(manifest.model_id, manifest.version)
         if (found := self._published(final)) is not None:
@@ -102,10 +106,17 @@ class Store:
                 do="Publish under a new version.",
             )
         staging = Staging(manifest, self._staging / manifest.digest)
+        new = not staging.directory.exists()
         try:
+            self.make_room(manifest, in_use)
+            held = self._held(manifest)
+            bring_files(staging.data, manifest, held)
             staging.prepare()
+            settle_files(staging, held)
         except BaseException:
             staging.close()
+            if new and staging.directory.exists():
+                self._trash(staging.directory)
             raise
         return staging
 
@@ -131,6 +142,7 @@ class Store:
                 size = os.fstat(staging.descriptor(index)).st_size
                 if size != file.size:
                     raise Conflict(f"{file.path} changed size", got=size, wanted=file.size)
+                os.fchmod(staging.descriptor(index), READ_ONLY)
             _write_durably(data / MANIFEST_FILE, manifest.to_bytes())
             for directory in {data, *((data / file.path).parent for file in manifest.files)}:
                 sync_directory(directory)
@@ -154,28 +166,8 @@ class Store:
 
     def reuse(self, staging: Staging) -> None:
         """Fill missing pieces from versions that this disk already holds, each verified again."""
-        if staging.published:
-            return
-        wanted = {piece.sha256 for piece in staging.manifest.pieces}
-        have = self._pieces_on_disk(wanted, staging.manifest.digest)
-        if not have:
-            return
-        buffer = bytearray(_COPY)
-        for piece in staging.manifest.pieces:
-            found = have.get(piece.sha256)
-            if found is None or piece.index in staging.verified:
-                continue
-            source, offset = found
-            if not staging.claim(piece.index):
-                continue
-            with staging.using():
-                if _copy(source, offset, staging.descriptor(piece.file_index), piece, buffer):
-                    staging.hold(piece)
-                    staging.reused_pieces += 1
-                    staging.reused_bytes += piece.length
-                else:
-                    staging.release(piece.index)
-        staging.commit()
+        if not staging.published:
+            copy_pieces(staging, self._held(staging.manifest))
 
     def verify(self, model_id: str, version: str) -> None:
         """Read every byte of a published version again; raises CorruptData where one differs."""
@@ -244,15 +236,30 @@ class Store:
 
         The active version, and digests in ``in_use``, always stay.
         """
-        by_model: dict[str, list[StoredVersion]] = {}
-        for each in self.versions():
-            by_model.setdefault(each.model_id, []).append(each)
-        gone = []
-        for versions in by_model.values():
-            for each in versions[: max(0, len(versions) - keep)]:
-                if not each.active and each.digest not in in_use:
-                    self._trash(each.path)
-                    gone.append(each)
+        gone = beyond_kept(self.versions(), keep, in_use)
+        for each in gone:
+            self._trash(each.path)
+        return gone
+
+    def make_room(self, manifest: Manifest, in_use: Collection[str] = ()) -> list[StoredVersion]:
+        """Remove what the policy lets go before ``manifest`` arrives, and return what went.
+
+        The active version, and digests in ``in_use``, always stay.
+        """
+        policy, stay = self._policy, {*in_use, manifest.digest}
+        gone = self.collect(policy.keep_versions, stay) if policy.keep_versions else []
+        needed = room_lacking(self.root, manifest)
+        while True:
+            room = Room.at(self.root)
+            left = room.free - needed
+            short = (policy.make_room and left < 0) or left < policy.free_share * room.size
+            oldest = next_to_go(self.versions(), stay) if short else None
+            if oldest is None:
+                break
+            self._trash(oldest.path)
+            gone.append(oldest)
+        for each in gone:
+            log.info("removed model=%s version=%s to make room", each.model_id, each.version)
         return gone
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
@@ -266,17 +273,9 @@ class Store:
             return None
         return manifest if sizes == [file.size for file in manifest.files] else None
 
-    def _pieces_on_disk(self, wanted: set[str], but: str) -> dict[str, tuple[Path, int]]:
-        have: dict[str, tuple[Path, int]] = {}
-        for stored in self.versions():
-            manifest = self._published(stored.path)
-            if manifest is None or manifest.digest == but:
-                continue
-            for piece in manifest.pieces:
-                if piece.sha256 in wanted:
-                    file = manifest.files[piece.file_index]
-                    have[piece.sha256] = (stored.path / file.path, piece.file_offset)
-        return have
+    def _held(self, manifest: Manifest) -> Holdings:
+        found = ((each, self._published(each.path)) for each in self.versions())
+        return Holdings.of(((each, it) for each, it in found if it is not None), manifest)
 
     def _trash(self, path: Path) -> None:
         """Remove a directory so that nobody ever sees half of it."""
@@ -285,64 +284,10 @@ class Store:
         shutil.rmtree(trash, ignore_errors=True)
 
 
-def sync_directory(path: Path) -> None:
-    """Make the names in ``path`` durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _write_durably(path: Path, data: bytes) -> None:
+    path.unlink(missing_ok=True)  # read-only where a publish was interrupted
     with path.open("wb") as file:
         file.write(data)
         file.flush()
+        os.fchmod(file.fileno(), READ_ONLY)
         os.fsync(file.fileno())
-
-
-def _copy(source: Path, offset: int, target: int, piece: Piece, buffer: bytearray) -> bool:
-    """Copy one piece between files (sharing blocks where the filesystem can) and return whether
-    what arrived has its digest.
-    """
-    at, length = piece.file_offset, piece.length
-    try:
-        descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        for _ in _copied(descriptor, offset, target, at, length, buffer):
-            pass
-    finally:
-        os.close(descriptor)
-    digest, view, done = hashlib.sha256(), memoryview(buffer), 0
-    while done < length:
-        got = os.preadv(target, [view[: min(len(buffer), length - done)]], at + done)
-        if not got:
-            return False
-        digest.update(view[:got])
-        done += got
-    return digest.hexdigest() == piece.sha256
-
-
-def _copied(
-    source: int, offset: int, target: int, at: int, length: int, buffer: bytearray
-) -> Iterator[int]:
-    done, by_kernel = 0, hasattr(os, "copy_file_range")
-    while done < length:
-        if by_kernel:
-            try:
-                got = os.copy_file_range(source, target, length - done, offset + done, at + done)
-            except OSError:  # other filesystems, older kernels
-                by_kernel = False
-                continue
-        else:
-            view = memoryview(buffer)[: min(len(buffer), length - done)]
-            got = os.preadv(source, [view], offset + done)
-            if got:
-                with disk_errors(source):
-                    os.pwrite(target, view[:got], at + done)
-        if not got:
-            return
-        done += got
-        yield done

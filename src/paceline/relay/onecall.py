@@ -1,0 +1,522 @@
+"""A whole deployment from one call, on one machine, without any server: ``distribute``.
+
+The planner, drivers, sockets and disks are those of a fleet; only the control plane is this loop.
+Workers are drivers on threads of this process: they share one interpreter, so many of them on a
+fast link are slower than as many machines would be. Called again after a crash it goes on with what
+is on the disks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline import errors
+from paceline.errors import (
+    Conflict,
+    CorruptData,
+    DeploymentFailed,
+    InvalidInput,
+    NotReady,
+    PacelineError,
+    PermanentError,
+    SourceMissing,
+    StorageFull,
+)
+from paceline.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    TrustPolicy,
+    build_manifest,
+    fetch_manifest,
+    verify_signature,
+    version_key,
+)
+from paceline.plan import PlanWorker, Standing, make_plan, next_order
+from paceline.relay.driver import RelayDriver
+from paceline.relay.limits import SessionLimits
+from paceline.relay.origin import DirectoryReader, RangeReader, S3Reader
+from paceline.relay.room import StorePolicy, room_lacking
+from paceline.relay.store import Store
+from paceline.relay.tcp import TcpTransport
+from paceline.wire.base import NAME
+from paceline.wire.calls import DeploymentBeat
+from paceline.wire.local import Distribution
+from paceline.wire.plan import Labels, Plan, Topology
+from paceline.wire.records import Failure, WorkerStatus
+
+if TYPE_CHECKING:
+    from paceline.objects import ObjectStore
+
+log = logging.getLogger(__name__)
+
+UNLIMITED_MBIT = 10_000.0  # what a plan counts with where no limit was asked for
+LOOK_S = 0.25
+STALL_S = 120.0  # nothing verified anywhere for so long: something hangs
+ENDED = (WorkerStatus.COMPLETE, WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What ``distribute`` was asked for, beside the source; see there."""
+
+    into: Path
+    names: tuple[str, ...]
+    racks: int = 1
+    topology: str = Topology.AUTO
+    link_mbit: float | None = None
+    activate: bool = False
+    max_failed: float = 0.05
+    first_port: int = 0
+    policy: StorePolicy = field(default_factory=StorePolicy)
+    limits: SessionLimits | None = None
+    on_progress: Callable[[int, int], None] = lambda _held, _all: None
+
+
+def distribute(
+    source: Path | str,
+    into: Path | str,
+    workers: int | Sequence[str] = 4,
+    *,
+    targets: Sequence[str] | None = None,
+    topology: Topology | str = Topology.AUTO,
+    racks: int = 1,
+    link_mbit: float | None = None,
+    objects: ObjectStore | None = None,
+    digest: str = "",
+    model_id: str = "",
+    version: str = "",
+    trust: TrustPolicy | None = None,
+    allow_older: bool = False,
+    activate: bool = False,
+    max_failed: float = 0.05,
+    first_port: int = 0,
+    policy: StorePolicy | None = None,
+    limits: SessionLimits | None = None,
+    on_progress: Callable[[int, int], None] = lambda _held, _all: None,
+) -> Distribution:
+    """Bring the model at ``source`` (a directory or ``s3://bucket/prefix``) to ``workers`` below
+    ``into`` and return their receipts and what it took.
+
+    ``workers`` is their number or their names; ``targets`` picks some of them. A directory without
+    a manifest gets one (``model_id`` and ``version`` name it); where there is one they, and
+    ``digest``, must agree with it. ``link_mbit`` limits each worker, both ways. ``on_progress`` is
+    told pieces held and wanted, over all workers. Everything is checked before a byte moves; what
+    cannot work leaves nothing behind. Raises InvalidInput, InvalidPlan, SourceMissing,
+    UntrustedManifest, CorruptData (another digest), Conflict (a newer version is there),
+    StorageFull, PortInUse, StateLocked, and DeploymentFailed, or the workers' own error where all
+    failed of the same.
+    """
+    names = _names(workers, targets)
+    if racks < 1:
+        raise InvalidInput("no racks", got=racks, wanted="at least 1")
+    if link_mbit is not None and not link_mbit > 0:
+        raise InvalidInput("link has no speed", got=link_mbit, wanted="more than 0 Mbit/s")
+    manifest = _manifest(source, objects, model_id, version, trust)
+    if digest and manifest.digest != digest:
+        raise CorruptData(
+            "the source holds another model",
+            got=manifest.digest,
+            wanted=digest,
+            where=source,
+            do="Check the URL and the digest; a published version never changes.",
+        )
+    request = Request(
+        into=Path(into),
+        names=names,
+        racks=racks,
+        topology=Topology(topology) if topology in list(Topology) else str(topology),
+        link_mbit=link_mbit,
+        activate=activate,
+        max_failed=max_failed,
+        first_port=first_port,
+        policy=policy or StorePolicy(),
+        limits=limits,
+        on_progress=on_progress,
+    )
+    open_source = _opener(objects)
+    url = str(source) if _is_s3(source) else str(Path(source).resolve())
+    new = [name for name in names if not (request.into / name).exists()]
+    whole = not request.into.exists()
+    try:
+        _check_room(request, manifest)
+        with _Crew(request, manifest, url, open_source) as crew:
+            if not allow_older:
+                crew.refuse_older()
+            return crew.work()
+    except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt | errors.TemporaryError):
+            _clear(request.into, new, whole=whole)
+        raise
+
+
+class _Crew:
+    """The drivers of one distribution, and the loop that plans for them."""
+
+    def __init__(
+        self,
+        request: Request,
+        manifest: Manifest,
+        url: str,
+        open_source: Callable[[str], RangeReader],
+    ) -> None:
+        self._request = request
+        self._manifest = manifest
+        self._url = url
+        self._open_source = open_source
+        self._deployment_id = f"local-{uuid.uuid4().hex[:12]}"
+        self._news = threading.Event()
+        self._drivers: dict[str, RelayDriver] = {}
+        self._stack = ExitStack()
+        self._failed: dict[str, Failure] = {}
+        self._order: Sequence[str] = ()
+        self._plan: Plan | None = None
+
+    def __enter__(self) -> _Crew:
+        token = secrets.token_hex(16)
+        request = self._request
+        with ExitStack() as stack:
+            for number, name in enumerate(request.names):
+                store = Store(request.into / name / "store", request.policy)
+                port = request.first_port + number if request.first_port else 0
+                try:
+                    driver = RelayDriver(
+                        worker_id=name,
+                        store=store,
+                        transport=TcpTransport(token),
+                        open_source=self._open_source,
+                        port=port,
+                        link_mbit=request.link_mbit,
+                        limits=request.limits,
+                        seed=number,
+                        on_news=self._news.set,
+                    )
+                except BaseException:
+                    store.close()
+                    raise
+                driver.start()
+                stack.callback(driver.stop)
+                self._drivers[name] = driver
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def refuse_older(self) -> None:
+        """Raise Conflict where a worker already holds a newer version of the model."""
+        mine = version_key(self._manifest.version)
+        for name, driver in self._drivers.items():
+            for stored in driver.store.versions(self._manifest.model_id):
+                if version_key(stored.version) > mine:
+                    raise Conflict(
+                        "a newer version is there already",
+                        got=self._manifest.version,
+                        wanted=f"{stored.version} or later",
+                        where=f"{name}: {stored.path}",
+                        do="Distribute a later version, or ask for the older one (--allow-older).",
+                    )
+
+    def work(self) -> Distribution:
+        """Plan, relay, plan anew where a worker fails, and report."""
+        began = time.monotonic()
+        self._deploy()
+        moved_at, held_before = began, -1
+        while True:
+            self._news.wait(LOOK_S)
+            self._news.clear()
+            beats = self._beats()
+            if self._note_failures(beats):
+                self._deploy()
+            held = sum(beat.pieces_held for beat in beats.values())
+            self._request.on_progress(
+                held, self._manifest.piece_count * (len(beats) - len(self._failed))
+            )
+            if held != held_before:
+                moved_at, held_before = time.monotonic(), held
+            if len(beats) == len(self._drivers) and all(
+                beat.status in ENDED for beat in beats.values()
+            ):
+                break
+            if time.monotonic() - moved_at > STALL_S:
+                raise NotReady(
+                    "nothing moves any more",
+                    got=f"{held} pieces",
+                    wanted=f"{self._manifest.piece_count} on each of {len(self._drivers)} workers",
+                    where=self._request.into,
+                    do="See the workers' reasons in the log; the same call goes on from the disks.",
+                )
+        self._judge()
+        seconds = time.monotonic() - began
+        if self._request.activate:
+            self._activate()
+        return self._report(self._beats(), seconds)
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────
+
+    def _beats(self) -> dict[str, DeploymentBeat]:
+        return {
+            name: beat
+            for name, driver in self._drivers.items()
+            for beat in driver.beats()
+            if beat.deployment_id == self._deployment_id
+        }
+
+    def _note_failures(self, beats: Mapping[str, DeploymentBeat]) -> bool:
+        """Take note of who failed since the last look; return whether the others need a plan."""
+        fresh = {
+            name: beat.failure or Failure(code="DeploymentFailed", message="no reason given")
+            for name, beat in beats.items()
+            if beat.status in ENDED
+            and beat.status is not WorkerStatus.COMPLETE
+            and name not in self._failed
+        }
+        self._failed |= fresh
+        return bool(fresh) and any(beat.status not in ENDED for beat in beats.values())
+
+    def _deploy(self) -> None:
+        """Make the plan of the next epoch and hand it to who still needs it."""
+        beats, request = self._beats(), self._request
+        link = request.link_mbit or UNLIMITED_MBIT
+        workers = []
+        for number, name in enumerate(request.names):
+            beat = beats.get(name)
+            done = beat is not None and beat.status is WorkerStatus.COMPLETE
+            workers.append(
+                PlanWorker(
+                    worker_id=name,
+                    labels=Labels(host=name, rack=self._rack(number)),
+                    address=self._drivers[name].server.address,
+                    link_mbit=link,
+                    complete=done or (beat is None and self._holds(name)),
+                    held_pieces=beat.pieces_held if beat else 0,
+                    standing=Standing.GONE if name in self._failed else Standing.LINE,
+                )
+            )
+        plan = make_plan(
+            self._plan.topology if self._plan else request.topology,
+            deployment_id=self._deployment_id,
+            epoch=self._plan.epoch + 1 if self._plan else 1,
+            manifest=self._manifest,
+            workers=workers,
+            source_url=self._url,
+            origin_spent_bytes=sum(beat.origin_bytes for beat in beats.values()),
+            order=self._order,
+        )
+        self._order, self._plan = next_order(self._order, plan), plan
+        for lanes in plan.workers:
+            status = beats[lanes.worker_id].status if lanes.worker_id in beats else None
+            if status not in ENDED:
+                self._drivers[lanes.worker_id].deploy(lanes, self._manifest)
+
+    def _holds(self, name: str) -> bool:
+        found = self._drivers[name].store.versions(self._manifest.model_id)
+        return any(each.digest == self._manifest.digest for each in found)
+
+    def _rack(self, number: int) -> str:
+        racks = self._request.racks
+        return f"rack-{number * racks // len(self._request.names)}"
+
+    def _judge(self) -> None:
+        """Raise where more workers failed than may."""
+        if len(self._failed) <= self._request.max_failed * len(self._drivers):
+            return
+        if all(self._is_permanent(each) for each in self._failed.values()):
+            for driver in self._drivers.values():  # it never will: nothing is kept to go on with
+                driver.cancel(self._deployment_id)
+                driver.wait(
+                    lambda beats: all(b.deployment_id != self._deployment_id for b in beats), 5.0
+                )
+        kinds = {failure.code for failure in self._failed.values()}
+        first = next(iter(self._failed.values()))
+        kind = getattr(errors, first.code, DeploymentFailed)
+        if len(self._failed) == len(self._drivers) and len(kinds) == 1:
+            raise kind(first.message, where=f"every one of {len(self._drivers)} workers")
+        raise DeploymentFailed(
+            "workers failed",
+            got="; ".join(f"{name}: {each.message}" for name, each in self._failed.items())[:2000],
+            wanted=f"at most {self._request.max_failed:.0%} of {len(self._drivers)}",
+            where=self._request.into,
+            do="Mend the cause and run it again; what arrived is kept.",
+        )
+
+    def _is_permanent(self, failure: Failure) -> bool:
+        kind = getattr(errors, failure.code, None)
+        return isinstance(kind, type) and issubclass(kind, PermanentError)
+
+    def _activate(self) -> None:
+        for name, driver in self._drivers.items():
+            if name not in self._failed:
+                driver.store.activate(self._manifest.model_id, self._manifest.version)
+
+    def _report(self, beats: Mapping[str, DeploymentBeat], seconds: float) -> Distribution:
+        assert self._plan is not None
+        request, plan, total = self._request, self._plan, self._manifest.total_size
+        racks = {name: self._rack(number) for number, name in enumerate(request.names)}
+        receipts = tuple(beat.receipt for beat in beats.values() if beat.receipt)
+        crossing = {
+            (edge.source, edge.reader): edge.bytes
+            for beat in beats.values()
+            for edge in beat.edges
+            if edge.source in racks
+            and edge.reader in racks
+            and racks[edge.source] != racks[edge.reader]
+            and edge.bytes
+        }
+        limited = request.link_mbit is not None
+        bound = total / (request.link_mbit * 1e6 / 8) if request.link_mbit else None
+        origin = sum(receipt.origin_bytes for receipt in receipts)
+        return Distribution(
+            deployment_id=self._deployment_id,
+            model_id=self._manifest.model_id,
+            version=self._manifest.version,
+            manifest_digest=self._manifest.digest,
+            source_url=self._url,
+            topology=plan.topology,
+            epochs=plan.epoch,
+            workers=len(self._drivers),
+            workers_complete=len(receipts),
+            workers_failed=self._failed,
+            racks=len(set(racks.values())),
+            total_bytes=total,
+            seconds=seconds,
+            predicted_seconds=plan.predicted_seconds if limited else None,
+            bound_seconds=bound,
+            ratio=seconds / bound if bound else None,
+            origin_bytes=origin,
+            origin_ratio=origin / total,
+            received_bytes=sum(receipt.received_bytes for receipt in receipts),
+            reused_bytes=sum(receipt.reused_bytes for receipt in receipts),
+            refetched_bytes=sum(receipt.refetched_bytes for receipt in receipts),
+            cross_rack_bytes=sum(crossing.values()),
+            activated=request.activate,
+            receipts=receipts,
+        )
+
+
+def _names(workers: int | Sequence[str], targets: Sequence[str] | None) -> tuple[str, ...]:
+    if isinstance(workers, int):
+        if workers < 1:
+            raise InvalidInput("no workers", got=workers, wanted="at least 1 worker")
+        names = tuple(f"worker-{number}" for number in range(workers))
+    else:
+        names = tuple(workers)
+    for name in names:
+        if not re.fullmatch(NAME, name):
+            raise InvalidInput("not a worker's name", got=repr(name)[:200], wanted=NAME)
+    if len(set(names)) != len(names):
+        raise InvalidInput("a worker is named twice", got=", ".join(names), wanted="each once")
+    if targets is not None:
+        unknown = [name for name in targets if name not in names]
+        if unknown:
+            raise InvalidInput(
+                "unknown worker",
+                got=", ".join(unknown),
+                wanted=f"some of {names[0]} … {names[-1]}" if names else "a known worker",
+                do="Name workers that exist, or ask for more of them.",
+            )
+        names = tuple(name for name in names if name in set(targets))
+    if not names:
+        raise InvalidInput("no workers", got="an empty list", wanted="at least 1 worker")
+    return names
+
+
+def _manifest(
+    source: Path | str,
+    objects: ObjectStore | None,
+    model_id: str,
+    version: str,
+    trust: TrustPolicy | None,
+) -> Manifest:
+    trust = trust or TrustPolicy()
+    here = None if _is_s3(source) else Path(source)
+    if here is not None and not here.is_dir():
+        raise SourceMissing(
+            "source does not exist",
+            got=here,
+            wanted="a directory with a model, or s3://bucket/prefix",
+            do="Check the path.",
+        )
+    if here is not None and not (here / MANIFEST_FILE).exists():
+        name = model_id or re.sub(r"[^A-Za-z0-9._-]+", "-", here.resolve().name).strip("-._")
+        built = build_manifest(
+            here,
+            model_id=name or "model",
+            version=version or "1",
+            link_mbit=UNLIMITED_MBIT,  # another link must not make another manifest of it
+        )
+        verify_signature(built, trust, where=str(here))
+        return built
+    manifest = fetch_manifest(str(source), objects, trust)
+    for what, got, wanted in (
+        ("model", manifest.model_id, model_id),
+        ("version", manifest.version, version),
+    ):
+        if wanted and got != wanted:
+            raise InvalidInput(f"the source holds another {what}", got=got, wanted=wanted)
+    return manifest
+
+
+def _opener(objects: ObjectStore | None) -> Callable[[str], RangeReader]:
+    def open_source(url: str) -> RangeReader:
+        if not _is_s3(url):
+            return DirectoryReader(Path(url))
+        if objects is None:
+            raise InvalidInput("no object store for this URL", got=url, wanted="a store")
+        return S3Reader(url, objects)
+
+    return open_source
+
+
+def _is_s3(source: Path | str) -> bool:
+    return str(source).startswith("s3://")
+
+
+def _check_room(request: Request, manifest: Manifest) -> None:
+    """Raise StorageFull where all workers together lack room: their disk may be the same one."""
+    disks: dict[int, tuple[Path, int, int]] = {}
+    for name in request.names:
+        place = request.into / name / "store"
+        existing = place
+        while not existing.exists():
+            existing = existing.parent
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise InvalidInput("not a place for workers", got=existing, wanted="a directory")
+        room = os.statvfs(existing)
+        device = existing.stat().st_dev
+        _, wanted, _ = disks.get(device, (place, 0, 0))
+        wanted += room_lacking(place, manifest)
+        disks[device] = (existing, wanted, room.f_bavail * room.f_frsize)
+    for where, wanted, free in disks.values():
+        if wanted > free:
+            raise StorageFull(
+                "the model does not fit on this disk for all workers",
+                got=f"{free} bytes free",
+                wanted=f"{wanted} bytes for {len(request.names)} workers",
+                where=where,
+                do="Free space, choose another place, or ask for fewer workers.",
+            )
+
+
+def _clear(into: Path, new: Sequence[str], *, whole: bool) -> None:
+    """Remove the directories of workers that did not exist before, unless a version is there."""
+    for name in new:
+        directory = into / name
+        if directory.exists() and not any(directory.glob(f"store/models/*/*/{MANIFEST_FILE}")):
+            shutil.rmtree(directory, ignore_errors=True)
+    if whole and into.is_dir() and not any(into.iterdir()):
+        into.rmdir()
+
+
+__all__ = ["Distribution", "PacelineError", "Request", "distribute"]
