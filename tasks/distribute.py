@@ -27,7 +27,7 @@ from paceline.errors import (
     TemporaryError,
     WorkerLost,
 )
-from paceline.manifest import Manifest, fetch_manifest
+from paceline.manifest import Manifest, TrustPolicy, fetch_manifest
 from paceline.plan import PlanWorker, make_plan
 from paceline.relay.inspection import (
     active_version,
@@ -65,7 +65,9 @@ NOTEWORTHY = {
 @task(name="fetch-manifest", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=1)
 def fetch_model_manifest(run: Run, url: str) -> Manifest:
     """Return the manifest published at ``url``; a page shows its sizes."""
-    manifest = fetch_manifest(url, run.store)
+    security = run.runtime.profile.security
+    trust = TrustPolicy.of(security.trusted_publishers, required=security.require_signature)
+    manifest = fetch_manifest(url, run.store, trust)
     artifacts.table(
         f"manifest {manifest.model_id}",
         [{"file": each.path, "bytes": each.size, "sha256": each.sha256} for each in manifest.files],

@@ -300,7 +300,7 @@ def test_a_planted_session_bug_is_caught_on_sockets_too(
     paced: LocalFleet, manifest: Manifest, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forgets_what_was_in_flight(self: Puller, feed: Feed, extent: Extent) -> None:
-        for work, part in self._parts(extent):
+        for work, part in self._works.parts(extent):
             self._drop_from(feed, work, part)
 
     monkeypatch.setattr(Puller, "_want_again", forgets_what_was_in_flight)
