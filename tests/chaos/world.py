@@ -207,18 +207,26 @@ class World:
         assert again <= HERD, f"{again} pieces came from the origin again that others had (I6)"
 
 
-def make_world(seed: int) -> World:
-    """Return the world of ``seed``, its faults scheduled."""
+def make_world(
+    seed: int,
+    *,
+    topology: Topology | None = None,
+    faults: Faults | None = None,
+    calamities: int | None = None,
+) -> World:
+    """Return the world of ``seed``, its faults scheduled; what is given is not left to chance."""
     random = Random(seed)
     names = [f"w{number:02}" for number in range(WORKERS)]
     racks = random.choice([1, 2, 4])
-    faults = Faults(
+    chance = Faults(
         corrupt=random.choice([0, 0, 0.01, 0.03]),
         duplicate=random.choice([0, 0, 0.05]),
         delay_s=random.choice([0, 0, 0, 0.05, 0.2]),
         late_failure_s=random.choice([0, 0, 2.0]),
         corrupt_from=frozenset(random.sample(names, random.choice([0, 0, 0, 1]))),
     )
+    faults = faults or chance
+    shape = random.choice(TOPOLOGIES)
     fleet = MemoryFleet(
         manifest(),
         names,
@@ -232,13 +240,24 @@ def make_world(seed: int) -> World:
         seed,
         random,
         fleet,
-        random.choice(TOPOLOGIES),
+        topology or shape,
         {name: Labels(rack=f"r{at % racks}") for at, name in enumerate(names)},
         standing=dict.fromkeys(names, Standing.LINE),
     )
     world.tell(f"{world.topology}, {racks} racks, {faults}")
     world.plan("the first")
-    for victim in random.sample(names, random.randint(1, 5)):
+    if calamities != 0:
+        befall(world, names, calamities or random.randint(1, 5))
+    fleet.at(CALM_S, world.calm)
+    for at_s in range(3, int(BOUND_S - CALM_S), 3):
+        fleet.at(CALM_S + at_s, world.operate)
+    return world
+
+
+def befall(world: World, names: list[str], calamities: int) -> None:
+    """Schedule what befalls the workers of ``world``, and plans for no reason."""
+    fleet, random = world.fleet, world.random
+    for victim in random.sample(names, calamities):
         at_s = random.uniform(0.0, 6.0)
         kind = random.choice(["kill", "kill", "freeze", "return", "rot", "slow"])
         if kind == "freeze":
@@ -252,14 +271,10 @@ def make_world(seed: int) -> World:
             fleet.at(at_s, world.kill, victim)
             if kind == "return":
                 fleet.at(at_s + random.uniform(0.2, 4), world.restart, victim)
-    for liar in faults.corrupt_from:
+    for liar in sorted(fleet.liars):
         fleet.at(random.uniform(1, 4), world.demote, liar, Standing.QUARANTINED)
     for _ in range(random.choice([0, 0, 1, 3])):
         fleet.at(random.uniform(0, CALM_S), world.plan, "for no reason")
-    fleet.at(CALM_S, world.calm)
-    for at_s in range(3, int(BOUND_S - CALM_S), 3):
-        fleet.at(CALM_S + at_s, world.operate)
-    return world
 
 
 def play(seed: int) -> World:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from random import Random
 
 import pytest
 
@@ -38,6 +39,7 @@ from paceline.relay.events import (
 from paceline.relay.extents import Extent
 from paceline.relay.limits import SessionLimits
 from paceline.relay.session import RelaySession
+from paceline.wire.plan import Lane, Source, WorkerLanes
 from paceline.wire.records import WorkerStatus
 from tests.relay.kit import ORIGIN, lanes, paper_manifest, worker
 
@@ -209,21 +211,24 @@ def test_a_corrupt_piece_is_fetched_elsewhere_and_its_sender_named() -> None:
 def test_a_piece_that_the_origin_always_sends_corrupt_fails_the_worker_and_is_named() -> None:
     relay = session()
     relay.handle(LanesAssigned(lanes("me", MANIFEST, ORIGIN, worker("down"))), 0)
+    arrive(relay, ORIGIN.key, 0, 2, 0.0)
+    arrive(relay, ORIGIN.key, 3, 16, 0.0)
     now = 0.0
     actions = relay.handle(PieceRejected(ORIGIN.key, 1, Extent(2, 2 + 1)), now)
     for _ in range(4):
         assert not any(isinstance(a, Fail) for a in actions)
         now = relay.deadline_s() or 0.0
-        asked = fetches(relay.handle(Tick(), now))
-        assert asked == [(ORIGIN.key, 2, 3)]  # nobody else can have it from elsewhere
-        actions = relay.handle(PieceRejected(ORIGIN.key, 1, Extent(2, 2 + 1)), now)
+        said = relay.handle(Tick(), now)
+        assert fetches(said) == [(ORIGIN.key, 2, 3)]  # nobody else can have it from elsewhere
+        stream = next(each.stream for each in said if isinstance(each, Fetch))
+        actions = relay.handle(PieceRejected(ORIGIN.key, stream, Extent(2, 2 + 1)), now)
     assert not any(isinstance(a, Fail) for a in actions)  # somebody may have it from elsewhere
     now = relay.deadline_s() or 0.0
     assert fetches(relay.handle(Tick(), now)) == [("down", 2, 3)]
     actions = []
-    while not any(isinstance(a, Fail) for a in actions) and now < 10:
+    while not any(isinstance(a, Fail) for a in actions) and now < 60:
         now += 0.25
-        actions = relay.handle(SourceAlive("down", 2), now)
+        actions = relay.handle(Tick(), now)
     error = failure(actions)
     assert isinstance(error, CorruptData)
     assert ORIGIN.url in error.one_line()
@@ -369,3 +374,213 @@ def test_the_same_seed_decides_the_same() -> None:
         return said
 
     assert [repr(each) for each in play()] == [repr(each) for each in play()]
+
+
+# ── several lanes ────────────────────────────────────────────────────────────────────────────────
+
+
+def striped(*sources: str, spares: tuple[Source, ...] = (), rate: float = 0.0) -> WorkerLanes:
+    """Return one lane from each of ``sources``, each of as many of the four chunks."""
+    plain, chunks = lanes("me", MANIFEST, worker("unused")), 4 // len(sources)
+    made = tuple(
+        Lane(
+            source=ORIGIN if key == "origin" else worker(key),
+            spares=spares,
+            first_chunk=lane * chunks,
+            last_chunk=(lane + 1) * chunks - 1,
+            expected_bytes_s=rate,
+        )
+        for lane, key in enumerate(sources)
+    )
+    return plain.model_copy(update={"lanes": made})
+
+
+def test_every_lane_pulls_from_its_own_source_at_once() -> None:
+    relay = session()
+    actions = relay.handle(LanesAssigned(striped("a", "b", "c", "d")), 0)
+    assert fetches(actions) == [("a", 0, 4), ("b", 4, 8), ("c", 8, 12), ("d", 12, 16)]
+
+
+def test_lanes_of_one_source_share_its_window_evenly() -> None:
+    relay = session(limits=SessionLimits(window_bytes=8192, window_pieces=8))
+    wide = lanes("me", MANIFEST, worker("a"))
+    halves = tuple(
+        wide.lanes[0].model_copy(update={"first_chunk": first, "last_chunk": first + 1})
+        for first in (0, 2)
+    )
+    actions = relay.handle(LanesAssigned(wide.model_copy(update={"lanes": halves})), 0)
+    assert fetches(actions) == [("a", 0, 4), ("a", 8, 12)]
+
+
+def test_a_lost_source_is_replaced_in_its_own_lane_only() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(striped("a", "b", "c", "d", spares=(worker("far"),))), 0)
+    actions = relay.handle(SourceFailed("b", 2, PeerLost("reset")), 0.1)
+    assert fetches(actions) == [("far", 4, 8)]
+    assert [a.source_key for a in actions if isinstance(a, Abandon)] == ["b"]
+
+
+def test_a_source_with_nothing_for_one_lane_goes_on_with_the_other() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(striped("a", "b", spares=(worker("a"), worker("far")))), 0)
+    actions = relay.handle(SourceFailed("b", 2, PeerLost("reset")), 0.1)
+    assert fetches(actions) == [("a", 8, 10)]  # the nearest spare serves two lanes now
+    now, said = 0.1, []
+    while not fetches(said):
+        now += 0.05
+        said = relay.handle(SourceAlive("a", 1), now)
+    assert fetches(said) == [("far", 8, 12)]
+    assert now < 1.0
+    assert not [a for a in said if isinstance(a, Abandon | ReportSourceLost)]
+
+
+def test_lanes_share_the_origins_budget() -> None:
+    relay = session(limits=SessionLimits())
+    mine = striped("origin", "origin").model_copy(update={"origin_budget_bytes": 6 * 1024})
+    asked = fetches(relay.handle(LanesAssigned(mine), 0))
+    assert sum(stop - first for _, first, stop in asked) == 6
+
+
+def test_what_is_on_its_way_from_the_origin_comes_out_of_a_new_budget() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, ORIGIN, budget=16 * 1024)), 0)
+    newer = lanes("me", MANIFEST, ORIGIN, budget=6 * 1024, epoch=2)
+    assert fetches(relay.handle(LanesAssigned(newer), 0.1)) == []
+    assert relay.progress().origin_spent_bytes == 4 * 1024
+    assert fetches(arrive(relay, ORIGIN.key, 0, 4, 0.2)) == [(ORIGIN.key, 4, 6)]
+
+
+# ── windows, patience and hedges ─────────────────────────────────────────────────────────────────
+
+
+def test_the_window_is_what_the_planned_rate_brings_in_a_second_and_several_pieces_at_least() -> (
+    None
+):
+    for rate, pieces in ((8 * 1024, 8), (100.0, 4), (0.0, 16), (1e9, 16)):
+        relay = session(limits=SessionLimits())
+        mine = lanes("me", MANIFEST, worker("up"))
+        lane = mine.lanes[0].model_copy(update={"expected_bytes_s": rate})
+        asked = fetches(relay.handle(LanesAssigned(mine.model_copy(update={"lanes": (lane,)})), 0))
+        assert asked == [("up", 0, pieces)]
+
+
+def test_an_orphan_finds_who_has_its_pieces_within_a_second() -> None:
+    relay = session()
+    spares = (worker("behind"), worker("too"), worker("ahead"), ORIGIN)
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), *spares)), 0)
+    said = relay.handle(SourceFailed("up", 1, PeerLost("reset")), 0.1)
+    assert fetches(said) == [("behind", 0, 4)]
+    now, asked = 0.1, [said[-1]]
+    while not any(isinstance(a, Fetch) and a.source.key == "ahead" for a in asked):
+        now += 0.05
+        for key, stream in (("behind", 2), ("too", 3)):  # they live, and only wait
+            asked += relay.handle(SourceAlive(key, stream), now)
+    assert now < 1.4
+    assert relay.progress().lost_sources == ("up",)  # who is behind is not lost
+
+
+def test_a_spare_that_moves_bytes_is_given_time() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"), ORIGIN)), 0)
+    relay.handle(SourceFailed("up", 1, PeerLost("reset")), 0.1)
+    for tenth in range(2, 38):
+        assert relay.handle(SourceAlive("far", 2, moving=True), tenth / 10) == []
+
+
+def test_the_last_pieces_are_asked_twice_when_they_are_late_and_who_sends_first_wins() -> None:
+    relay = session(held=range(10), limits=SessionLimits(window_bytes=8192, window_pieces=8))
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"), ORIGIN)), 0)
+    now, asked = 0.0, []
+    while not asked and now < 5:
+        now += 0.1
+        asked = fetches(relay.handle(SourceAlive("up", 1), now))
+    assert asked == [("far", 10, 14)]  # four of a small model at most
+    assert now == pytest.approx(1.0, abs=0.11)
+    relay.handle(PieceVerified("far", 2, Extent(10, 14)), now)
+    relay.handle(PieceVerified("up", 1, Extent(10, 16)), now)
+    assert relay.progress().refetched_pieces == 4
+    assert relay.progress().pieces_verified == 16
+
+
+def test_a_source_on_time_is_not_hedged() -> None:
+    relay = session(held=range(8))
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"))), 0)
+    said: list[SessionAction] = []
+    for number, piece in enumerate(range(8, 16), 1):
+        said += arrive(relay, "up", piece, piece + 1, 0.7 * number)
+    assert {key for key, _, _ in fetches(said)} == {"up"}
+
+
+def test_a_hedge_whose_first_source_dies_is_not_asked_again() -> None:
+    relay = session(held=range(12))
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"), ORIGIN)), 0)
+    now, asked = 0.0, []
+    while not asked:
+        now += 0.1
+        asked = fetches(relay.handle(SourceAlive("up", 1), now))
+    assert asked == [("far", 12, 16)]
+    assert fetches(relay.handle(SourceFailed("up", 1, PeerLost("reset")), now)) == []
+    relay.handle(PieceVerified("far", 2, Extent(12, 16)), now)
+    assert Complete() in durable(relay, 12, 16, now)
+
+
+# ── runs ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_corrupt_run_is_one_repair_one_request_and_one_report() -> None:
+    relay = session(limits=SessionLimits())
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"))), 0)
+    actions = relay.handle(PieceRejected("up", 1, Extent(3, 11)), 0.1)
+    assert actions == [ReportCorrupt("up", 3, 8)]
+    assert relay.progress().corrupt_pieces == 8
+    now = relay.deadline_s() or 0.0
+    assert fetches(relay.handle(Tick(), now)) == [("far", 3, 11)]
+    assert fetches(relay.handle(PieceRejected("far", 2, Extent(5, 7)), now)) == []
+    relay.handle(PieceVerified("far", 2, Extent(3, 5)), now)
+    relay.handle(PieceVerified("far", 2, Extent(7, 11)), now)
+    again = relay.deadline_s() or 0.0
+    asked = fetches(relay.handle(Tick(), again))
+    assert [(first, stop) for _, first, stop in asked] == [(5, 7)]
+
+
+def test_one_corrupt_transfer_in_a_hundred_does_not_cost_a_stream() -> None:
+    manifest = paper_manifest(4000)
+    relay = session(manifest=manifest, limits=SessionLimits())
+    actions = relay.handle(LanesAssigned(lanes("me", manifest, worker("up"), worker("far"))), 0)
+    random, now, streams = Random(1), 0.0, set()
+    waiting = [a for a in actions if isinstance(a, Fetch)]
+    while waiting:
+        fetch = waiting.pop(0)
+        streams.add((fetch.source.key, fetch.stream))
+        for piece in range(*fetch.extent):
+            now += 0.001
+            kind = PieceRejected if random.random() < 0.01 else PieceVerified
+            event = kind(fetch.source.key, fetch.stream, Extent(piece, piece + 1))
+            waiting += [a for a in relay.handle(event, now) if isinstance(a, Fetch)]
+        if not waiting and relay.progress().pieces_verified < 4000:
+            now = relay.deadline_s() or now
+            waiting = [a for a in relay.handle(Tick(), now) if isinstance(a, Fetch)]
+    assert relay.progress().pieces_verified == 4000
+    assert [key for key, _ in streams].count("up") == 1
+
+
+def test_a_vouched_source_needs_no_signs_of_life() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"))), 0)
+    relay.handle(SourceAlive("up", 1, until_s=float("inf")), 0.1)
+    assert relay.handle(Tick(), 50.0) == []
+    arrive(relay, "up", 0, 1, 50.0)
+    relay.handle(SourceAlive("up", 1), 50.0)
+    assert relay.deadline_s() == 51.0
+    assert fetches(relay.handle(Tick(), 51.0)) == [("far", 1, 5)]
+
+
+def test_an_early_deadline_only_means_another_look() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"))), 0)
+    assert relay.deadline_s() == 1.0
+    arrive(relay, "up", 0, 1, 0.5)
+    early = relay.deadline_s()
+    assert early is not None
+    assert relay.handle(Tick(), early) == []
+    assert relay.deadline_s() == 1.5

@@ -208,6 +208,11 @@ class MemoryFleet:
         """Make a node's links ``factor`` times slower."""
         self.nodes[name].link_bytes_s /= factor
 
+    @property
+    def liars(self) -> frozenset[str]:
+        """Return who sends only bad pieces."""
+        return self._faults.corrupt_from
+
     def unfinished(self) -> list[str]:
         """Return who lives and is not complete."""
         return [name for name, node in self.nodes.items() if node.alive and not node.complete]

@@ -370,11 +370,12 @@ class Puller:
             if repair.asked is None and now_s >= repair.retry_at_s:
                 self._ask_repair(repair, now_s, actions)
         drained = not self._repairs and self._hedging.is_possible
-        for work in self._works:
-            if work.wanting > 0:
-                if (feed := self._source_for(work, now_s)) is not None:
-                    self._top_up(feed, work, now_s, actions)
-                drained = drained and work.wanting == 0
+        wanting = [work for work in self._works if work.wanting > 0]
+        sources = [self._source_for(work, now_s) for work in wanting]  # all, as they share windows
+        for work, feed in zip(wanting, sources, strict=True):
+            if feed is not None:
+                self._top_up(feed, work, now_s, actions)
+            drained = drained and work.wanting == 0
         self._hedging.due_s = None
         if drained:
             self._start_hedge(now_s, actions)
