@@ -1,0 +1,319 @@
+"""A whole deployment from one call: it just works, or says why and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from paceline.errors import (
+    Conflict,
+    CorruptData,
+    InvalidInput,
+    InvalidManifest,
+    InvalidPlan,
+    PacelineError,
+    PortInUse,
+    SourceChanged,
+    SourceMissing,
+    StateLocked,
+    StorageFull,
+    UntrustedManifest,
+)
+from paceline.manifest import (
+    TrustPolicy,
+    load_key,
+    new_key,
+    public_key,
+    publish_model,
+    sign_manifest,
+    verify_directory,
+    write_manifest,
+)
+from paceline.relay import onecall
+from paceline.relay.driver import RelayDriver
+from paceline.relay.onecall import distribute
+from paceline.relay.store import Store
+from paceline.wire.local import Distribution
+from tests.relay.kit import manifest_of, write_model
+from tests.support.rclone import RcloneS3
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", 500_000)
+
+
+def into(tmp_path: Path) -> Path:
+    return tmp_path / "nodes"
+
+
+def check(done: Distribution, model: Path) -> None:
+    """Every receipt is true, and the origin was read once."""
+    assert done.workers_complete == done.workers
+    assert not done.workers_failed
+    for receipt in done.receipts:
+        shown = Path(receipt.path)
+        for path in model.rglob("*"):
+            if path.is_file() and path.name != "manifest.json":
+                assert (shown / path.relative_to(model)).read_bytes() == path.read_bytes()
+    if done.topology != "direct":
+        assert done.origin_bytes <= 1.02 * done.total_bytes
+
+
+@pytest.mark.parametrize("topology", ["auto", "chain", "tree", "tree-of-chains", "mesh", "direct"])
+def test_every_topology_brings_the_model_to_everybody(
+    tmp_path: Path, model: Path, topology: str
+) -> None:
+    done = distribute(model, into(tmp_path), 5, topology=topology, racks=2)
+    check(done, model)
+    assert done.racks == 2
+    assert done.version == "1"
+    assert done.model_id == "model"
+
+
+@pytest.mark.parametrize(
+    ("size", "workers", "racks"),
+    [(500_000, 1, 1), (1, 3, 1), (1, 1, 1), (500_000, 3, 8), (700, 4, 2)],
+    ids=["one worker", "one byte", "one of each", "more racks than workers", "less than a piece"],
+)
+def test_the_smallest_of_everything_just_works(
+    tmp_path: Path, size: int, workers: int, racks: int
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "weights").write_bytes(Random(size).randbytes(size))
+    check(distribute(model, into(tmp_path), workers, racks=racks), model)
+
+
+def test_files_without_bytes_arrive_too(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", 1000)
+    done = distribute(model, into(tmp_path), 2)
+    check(done, model)
+    assert (Path(done.receipts[0].path) / "empty").read_bytes() == b""
+
+
+def test_what_is_asked_for_by_name_is_what_is_served(tmp_path: Path, model: Path) -> None:
+    done = distribute(model, into(tmp_path), ["a", "b", "c"], targets=["c", "a"], activate=True)
+    assert sorted(receipt.worker_id for receipt in done.receipts) == ["a", "c"]
+    assert not (into(tmp_path) / "b").exists()
+    assert done.activated
+    assert (into(tmp_path) / "a/store/models/model/active/config.json").exists()
+
+
+def test_the_second_call_moves_nothing(tmp_path: Path, model: Path) -> None:
+    distribute(model, into(tmp_path), 3)
+    done = distribute(model, into(tmp_path), 3)
+    assert done.origin_bytes == done.received_bytes == 0
+    assert done.workers_complete == 3
+
+
+def test_a_limited_link_is_reported_beside_its_bound(tmp_path: Path, model: Path) -> None:
+    done = distribute(model, into(tmp_path), 2, link_mbit=20)
+    assert done.bound_seconds == pytest.approx(done.total_bytes * 8 / 20e6)
+    assert done.predicted_seconds is not None
+    assert done.predicted_seconds >= done.bound_seconds
+    assert done.seconds >= 0.8 * done.bound_seconds
+
+
+def test_progress_is_told_up_to_the_last_piece(tmp_path: Path, model: Path) -> None:
+    told: list[tuple[int, int]] = []
+    distribute(model, into(tmp_path), 2, on_progress=lambda held, all_: told.append((held, all_)))
+    assert told[-1][0] == told[-1][1] > 0
+
+
+def test_bytes_between_racks_are_those_of_one_crossing(tmp_path: Path, model: Path) -> None:
+    done = distribute(model, into(tmp_path), 6, racks=2, topology="chain")
+    assert done.cross_rack_bytes == pytest.approx(done.total_bytes, rel=0.05)
+
+
+def test_the_model_comes_from_s3_signed_and_once(tmp_path: Path, model: Path, s3: RcloneS3) -> None:
+    store = s3.store()
+    store.ensure_bucket("onecall")
+    store.delete_prefix("s3://onecall/m")
+    new_key(tmp_path / "key")
+    key = load_key(tmp_path / "key")
+    names = {"model_id": "m", "version": "1", "link_mbit": 1000.0}
+    url = "s3://onecall/m/1"
+    trust = TrustPolicy.of([public_key(key)], required=True)
+    publish_model(model, url, store=store, **names)  # type: ignore[arg-type]
+    with pytest.raises(UntrustedManifest):
+        distribute(url, into(tmp_path), 3, objects=store, trust=trust)
+    assert not into(tmp_path).exists()
+    publish_model(model, url, store=store, key=key, **names)  # type: ignore[arg-type]
+    check(distribute(url, into(tmp_path), 3, objects=store, trust=trust), model)
+
+
+# ── what cannot work: a named error, and nothing left ────────────────────────────────────────────
+
+
+def refused(error: type[PacelineError], tmp_path: Path, *words: str, **call: object) -> None:
+    """The call raises ``error`` with these words, and leaves nothing behind."""
+    given = {"into": into(tmp_path), "workers": 2, **call}
+    with pytest.raises(error) as caught:
+        distribute(**given)  # type: ignore[arg-type]
+    line = caught.value.one_line()
+    for word in words:
+        assert word in line
+    assert not into(tmp_path).exists()
+
+
+def test_no_workers_are_refused(tmp_path: Path, model: Path) -> None:
+    refused(InvalidInput, tmp_path, "no workers", "at least 1", source=model, workers=0)
+    refused(InvalidInput, tmp_path, "empty list", source=model, workers=[])
+    refused(InvalidInput, tmp_path, "empty list", source=model, targets=[])
+
+
+def test_an_unknown_worker_is_named(tmp_path: Path, model: Path) -> None:
+    refused(
+        InvalidInput,
+        tmp_path,
+        "unknown worker",
+        "worker-7",
+        "worker-0",
+        source=model,
+        targets=["worker-0", "worker-7"],
+    )
+    refused(InvalidInput, tmp_path, "twice", source=model, workers=["a", "a"])
+    refused(InvalidInput, tmp_path, "not a worker's name", source=model, workers=["../a"])
+
+
+def test_another_digest_than_wanted_is_refused(tmp_path: Path, model: Path) -> None:
+    wanted = "0" * 64
+    refused(CorruptData, tmp_path, "another model", wanted, source=model, digest=wanted)
+
+
+def test_a_source_that_is_not_there_is_named(tmp_path: Path, s3: RcloneS3) -> None:
+    refused(SourceMissing, tmp_path, "/no/such/model", source="/no/such/model")
+    store = s3.store()
+    store.ensure_bucket("onecall")
+    url = "s3://onecall/nothing/here"
+    refused(SourceMissing, tmp_path, url, source=url, objects=store)
+    refused(InvalidInput, tmp_path, "no object store", source=url)
+
+
+def test_an_empty_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    refused(InvalidManifest, tmp_path, "no bytes", "no files", source=tmp_path / "model")
+    (tmp_path / "model/empty").touch()
+    refused(InvalidManifest, tmp_path, "1 empty files", source=tmp_path / "model")
+
+
+def test_another_name_than_the_manifests_is_refused(tmp_path: Path, model: Path) -> None:
+    write_manifest(model, manifest_of(model))
+    refused(InvalidInput, tmp_path, "another model", source=model, model_id="other")
+    refused(InvalidInput, tmp_path, "another version", source=model, version="v9")
+    refused(InvalidPlan, tmp_path, "no such topology", source=model, topology="ring")
+    refused(InvalidInput, tmp_path, "link", source=model, link_mbit=0)
+    refused(InvalidInput, tmp_path, "racks", source=model, racks=0)
+
+
+def test_a_disk_too_small_for_all_is_told_before_a_byte_moves(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = os.statvfs(tmp_path)
+    blocks = 700_000 // room.f_frsize  # enough for one of the two
+    full = os.statvfs_result([*room[:3], blocks, blocks, *room[5:]])
+    monkeypatch.setattr(os, "statvfs", lambda _path: full)
+    refused(StorageFull, tmp_path, "does not fit", "2 workers", "fewer workers", source=model)
+
+
+def test_a_taken_port_is_named(tmp_path: Path, model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused(PortInUse, tmp_path, str(port), source=model, workers=1, first_port=port)
+
+
+def test_a_store_in_use_is_left_alone(tmp_path: Path, model: Path) -> None:
+    store = Store(into(tmp_path) / "worker-1/store")
+    with pytest.raises(StateLocked, match="another agent"):
+        distribute(model, into(tmp_path), 2)
+    store.close()
+    check(distribute(model, into(tmp_path), 2), model)
+
+
+def test_a_source_of_other_bytes_is_shown_to_nobody(tmp_path: Path, model: Path) -> None:
+    write_manifest(model, manifest_of(model))
+    with (model / "shards/b.bin").open("r+b") as file:
+        file.write(b"!")
+    refused(CorruptData, tmp_path, "2 workers", source=model, topology="direct")
+
+
+def test_a_source_that_lost_a_file_says_which(tmp_path: Path, model: Path) -> None:
+    write_manifest(model, manifest_of(model))
+    (model / "shards/b.bin").unlink()
+    refused(SourceMissing, tmp_path, "b.bin", source=model, workers=1)
+
+
+def test_a_source_that_grew_has_changed(tmp_path: Path, model: Path) -> None:
+    write_manifest(model, manifest_of(model))
+    with (model / "shards/b.bin").open("ab") as file:
+        file.write(b"more")
+    refused(SourceChanged, tmp_path, "b.bin", source=model, workers=1)
+
+
+def test_an_older_version_is_refused_unless_asked(tmp_path: Path, model: Path) -> None:
+    distribute(model, into(tmp_path), 2, version="v10")
+    with pytest.raises(Conflict, match=r"v10 or later.*--allow-older"):
+        distribute(model, into(tmp_path), 2, version="v9")
+    check(distribute(model, into(tmp_path), 2, version="v9", allow_older=True), model)
+
+
+def test_an_unsigned_directory_is_refused_where_signatures_are_required(
+    tmp_path: Path, model: Path
+) -> None:
+    new_key(tmp_path / "key")
+    key = load_key(tmp_path / "key")
+    trust = TrustPolicy.of([public_key(key)], required=True)
+    refused(UntrustedManifest, tmp_path, "not signed", source=model, trust=trust)
+    write_manifest(model, sign_manifest(manifest_of(model), key))
+    check(distribute(model, into(tmp_path), 2, trust=trust), model)
+
+
+# ── a worker that fails does not stop the others ─────────────────────────────────────────────────
+
+
+def test_the_others_go_on_when_a_worker_fails(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Store.open
+
+    def full(self: Store, manifest: object, in_use: object = ()) -> object:
+        if "worker-1" in str(self.root):
+            raise StorageFull("planted", where=self.root)
+        return opened(self, manifest, in_use)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Store, "open", full)
+    done = distribute(model, into(tmp_path), 4, max_failed=0.25, topology="chain")
+    assert done.epochs == 2
+    assert done.workers_complete == 3
+    assert done.workers_failed["worker-1"].code == "StorageFull"
+    assert done.origin_bytes <= 1.02 * done.total_bytes
+    shutil.rmtree(into(tmp_path))
+    with pytest.raises(PacelineError, match=r"worker-1.*planted"):
+        distribute(model, into(tmp_path), 4)
+
+
+def test_a_call_in_which_nothing_moves_ends(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onecall, "STALL_S", 0.5)
+    monkeypatch.setattr(RelayDriver, "deploy", lambda *_: None)
+    with pytest.raises(PacelineError, match="nothing moves"):
+        distribute(model, into(tmp_path), 2)
+
+
+def test_the_copy_is_whole_and_read_only(tmp_path: Path, model: Path) -> None:
+    done = distribute(model, into(tmp_path), 1)
+    shown = Path(done.receipts[0].path)
+    manifest = manifest_of(model, version="1")
+    verify_directory(shown, manifest)
+    for path in shown.rglob("*"):
+        if path.is_file():
+            assert not path.stat().st_mode & 0o222
