@@ -116,7 +116,7 @@ def test_the_budget_that_the_head_has_left_stays_with_it(line: Line) -> None:
     line.begin(8)
     total = line.run.deployment.total_bytes
     head = line.state.plan("d").workers[0]
-    line.receive("d", head.worker_id, 200, origin_bytes=total // 2)
+    line.hold(200, head.worker_id, origin_bytes=total // 2)
     line.lose("n04")
     assert line.run.lanes[head.worker_id] == head
     shares = [each.origin_budget_bytes for each in line.state.plan("d").workers]
@@ -128,7 +128,7 @@ def test_a_new_head_gets_what_the_dead_one_has_not_read(line: Line) -> None:
     total = line.run.deployment.total_bytes
     first = line.state.plan("d").workers[0].worker_id
     line.hold(100)
-    line.receive("d", first, 100, origin_bytes=total // 4)
+    line.hold(100, first, origin_bytes=total // 4)
     line.lose(first)
     head = next(each for each in line.state.plan("d").workers if each.lanes[0].source.key == ORIGIN)
     assert head.worker_id != first
@@ -164,7 +164,7 @@ def test_a_worker_that_returns_at_once_takes_its_old_place(line: Line) -> None:
 def test_lanes_are_not_given_to_a_restarted_worker_before_it_is_planned_in(line: Line) -> None:
     line.begin(4)
     head = line.state.plan("d").workers[0].worker_id
-    line.receive("d", head, 300, origin_bytes=300 * 1024)
+    line.hold(300, head, origin_bytes=300 * 1024)
     line.wait(1)
     line.register(head)  # its new process would count its old budget from zero again
     assert line.beat(head).commands == ()

@@ -209,11 +209,32 @@ def test_a_sender_whose_corrupt_share_stands_out_is_quarantined() -> None:
     standings = Standings(8, PATIENCE)
     for sender, reader in zip("abcd", "bcde", strict=True):
         assert judged(standings, sender, reader, 400, 4) == [], "one in a hundred is usual here"
-    assert judged(standings, "e", "f", 100, 4) == [], "four say nothing yet"
-    [verdict] = judged(standings, "e", "f", 100, 8)
+    assert judged(standings, "e", "f", 60, 4) == [], "four in sixty come by chance"
+    [verdict] = judged(standings, "e", "f", 100, 14)
     assert (verdict.worker_id, verdict.standing) == ("e", QUARANTINED)
-    assert verdict.data["corrupt_pieces"] == 8
-    assert judged(standings, "e", "f", 100, 12) == [], "told once"
+    assert verdict.data["corrupt_pieces"] == 14
+    assert judged(standings, "e", "f", 100, 20) == [], "told once"
+
+
+def test_where_nothing_else_is_corrupt_four_pieces_are_enough() -> None:
+    standings = Standings(8, PATIENCE)
+    assert judged(standings, "a", "b", 200, 0) == []
+    assert judged(standings, "e", "f", 16, 3) == []
+    [verdict] = judged(standings, "e", "f", 16, 4)
+    assert verdict.standing is QUARANTINED
+
+
+def test_a_thousand_senders_on_a_bad_network_are_not_quarantined() -> None:
+    random, standings = Random(3), Standings(1000, PATIENCE)
+    counts = {f"n{number}": [0, 0] for number in range(1000)}
+    for _ in range(40):
+        for name, count in counts.items():
+            wrong = sum(random.random() < 0.01 for _ in range(10))
+            count[0] += 10 - wrong
+            count[1] += wrong
+            tally = EdgeTally(source=name, reader="r", pieces=count[0], corrupt=count[1])
+            standings.take("r", [tally], 1.0)
+        assert standings.judge(1.0) == []
 
 
 def test_nobody_stands_out_where_everybody_corrupts_or_few_pieces_do() -> None:

@@ -27,7 +27,7 @@ class Patience:
     slow_look_s: float = 0.95  # over how long an edge is looked at; two beats and a little less
     slow_ratio: float = 0.5  # of the rate that the plan expects, and of what others' edges carry
     most_demoted: float = 0.1  # of a fleet may be called slow, and as many corrupting, but one may
-    corrupt_pieces: int = 5  # of one sender, before anybody asks whether that is usual
+    corrupt_pieces: int = 4  # of one sender beyond chance; a reader leaves a stream at four
     corrupt_share: float = 0.02  # of what it sent; one in a hundred may be the network's doing
     corrupt_factor: float = 5.0  # times the others' median share
 

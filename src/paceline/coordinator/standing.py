@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from statistics import median
+from math import sqrt
 
 from paceline.coordinator.settings import Patience
 from paceline.plan import Standing
@@ -24,6 +24,7 @@ BUSY_SHARE = 0.5  # of a look: less, and the edge was starved, which says nothin
 LEAST_CARRIED = 0.05  # of what the plan expects in a look: so much tells that an edge is not slow
 STALE_LOOKS = 3.0  # a flow that was not heard of for so many looks has ended
 SENDER_PIECES = 20  # a sender of fewer says nothing about what is usual
+BEYOND_CHANCE = 5.0  # standard deviations
 ALONE = 4  # times as many corrupt pieces, of a sender that nobody can be compared with
 
 
@@ -293,23 +294,33 @@ class Standings:
 
     def _judge_senders(self) -> list[Verdict]:
         patience = self._patience
-        shares = {
-            name: corrupt / (matched + corrupt)
+        known = {
+            name: (corrupt, matched + corrupt)
             for name, (matched, corrupt) in self._senders.items()
-            if matched + corrupt >= SENDER_PIECES or corrupt >= patience.corrupt_pieces
+            if name not in self._quarantined
+            and (matched + corrupt >= SENDER_PIECES or corrupt >= patience.corrupt_pieces)
         }
+        shares = {name: corrupt / judged for name, (corrupt, judged) in known.items()}
+        ordered = sorted(shares.values())
+        all_corrupt, all_judged = (
+            sum(column) for column in zip((0, 1), *known.values(), strict=True)
+        )
         verdicts = []
         for name in sorted(shares, key=lambda each: (-shares[each], each)):
-            corrupt = self._senders[name][1]
-            if name.startswith("origin:") or name in self._quarantined:
+            corrupt, judged = known[name]
+            if shares[name] <= patience.corrupt_share or len(self._quarantined) >= self._most:
+                break
+            if corrupt < patience.corrupt_pieces or name.startswith("origin:"):
                 continue
-            if corrupt < patience.corrupt_pieces or len(self._quarantined) >= self._most:
-                continue
-            others = [share for other, share in shares.items() if other != name]
-            if not others and corrupt < ALONE * patience.corrupt_pieces:
+            if len(known) == 1 and corrupt < ALONE * patience.corrupt_pieces:
                 continue  # nobody to compare it with, yet
-            usual = median(others or [0.0])
-            if shares[name] <= max(patience.corrupt_share, patience.corrupt_factor * usual):
+            usual = _median_without(ordered, shares[name])
+            if shares[name] <= patience.corrupt_factor * usual:
+                continue
+            # Where one piece in a hundred is corrupt anyway, some sender of thousands has four bad
+            # ones among its first sixty: that many must be beyond chance, not beyond the usual.
+            chance = judged * max(usual, (all_corrupt - corrupt) / (all_judged - judged))
+            if corrupt < patience.corrupt_pieces + chance + BEYOND_CHANCE * sqrt(chance):
                 continue
             self._quarantined.add(name)
             data: dict[str, object] = {
@@ -319,6 +330,14 @@ class Standings:
             }
             verdicts.append(Verdict(name, Standing.QUARANTINED, data))
         return verdicts
+
+
+def _median_without(ordered: list[float], one: float) -> float:
+    """Return the median of ``ordered`` without ``one`` of its members; 0 where that leaves none."""
+    middle = (len(ordered) - 2) // 2
+    if middle < 0:
+        return 0.0
+    return ordered[middle if middle < bisect_left(ordered, one) else middle + 1]
 
 
 class _Usual:
