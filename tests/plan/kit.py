@@ -69,19 +69,24 @@ def plan(
 
 
 @st.composite
-def fleets(draw: st.DrawFn, least: int = 1, *, sick: bool = False) -> list[PlanWorker]:
-    """Draw up to 24 workers in few racks, some of whom hold something; ``sick``: not all well."""
+def fleets(
+    draw: st.DrawFn, least: int = 1, *, sick: bool = False, chunks: bool = True
+) -> list[PlanWorker]:
+    """Draw up to 24 workers in few racks, some of whom hold something; ``sick``: not all well;
+    ``chunks``: which chunks they hold is known.
+    """
     fleet = []
     for number in range(draw(st.integers(least, 24))):
         held = draw(st.sampled_from([0, 0, 3, 10, 16]))
-        chunks = draw(st.frozensets(st.integers(0, held // 2 - 1))) if held > 1 else frozenset()
+        known = chunks and held > 1
+        whole = draw(st.frozensets(st.integers(0, held // 2 - 1))) if known else frozenset()
         made = worker(
             number,
             rack=draw(st.sampled_from(["", "r1", "r2", "r3"])),
             zone=draw(st.sampled_from(["", "a", "b"])),
             host=draw(st.sampled_from(["h1", "h2", "h3"])),
             held_pieces=held,
-            held_chunks=chunks,
+            held_chunks=whole,
             complete=held == 16 and draw(st.booleans()),
         )
         if sick:

@@ -88,17 +88,13 @@ def price(line: Line, flows: Sequence[Flow], cargo: Cargo, network: Network) -> 
     crossing, by_uplink = _uplinks(line, flows, network)
     shared = max(by_line, origin / external, by_uplink)
     even = by_line / shared if shared else 1.0  # links wait for what limits everybody
+    carries = [_hop_rate(flow, speed, sources, readers) for flow in flows]
+    from_origin = external / max(1, origin_readers)
     rates = [
-        even
-        * min(
-            speed[flow.reader] / max(1, sources[flow.reader]),
-            speed[flow.source] / max(1, readers[flow.source])
-            if flow.source >= 0
-            else external / max(1, origin_readers),
-        )
-        for flow in flows
+        even * rate if flow.source >= 0 else min(even * rate, from_origin)
+        for flow, rate in zip(flows, carries, strict=True)
     ]
-    depth, path = _longest_path(flows, rates, cargo, even)
+    depth, path = _longest_path(flows, carries, from_origin, cargo)
     by = {
         "link": max(by_line, by_leaf),
         "origin": origin / external,
@@ -156,25 +152,38 @@ def _uplinks(line: Line, flows: Iterable[Flow], network: Network) -> tuple[int, 
     return crossing, most
 
 
+def _hop_rate(
+    flow: Flow, speed: Sequence[float], sources: Sequence[int], readers: Sequence[int]
+) -> float:
+    """Return what the two links leave to this flow, in bytes/s."""
+    rate = speed[flow.reader] / max(1, sources[flow.reader])
+    if flow.source >= 0:
+        rate = min(rate, speed[flow.source] / max(1, readers[flow.source]))
+    return rate
+
+
 def _longest_path(
-    flows: Iterable[Flow], rates: Sequence[float], cargo: Cargo, even: float
+    flows: Iterable[Flow], rates: Sequence[float], from_origin: float, cargo: Cargo
 ) -> tuple[int, float]:
-    """Return the longest path in hops, and how long a piece needs beyond its first hop."""
+    """Return the longest path in hops, and how long a piece needs on it.
+
+    Not counting the slowest hop: everything passes there, and that is counted already.
+    """
     piece = min(cargo.piece_bytes, cargo.total)
-    hops: dict[tuple[int, int], tuple[int, float]] = {}
-    deepest, slowest = 1, 0.0
+    paths: dict[tuple[int, int], tuple[int, float, float]] = {}  # hops, seconds, slowest hop
+    deepest, longest = 1, 0.0
     for flow, rate in zip(flows, rates, strict=True):
-        depth, late = 1, 0.0
-        if flow.source >= 0 and not flow.from_holder:
-            above = hops.get((flow.stripe, flow.source))
-            if above is not None:
-                # A hop takes as long as the link, not what limits everybody, lets it.
-                depth, late = above[0] + 1, above[1] + (piece * even / rate if rate else 0.0)
-        known = hops.get((flow.stripe, flow.reader), (0, 0.0))
-        hops[flow.stripe, flow.reader] = max(known[0], depth), max(known[1], late)
+        hop_s = piece / (rate if flow.source >= 0 else min(rate, from_origin))
+        hops, total_s, slowest_s = 1, hop_s, hop_s
+        above = None if flow.from_holder else paths.get((flow.stripe, flow.source))
+        if above is not None:
+            hops, total_s, slowest_s = above[0] + 1, above[1] + hop_s, max(above[2], hop_s)
+        known = paths.get((flow.stripe, flow.reader))
+        if known is None or total_s - slowest_s > known[1] - known[2]:
+            paths[flow.stripe, flow.reader] = hops, total_s, slowest_s
         if flow.size:
-            deepest, slowest = max(deepest, depth), max(slowest, late)
-    return deepest, slowest
+            deepest, longest = max(deepest, hops), max(longest, total_s - slowest_s)
+    return deepest, longest
 
 
 def origin_cap_bytes(total_bytes: int) -> int:

@@ -165,45 +165,58 @@ class Feeding:
                 if good:
                     self._partial_in.setdefault(rack, []).append(place)
                     self._held_in.setdefault(rack, set()).update(worker.held_chunks)
-        self._burden: dict[int, int] = {}  # bytes asked of partial holders
+        self._burden: dict[int, int] = {}  # bytes that each is to send
 
     def flows(self) -> list[Flow]:
         """Return the flows of every stripe, each worker's after its source's."""
-        made = []
-        for number, stripe in enumerate(self._stripes):
-            up = self._trees.up[number]
-            for place in self._trees.top_down(number):
-                worker = self._line.workers[place]
-                if worker.complete or worker.standing is Standing.GONE:
-                    continue
-                source = up[place]
-                size = self.missing[place][number]
-                flow = Flow(place, source, number, stripe.first, stripe.last, size)
-                if source >= 0 and self._line.workers[source].complete:
-                    flow.from_holder = True
-                crossing = source >= 0 and self._racks[source] != self._racks[place]
-                if source == ORIGIN or (size and crossing):
-                    made += self._from_holders(flow)
-                else:
-                    made.append(flow)
-        return made
+        made = [
+            Flow(place, self._trees.up[number][place], number, stripe.first, stripe.last, size)
+            for number, stripe in enumerate(self._stripes)
+            for place in self._trees.top_down(number)
+            if not (self._line.workers[place].complete or self._line.is_gone(place))
+            for size in (self.missing[place][number],)
+        ]
+        for flow in made:
+            if flow.source >= 0:
+                flow.from_holder = self._line.workers[flow.source].complete
+                self._burden[flow.source] = self._burden.get(flow.source, 0) + flow.size
+        # Whoever begins at the origin comes first to those who have it all, then who crosses.
+        for flow in sorted(made, key=lambda flow: flow.source != ORIGIN):
+            if flow.source == ORIGIN or (flow.size and self._crosses(flow)):
+                self._from_complete(flow)
+        return [
+            part
+            for flow in made
+            for part in (
+                self._from_partial(flow)
+                if flow.size
+                and (flow.source == ORIGIN or (self._from_peers and self._crosses(flow)))
+                else (flow,)
+            )
+        ]
 
-    def _from_holders(self, flow: Flow) -> list[Flow]:
-        """Return ``flow`` from whoever holds it already: anybody instead of the origin, somebody
-        in the same rack instead of a crossing.
+    def _crosses(self, flow: Flow) -> bool:
+        return self._racks[flow.source] != self._racks[flow.reader]
+
+    def _from_complete(self, flow: Flow) -> None:
+        """Take ``flow`` from whoever has it all: anybody instead of the origin, somebody in the
+        same rack instead of a crossing.
+        """
+        holder = self._complete_holder(flow.reader, flow.source == ORIGIN)
+        if holder is None:
+            return
+        if flow.source in self._room:
+            self._room[flow.source] += 1
+        self._room[holder] = self._room.get(holder, 0.0) - 1
+        flow.source, flow.from_holder = holder, True
+
+    def _from_partial(self, flow: Flow) -> list[Flow]:
+        """Return ``flow`` with the chunks that somebody holds from there: from anybody instead of
+        the origin, from the same rack instead of a crossing.
         """
         at_origin = flow.source == ORIGIN
-        holder = self._complete_holder(flow.reader, at_origin)
-        if holder is not None:
-            if flow.source in self._room and not flow.from_holder:
-                self._room[flow.source] += 1
-            self._room[holder] = self._room.get(holder, 0.0) - 1
-            flow.source, flow.from_holder = holder, True
-            return [flow]
         rack = self._racks[flow.reader]
         held = self._held if at_origin else self._held_in.get(rack, set())
-        if not held or not (at_origin or self._from_peers):
-            return [flow]
         own = self._line.workers[flow.reader].held_chunks
         wanted = [
             chunk

@@ -1,0 +1,99 @@
+"""`paceline plan`: a table for people, a schema for programs, one line for mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from paceline.cli.main import cli
+from paceline.errors import InvalidInput
+from paceline.wire.forecast import PlanTable
+
+FLEET = ("plan", "--size", "500GB", "--workers", "1000", "--link", "10Gbps")
+
+
+def run(*words: str) -> str:
+    """Return what `paceline WORDS` prints."""
+    done = CliRunner().invoke(cli, words, catch_exceptions=False, standalone_mode=False)
+    return done.output
+
+
+def test_json_is_a_plan_table() -> None:
+    table = PlanTable.model_validate_json(run(*FLEET, "--json"))
+    assert (table.workers, table.racks, table.size_bytes) == (1000, 32, 500 * 10**9)
+    assert (table.piece_bytes, table.chunk_bytes) == (4 * 2**20, 10**9)
+    assert table.chosen == "mesh"
+    assert [row.topology for row in table.rows if row.reference] == [
+        "naive",
+        "binary-tree",
+        "chunk-chain",
+    ]
+
+
+def test_people_see_what_is_chosen_and_what_it_replaces() -> None:
+    shown = run(*FLEET)
+    for text in ("400.0 s", "mesh ←", "402.3", "chunk-chain", "1,199.2", "400,000", "15.5 TB"):
+        assert text in shown
+    assert max(len(line) for line in shown.splitlines()) <= 80
+
+
+def test_one_topology_may_be_asked_for() -> None:
+    table = PlanTable.model_validate_json(run(*FLEET, "--topology", "direct", "--json"))
+    assert table.chosen == "direct"
+    direct = next(row for row in table.rows if row.topology == "direct")
+    assert (direct.predicted_seconds, direct.limited_by) == (400_000, "origin")
+
+
+def test_disks_uplinks_and_the_source_s_link_are_known() -> None:
+    def limit(*more: str) -> str:
+        table = PlanTable.model_validate_json(run(*FLEET, "--json", *more))
+        return next(row.limited_by for row in table.rows if row.topology == table.chosen)
+
+    assert limit() == "link"
+    assert limit("--disk", "1GB/s") == "disk"
+    assert limit("--external", "1Gbps") == "origin"
+    assert limit("--racks", "500", "--oversubscription", "4") == "uplink"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--size", "500GG"), "not a size.*500GG.*500GB.*--size"),
+        (("--link", "fast"), "not a speed.*fast.*10Gbps.*--link"),
+        (("--workers", "0"), "number of workers.*got 0"),
+        (("--racks", "-3"), "number of racks.*got -3"),
+        (("--oversubscription", "0"), "oversubscription"),
+        (("--piece", "1GB"), "piece size"),
+    ],
+)
+def test_a_mistake_is_named_with_what_was_wanted(words: tuple[str, ...], says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        run(*FLEET, *words)
+
+
+def test_it_needs_no_server_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from paceline.cli.main import cli\n"
+        f"cli.main({[*FLEET, '--json']!r}, standalone_mode=False)\n"
+        "heavy = {'prefect', 'dask', 'distributed', 'torch', 'mlflow', 'boto3', 'pandas',"
+        " 'fastapi', 'numpy', 'rich'}\n"
+        "sys.exit(','.join(sorted(heavy & set(sys.modules))) or 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["chosen"] == "mesh"
+
+
+def test_a_mistake_ends_with_two_and_json_carries_it() -> None:
+    words = [sys.executable, "-m", "paceline.cli.main", *FLEET[:-1], "10GHz", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"]["code"] == "InvalidInput"
+    assert "10GHz" in done.stderr

@@ -1,0 +1,146 @@
+"""What somebody holds already need not come from the origin again, nor cross into that rack."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.plan import PlanWorker, Standing, origin_cap_bytes
+from paceline.wire.plan import Topology
+from tests.plan.kit import (
+    MANIFEST,
+    RELAYED,
+    STRIPED,
+    S,
+    above,
+    check,
+    feeders,
+    fleets,
+    manifest_of,
+    plan,
+    racks_of,
+    worker,
+)
+
+
+@pytest.mark.parametrize("topology", RELAYED)
+def test_the_origin_gives_only_what_nobody_holds(topology: Topology) -> None:
+    fleet = racks_of(16, 4)
+    fleet[6] = replace(fleet[6], held_chunks=frozenset({0, 1}), held_pieces=4)
+    fleet[9] = replace(fleet[9], held_chunks=frozenset({5}), held_pieces=2)
+    made = plan(fleet, topology)
+    check(made, fleet)
+    from_origin = {chunk for (_, chunk), source in above(made).items() if source is None}
+    needed = {chunk for (name, chunk), source in above(made).items() if source is None
+              and chunk not in fleet[int(name[5:])].held_chunks}  # fmt: skip
+    assert needed <= {2, 3, 4, 6, 7} <= from_origin | {0, 1, 5}
+    assert made.origin_bytes == 5 * S // 8
+
+
+@settings(deadline=None, max_examples=100)
+@given(fleet=fleets(least=2), topology=st.sampled_from(RELAYED))
+def test_what_is_read_from_the_origin_is_what_nobody_has(
+    fleet: list[PlanWorker], topology: Topology
+) -> None:
+    made = plan(fleet, topology)
+    check(made, fleet)
+    if any(each.complete for each in fleet):
+        assert made.origin_bytes == 0
+    held = set().union(*(each.held_chunks for each in fleet))
+    assert made.origin_bytes <= S * (8 - len(held)) // 8
+
+
+def test_rare_chunks_come_from_different_holders() -> None:
+    """Eight workers hold a chunk each: nobody is asked for two while somebody is idle."""
+    fleet = [
+        worker(n, rack=f"r{n // 4}", held_chunks=frozenset({n}), held_pieces=2) for n in range(8)
+    ]
+    fleet += [worker(n, rack="r9") for n in range(8, 16)]
+    made = plan(fleet, "mesh")
+    check(made, fleet)
+    assert made.origin_bytes == 0
+    lanes = Counter(
+        lane.source.key
+        for part in made.workers
+        for lane in part.lanes
+        if lane.first_chunk == lane.last_chunk
+    )
+    assert max(lanes.values()) <= 3
+
+
+def test_a_mesh_takes_from_the_own_rack_what_a_neighbour_holds() -> None:
+    fleet = racks_of(24, 8)
+    for rack in range(3):
+        number = 8 * rack + 3
+        fleet[number] = replace(fleet[number], held_chunks=frozenset({1, 2, 6}), held_pieces=6)
+    assert plan(racks_of(24, 8), "mesh").cross_rack_bytes == 2 * S
+    assert plan(fleet, "mesh").cross_rack_bytes == 2 * S * 5 // 8
+
+
+@pytest.mark.parametrize("topology", RELAYED)
+def test_a_complete_worker_feeds_from_beside_the_line(topology: Topology) -> None:
+    fleet = [*racks_of(12, 4), worker(12, rack="r1", complete=True, held_pieces=16)]
+    made = plan(fleet, topology)
+    check(made, fleet)
+    assert made.workers[0].worker_id == "node-12"
+    assert made.origin_bytes == 0
+    if topology is not Topology.TREE:
+        assert feeders(made)["node-12"] <= 8, "one copy, however many begin there"
+
+
+def test_where_almost_everybody_is_complete_the_rest_is_fed_within_its_racks() -> None:
+    for topology in STRIPED:
+        fleet = [
+            replace(each, complete=number % 10 > 0) for number, each in enumerate(racks_of(100, 20))
+        ]
+        manifest = manifest_of(16, 100)
+        fleet = [replace(each, held_pieces=1600 if each.complete else 0) for each in fleet]
+        made = plan(fleet, topology, manifest)
+        check(made, fleet, manifest)
+        assert made.cross_rack_bytes == 0
+        assert made.origin_bytes == 0
+        assert made.predicted_seconds <= 1.1 * made.bound_seconds
+
+
+@pytest.mark.parametrize("standing", [Standing.TAIL, Standing.QUARANTINED])
+def test_with_the_fuse_spent_whoever_has_it_is_asked(standing: Standing) -> None:
+    fleet = [*racks_of(4, 4), worker(4, complete=True, held_pieces=16, standing=standing)]
+    spent = origin_cap_bytes(S)
+    for topology in RELAYED:
+        assert plan(fleet, topology).origin_bytes == S, "not while the origin may give it"
+        made = plan(fleet, topology, origin_spent_bytes=spent)
+        check(made, fleet)
+        assert made.origin_bytes == 0
+
+
+def test_roots_name_slow_complete_workers_as_the_last_resort() -> None:
+    fleet = [*racks_of(12, 4), worker(12, complete=True, standing=Standing.TAIL)]
+    made = plan(fleet, "mesh")
+    for part in made.workers:
+        for lane in part.lanes:
+            keys = [source.key for source in lane.spares]
+            if lane.source.kind == "origin":
+                assert keys[-1] == "node-12"
+            else:
+                assert "node-12" not in keys
+
+
+def test_many_scattered_chunks_do_not_make_many_lanes() -> None:
+    manifest = manifest_of(400)
+    fleet = racks_of(8, 4)
+    fleet[5] = replace(fleet[5], held_chunks=frozenset(range(0, 400, 2)), held_pieces=400)
+    for topology in RELAYED:
+        made = plan(fleet, topology, manifest)
+        check(made, fleet, manifest)
+        assert max(len(part.lanes) for part in made.workers) <= 4 * 17
+
+
+def test_whoever_holds_everything_but_is_not_complete_asks_for_nothing_that_counts() -> None:
+    fleet = [worker(0, held_pieces=16), worker(1)]
+    made = plan(fleet)
+    assert made.origin_bytes == 0
+    assert MANIFEST.total_size == S
