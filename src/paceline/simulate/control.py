@@ -37,7 +37,7 @@ class Control:
     """One coordinator and every host's agent."""
 
     def __init__(self, scenario: Scenario, manifest: Manifest, streams: Streams) -> None:
-        self.state = CoordinatorState(scenario.patience)
+        self.state = CoordinatorState(scenario.coordinator)
         self._scenario = scenario
         self._manifest = manifest
         self._streams = streams
@@ -73,7 +73,7 @@ class Control:
         order = list(hosts.values())
         self._random.shuffle(order)
         for turn, host in enumerate(order):
-            serving_s = turn / scenario.patience.beats_per_second
+            serving_s = turn / scenario.timing.calls_per_second
             self.resume(host, scenario.timing.call_s + serving_s)
         # A large fleet's coordinator has more to look at; it looks less often.
         self._tick_s = max(scenario.timing.tick_s, len(hosts) / 10_000)

@@ -42,7 +42,6 @@ class Host:
     # What it pulls, by source key and lane: a stream that serves two lanes takes turns.
     feeds: dict[tuple[str, int], Flow] = field(default_factory=dict)
     lane_starts: list[int] = field(default_factory=list)  # first piece of each lane
-    vouched: dict[str, int] = field(default_factory=dict)  # stream numbers, by source key
     readers: dict[Flow, None] = field(default_factory=dict)  # who pulls from it
     waiting: dict[Flow, None] = field(default_factory=dict)  # of these, those it has nothing for
     edges: dict[tuple[str, str], Tally] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from paceline.simulate.fairness import Flags, Floats, Ints, max_min_rates
 
 NEAR = 1e-3  # bytes: positions closer than this are the same
-_FLOATS = ("pos", "stop", "static", "edge", "rate", "lag", "carried", "busy_s", "moved_s")
+_FLOATS = ("pos", "stop", "static", "edge", "rate", "lag", "carried", "busy_s", "moved_s", "over")
 USES = 4  # NIC in, NIC out, uplink out, uplink in
 
 
@@ -30,6 +30,7 @@ class Network:
     carried: Floats  # bytes, and in how much time with something to send: what edge tallies count
     busy_s: Floats
     moved_s: Floats  # when it last moved
+    over: Floats  # bytes it had time for in this step beyond the end of its run
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -68,7 +69,7 @@ class Network:
         self.lag[slot] = lag
         self.leader[slot] = -1
         self.moving[slot] = False
-        self.rate[slot] = self.carried[slot] = self.busy_s[slot] = 0.0
+        self.rate[slot] = self.carried[slot] = self.busy_s[slot] = self.over[slot] = 0.0
         self.moved_s[slot] = self.now_s
         return slot
 
@@ -78,7 +79,12 @@ class Network:
         self._unused.append(slot)
 
     def start(self, slot: int, at: float, stop: float, static: float, leader: int) -> None:
-        """Set a flow going over ``[at, stop)``."""
+        """Set a flow going over ``[at, stop)``, with what its last run left of the step."""
+        limit = static if leader < 0 else max(static, self.pos[leader] - self.lag[slot])
+        spent = max(0.0, min(self.over[slot], stop - at, limit - at))
+        self.over[slot] -= spent
+        self.carried[slot] += spent
+        at += spent
         self.pos[slot], self.stop[slot], self.static[slot] = at, stop, static
         self.leader[slot] = leader
         self.moving[slot] = True
@@ -162,7 +168,8 @@ class Network:
     def _move(self, slots: Ints, step_s: float, to_s: float) -> None:
         rate, stop = self.rate[slots], self.stop[slots]
         before = self.pos[slots]
-        self.pos[slots] = np.minimum(before + rate * step_s, stop)
+        wish = before + rate * step_s
+        self.pos[slots] = np.minimum(wish, stop)
         leader, lag, static = self.leader[slots], self.lag[slots], self.static[slots]
         led = np.flatnonzero(leader >= 0)
         alone = leader < 0
@@ -185,6 +192,8 @@ class Network:
             if not self._behind(wrong, mine, lead):
                 break
         moved = self.pos[slots] - before
+        self.over[:] = 0.0
+        self.over[slots] = np.maximum(wish - self.pos[slots], 0.0)
         going = moved > NEAR
         self.moved_s[slots[going]] = to_s
         self.carried[slots] += moved
@@ -200,6 +209,10 @@ class Network:
         right = np.zeros(self._size, np.bool_)
         right[mine[wrong]] = True
         return bool(right[lead].any())
+
+    def moved_since(self, since_s: float) -> Flags:
+        """Return for each slot whether its flow is under way and has moved since then."""
+        return self.moving & (self.moved_s > since_s)
 
     # ── rates ────────────────────────────────────────────────────────────────────────────────────
 

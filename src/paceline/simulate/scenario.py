@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.coordinator import Patience
 from paceline.errors import InvalidInput
@@ -14,6 +14,7 @@ from paceline.wire.plan import Labels, Topology
 
 MOST_WORKERS = 20_000  # what one deployment may have
 MBIT = 1e6 / 8  # bytes a second
+BEATS_PER_SECOND = 250.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,8 @@ class Timing:
     group_s: float = 1.0  # verified pieces become durable together,
     commit_s: float = 0.02  # after an fsync of so long
     publish_s: float = 0.02  # fsync and rename of a whole version
-    call_s: float = 0.005  # one REST call
+    call_s: float = 0.005  # one REST call,
+    calls_per_second: float = 1000.0  # when everybody asks for lanes at once
     prepare_s: float = 0.01  # opening and preallocating the files
     tick_s: float = 0.15  # the coordinator looks at its clock
 
@@ -54,7 +56,7 @@ class Scenario:
     straggle_rate: float = 0.2  # at this share of its rate
     faults: tuple[Fault, ...] = ()
     timing: Timing = Timing()
-    patience: Patience = field(default_factory=Patience)
+    patience: Patience | None = None  # None: the default, with a beat that grows with the fleet
     coalesce_pieces: int = 0  # pieces a session is told of at once; 0: by the fleet's size
     step_s: float = -1.0  # the network is looked at no more often; negative: by the fleet's size
 
@@ -75,6 +77,17 @@ class Scenario:
                     got=fault.worker,
                     wanted=f"{self.name(0)} to {self.name(self.workers - 1)}",
                 )
+
+    @property
+    def coordinator(self) -> Patience:
+        """Return how patient the coordinator is.
+
+        250 beats a second are half of what one core of a coordinator was measured to take.
+        """
+        if self.patience is not None:
+            return self.patience
+        seconds = 4 * self.size_bytes / min(self.link_bytes_s, self.external_bytes_s)
+        return Patience(beats_per_second=BEATS_PER_SECOND, deadline_s=600.0 + seconds)
 
     @property
     def link_bytes_s(self) -> float:

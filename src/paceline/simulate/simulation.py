@@ -250,7 +250,7 @@ class Simulation:
 
     def _unfinished(self) -> list[str]:
         """Let the coordinator notice that all is done, and return what it says otherwise."""
-        patience = self.scenario.patience
+        patience = self.scenario.coordinator
         late_s = self.streams.now_s + 2 * patience.lost_s + patience.return_grace_s + 10.0
         self.streams.run(late_s, lambda: self.control.deployment.status.is_final)
         status = self.control.deployment.status

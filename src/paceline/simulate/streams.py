@@ -47,6 +47,7 @@ from paceline.wire.plan import Source
 
 WATCH_S = 0.25  # a stream that has not moved for so long says that it waits, like the real one
 LEAST_EXTENTS = 64  # extents shrink towards a host's end, to this part of the longest
+EARLY = 0.75  # corrupt runs begin in this part of their extent
 MUCH_CORRUPT = 0.05  # beyond it, rejections are not gathered
 
 
@@ -90,6 +91,7 @@ class Streams:
         self._inbox: deque[tuple[Host, RelaySession, SessionEvent]] = deque()
         self._to_start: deque[Flow] = deque()
         self._by_slot: dict[int, Flow] = {}
+        self._vouched = np.zeros(64, np.bool_)  # sessions know that these flows move
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -105,21 +107,30 @@ class Streams:
     def run(self, until_s: float, done: Callable[[], bool]) -> None:
         """Let time pass until ``done()``, or until there is nothing left to happen before then."""
         self._settle()
+        network = self.network
         while not done():
-            next_s = min(self.network.next_s(), self._heap[0][0] if self._heap else np.inf)
-            next_s = max(next_s, self.now_s + self._step_s)
+            next_s = min(network.next_s(), self._heap[0][0] if self._heap else np.inf)
+            next_s = max(next_s, network.now_s + self._step_s)
             if next_s > until_s:
                 self.now_s = until_s
                 return
+            # Within a step, one thing leads to another at its own time: a reset costs a
+            # connection, and not three steps.
+            self._happen(lambda at_s, until_s=next_s: at_s < until_s)
             self.now_s = next_s
-            for slot in self.network.advance(next_s):
-                flow = self._by_slot.get(int(slot))
+            for slot in network.advance(next_s).tolist():
+                flow = self._by_slot.get(slot)
                 if flow is not None and flow.moving:
                     self._crossed(flow)
                     self._settle()
-            while self._heap and self._heap[0][0] <= self.now_s:
-                heapq.heappop(self._heap)[2]()
-                self._settle()
+            self._happen(lambda at_s, until_s=next_s: at_s <= until_s)
+
+    def _happen(self, is_due: Callable[[float], bool]) -> None:
+        while self._heap and is_due(self._heap[0][0]):
+            at_s, _, what = heapq.heappop(self._heap)
+            self.now_s = max(self.now_s, at_s)
+            what()
+            self._settle()
 
     def _settle(self) -> None:
         """Tell sessions what happened and do what they ask, until nobody has anything to say."""
@@ -208,33 +219,32 @@ class Streams:
 
         While bytes flow a session is told so once, until further notice.
         """
-        network = self.network
-        since_s = self.now_s - WATCH_S
-        moved = network.moved_s
-        for host in self.hosts.values():
-            if host.session is None or not host.serves:
+        going = self.network.moved_since(self.now_s - WATCH_S)
+        slots = np.flatnonzero(~(going & self._vouched[: going.size]))
+        streams: dict[tuple[Host, str, int], None] = {}
+        for slot in slots.tolist():
+            flow = self._by_slot.get(slot)
+            if flow is not None and flow.open:
+                streams[flow.reader, flow.key, flow.number] = None
+        for host, key, number in streams:
+            flows = [f for f in host.feeds.values() if f.key == key and f.number == number]
+            asked = [f for f in flows if f.wanted]
+            if not asked or not host.serves or not asked[0].source.serves:
                 continue
-            streams: dict[str, list[bool]] = {}
-            numbers: dict[str, int] = {}
-            for flow in host.feeds.values():
-                if flow.open and flow.wanted and flow.source.serves:
-                    going = flow.moving and bool(moved[flow.slot] > since_s)
-                    streams.setdefault(flow.key, []).append(going)
-                    numbers[flow.key] = flow.number
-            for key, number in [*host.vouched.items()]:
-                if numbers.get(key) != number or not all(streams[key]):
-                    self._flush(f for f in host.feeds.values() if f.key == key)
-                    del host.vouched[key]
-                    self.tell(host, SourceAlive(key, number))
-            for key, going in streams.items():
-                if key in host.vouched:
-                    continue
-                if all(going):
-                    host.vouched[key] = numbers[key]
-                    self.tell(host, SourceAlive(key, numbers[key], moving=True, until_s=np.inf))
-                else:
-                    self.tell(host, SourceAlive(key, numbers[key], moving=any(going)))
+            moving = [bool(going[f.slot]) for f in asked]
+            self._vouch(flows, key, number, moving)
         self.after(WATCH_S, self.watch)
+
+    def _vouch(self, flows: list[Flow], key: str, number: int, moving: list[bool]) -> None:
+        host = flows[0].reader
+        if all(moving):
+            news = SourceAlive(key, number, moving=True, until_s=np.inf)
+        else:
+            self._flush(f for f in flows if self._vouched[f.slot])
+            news = SourceAlive(key, number, moving=any(moving))
+        for flow in flows:
+            self._vouched[flow.slot] = all(moving)
+        self.tell(host, news)
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────
 
@@ -267,7 +277,7 @@ class Streams:
             host.timer_s = None
             again_s = session.deadline_s()
             if again_s is not None and again_s <= self.now_s:
-                self._flush(f for f in host.feeds.values() if f.key not in host.vouched)
+                self._flush(f for f in host.feeds.values() if not self._vouched[f.slot])
                 self.tell(host, Tick())
             else:
                 self._arm(host, session)
@@ -323,6 +333,9 @@ class Streams:
             uses = (*uses, far.uplink_out, host.uplink_in)
         lanes = max(1, len(host.lanes.lanes)) if host.lanes else 1
         slot = self.network.add(uses, self._piece_bytes + self._lag_bytes / lanes)
+        if slot >= self._vouched.size:
+            self._vouched = np.concatenate([self._vouched, np.zeros_like(self._vouched)])
+        self._vouched[slot] = False
         flow = Flow(slot, host, far, source.key, number, lane, crosses)
         host.feeds[source.key, lane] = self._by_slot[slot] = flow
         far.readers[flow] = None
@@ -374,8 +387,8 @@ class Streams:
         for flow in (*host.readers, *host.feeds.values()):
             self._flush([flow])
             self._halt(flow)
-            if flow.reader.vouched.get(flow.key) == flow.number:
-                del flow.reader.vouched[flow.key]
+            if self._vouched[flow.slot]:
+                self._vouched[flow.slot] = False
                 self.tell(flow.reader, SourceAlive(flow.key, flow.number))
         host.waiting.clear()
 
@@ -464,8 +477,11 @@ class Streams:
         stop = min((flow.base // longest + 1) * longest, flow.stop)
         flow.extent_stop, flow.bad = stop, None
         if share > 0:
-            bad = int(self._random.binomial(stop - flow.base, share))
-            flow.bad = Extent(flow.base, flow.base + bad) if bad else None
+            size = stop - flow.base
+            if bad := int(self._random.binomial(size, share)):
+                # Not too near the end: it is repaired when others report the extent.
+                first = flow.base + int(self._random.random() * EARLY * (size - bad + 1))
+                flow.bad = Extent(first, first + bad)
         edge = flow.bad.stop if flow.bad is not None else stop
         self.network.edge[flow.slot] = self._offset(edge)
 
@@ -515,20 +531,20 @@ class Streams:
         return max(flow.base, int(at // self._piece_bytes))
 
     def _arrive(self, flow: Flow, upto: int) -> None:
-        """Take pieces off the wire, verify them, and refuse those that do not match."""
+        """Take pieces off the wire: keep those that match their digests, refuse the others."""
         upto = min(upto, flow.stop)
-        if upto <= flow.base:
-            return
-        bad = flow.bad
-        if bad is not None:
-            rotten = Extent(max(bad.first, flow.base), min(bad.stop, upto))
-            if rotten.size > 0:
-                self._refuse(flow, rotten)
-            if upto < bad.stop:
-                return
-            flow.bad = None
-            if upto <= flow.base:
-                return
+        while flow.base < upto:
+            bad = flow.bad
+            if bad is None or upto <= bad.first:
+                self._keep(flow, upto)
+            elif flow.base < bad.first:
+                self._keep(flow, bad.first)
+            else:
+                self._refuse(flow, Extent(flow.base, min(bad.stop, upto)))
+                if flow.base >= bad.stop:
+                    flow.bad = None
+
+    def _keep(self, flow: Flow, upto: int) -> None:
         run = Extent(flow.base, upto)
         if flow.leader is not None and flow.leader.base < upto:
             self._arrive(flow.leader, min(upto, self._reached(flow.leader)))
