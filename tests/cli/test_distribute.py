@@ -1,0 +1,108 @@
+"""`paceline distribute SOURCE --into DIRECTORY`: real processes, killed and run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.manifest import build_manifest, verify_directory, write_manifest
+from paceline.wire.local import Distribution
+
+PACELINE = [sys.executable, "-m", "paceline.cli.main", "distribute"]
+
+
+def model_of(directory: Path, size: int) -> Path:
+    directory.mkdir()
+    (directory / "weights.bin").write_bytes(os.urandom(size))
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def run(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PACELINE, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, "PACELINE_STATE": str(cwd / "state")},
+    )
+
+
+def test_one_command_brings_a_directory_to_workers(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model", 400_000)
+    done = run(model, "--into", tmp_path / "nodes", "--workers", "3", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answer = Distribution.model_validate_json(done.stdout)
+    assert answer.workers_complete == 3
+    assert answer.origin_ratio == 1.0
+    assert answer.activated
+    told = run(model, "--into", tmp_path / "nodes", "--workers", "3", cwd=tmp_path)
+    assert "3 of 3 workers" in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "needles"),
+    [
+        (("{model}", "--workers", "0"), 2, ("no workers",)),
+        (("{model}", "--to", "worker-9"), 2, ("unknown worker", "worker-9")),
+        (("/no/such/model",), 1, ("source does not exist", "/no/such/model")),
+        (("{model}", "--digest", "0" * 64), 1, ("another model", "0" * 64)),
+        (("{model}", "--link", "fast"), 2, ("--link", "10Gbps")),
+        (("{model}", "1"), 2, ("one source at a time",)),
+        (("{model}", "--topology", "ring"), 2, ("no such topology", "ring")),
+    ],
+    ids=lambda each: " ".join(each[1:]) if isinstance(each, tuple) and each else None,
+)
+def test_bad_input_is_one_line_an_exit_code_and_nothing_left(
+    tmp_path: Path, words: tuple[str, ...], code: int, needles: tuple[str, ...]
+) -> None:
+    model = model_of(tmp_path / "model", 10_000)
+    given = [word.format(model=model) for word in words]
+    done = run(*given, "--into", tmp_path / "nodes", "--json", cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    error = json.loads(done.stdout)["error"]
+    for needle in needles:
+        assert needle in error["message"]
+    assert not (tmp_path / "nodes").exists()
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_everything_killed_midway_goes_on_from_the_disks(
+    tmp_path: Path, end: signal.Signals
+) -> None:
+    model = model_of(tmp_path / "model", 6_000_000)
+    manifest = build_manifest(model, model_id="m", version="1", link_mbit=100)
+    write_manifest(model, manifest)
+    nodes = tmp_path / "nodes"
+    words = [*PACELINE, str(model), "--into", str(nodes), "--workers", "3", "--link", "16Mbit"]
+    running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    marks = [nodes / f"worker-{n}/store/staging/{manifest.digest}/marks" for n in range(3)]
+    until = time.monotonic() + 60
+    while not all(path.exists() and path.stat().st_size > 0 for path in marks):
+        assert running.poll() is None, "it ended before anything was durable everywhere"
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    running.send_signal(end)
+    assert running.wait(30) != 0
+    for final in nodes.glob("worker-*/store/models/m/1"):
+        verify_directory(final, manifest)  # all or nothing
+    again = run(model, "--into", nodes, "--workers", "3", "--json", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    answer = Distribution.model_validate_json(again.stdout)
+    assert answer.workers_complete == 3
+    moved = answer.origin_bytes + answer.received_bytes
+    assert moved < 3 * manifest.total_size, "what was durable did not travel again"
+    assert answer.origin_bytes < manifest.total_size
+    for receipt in answer.receipts:
+        verify_directory(Path(receipt.path), manifest)
+    assert not list(nodes.glob("worker-*/store/staging/*"))
