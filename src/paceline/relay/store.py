@@ -108,9 +108,9 @@ class Store:
         staging = Staging(manifest, self._staging / manifest.digest)
         new = not staging.directory.exists()
         try:
-            self.make_room(manifest, in_use)
             held = self._held(manifest)
-            bring_files(staging.data, manifest, held)
+            bring_files(staging.data, manifest, held)  # first: what is linked outlives its version
+            self.make_room(manifest, in_use)
             staging.prepare()
             settle_files(staging, held)
         except BaseException:
@@ -252,7 +252,8 @@ class Store:
         while True:
             room = Room.at(self.root)
             left = room.free - needed
-            short = (policy.make_room and left < 0) or left < policy.free_share * room.size
+            watermark = policy.free_share * room.size
+            short = (policy.make_room and left < 0) or (watermark > 0 and left < watermark)
             oldest = next_to_go(self.versions(), stay) if short else None
             if oldest is None:
                 break
