@@ -224,6 +224,13 @@ def test_where_nothing_else_is_corrupt_four_pieces_are_enough() -> None:
     assert verdict.standing is QUARANTINED
 
 
+def test_a_sender_is_judged_once_others_are_heard_of() -> None:
+    standings = Standings(8, PATIENCE)
+    assert judged(standings, "e", "f", 16, 4) == [], "nobody to compare it with"
+    [verdict] = judged(standings, "a", "b", 30, 0)
+    assert verdict.worker_id == "e"
+
+
 def test_a_thousand_senders_on_a_bad_network_are_not_quarantined() -> None:
     random, standings = Random(3), Standings(1000, PATIENCE)
     counts = {f"n{number}": [0, 0] for number in range(1000)}

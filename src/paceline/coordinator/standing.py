@@ -24,6 +24,7 @@ BUSY_SHARE = 0.5  # of a look: less, and the edge was starved, which says nothin
 LEAST_CARRIED = 0.05  # of what the plan expects in a look: so much tells that an edge is not slow
 STALE_LOOKS = 3.0  # a flow that was not heard of for so many looks has ended
 SENDER_PIECES = 20  # a sender of fewer says nothing about what is usual
+MANY = 100  # senders; of so many they are not judged at each tick
 BEYOND_CHANCE = 5.0  # standard deviations
 ALONE = 4  # times as many corrupt pieces, of a sender that nobody can be compared with
 
@@ -88,6 +89,8 @@ class Standings:
         self._slow_origins: set[str] = set()
         self._quarantined: set[str] = set()
         self._look_again = self._count_again = False
+        self._in_doubt = False  # somebody may be corrupting: what others send will tell
+        self._count_s = float("-inf")
         for worker_id, standing in (known or {}).items():
             if standing is Standing.QUARANTINED:
                 self._quarantined.add(worker_id)
@@ -131,8 +134,9 @@ class Standings:
     def judge(self, now_s: float) -> list[Verdict]:
         """Return the standings that changed since the last call."""
         verdicts: list[Verdict] = []
-        if self._count_again:
+        if self._count_again and now_s >= self._count_s:
             self._count_again = False
+            self._count_s = now_s + len(self._senders) // MANY / 10  # counting 10,000 takes 5 ms
             verdicts += self._judge_senders()
         if self._look_again:
             self._look_again = False
@@ -150,7 +154,7 @@ class Standings:
             sender = self._senders.setdefault(tally.source, [0, 0])
             sender[0] += matched
             sender[1] += corrupt
-            self._count_again = self._count_again or corrupt > 0
+            self._count_again = self._count_again or corrupt > 0 or self._in_doubt
 
     def _take_bytes(self, key: Edge, count: _Count, tally: EdgeTally, now_s: float) -> None:
         carried, busy_s = tally.bytes - count.bytes, tally.busy_s - count.busy_s
@@ -306,12 +310,14 @@ class Standings:
             sum(column) for column in zip((0, 1), *known.values(), strict=True)
         )
         verdicts = []
+        self._in_doubt = False
         for name in sorted(shares, key=lambda each: (-shares[each], each)):
             corrupt, judged = known[name]
             if shares[name] <= patience.corrupt_share or len(self._quarantined) >= self._most:
                 break
             if corrupt < patience.corrupt_pieces or name.startswith("origin:"):
                 continue
+            self._in_doubt = True
             if len(known) == 1 and corrupt < ALONE * patience.corrupt_pieces:
                 continue  # nobody to compare it with, yet
             usual = _median_without(ordered, shares[name])

@@ -1,0 +1,163 @@
+"""Real agents and a real coordinator on loopback: killed, frozen, corrupting, slow, all at once.
+
+One fleet serves all tests; each brings another version to some of its nodes.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.manifest import verify_directory
+from paceline.wire.events import EventName
+from tests.support.site import Site, until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("installation"),  # one at a time: two cores
+]
+
+LINK_MBIT = 16.0
+SIZE = 6_000_000  # three seconds at that rate
+NODES = ("n0", "n1", "n2", "n3", "n4")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    made = Site(tmp_path_factory.mktemp("site") / "state", LINK_MBIT)
+    try:
+        for name in NODES:
+            made.start(name)
+        made.registered(*NODES)
+        yield made
+    finally:
+        made.close()
+
+
+def half(site: Site, deployment_id: str, name: str, size: int = SIZE) -> None:
+    until(lambda: site.part(deployment_id, name).bytes_held > size // 3, f"a third at {name}")
+
+
+def refetched(site: Site, deployment_id: str, *names: str) -> int:
+    receipts = [site.part(deployment_id, name).receipt for name in names]
+    return sum(each.refetched_bytes for each in receipts if each is not None)
+
+
+def line_of(site: Site, deployment_id: str) -> list[str]:
+    return [each.worker_id for each in site.client.plan(deployment_id).workers]
+
+
+def test_a_killed_agent_is_named_and_resumes_from_its_disk(site: Site) -> None:
+    manifest = site.publish("killed", SIZE)
+    d = site.deploy("killed", *NODES)
+    until(lambda: site.view(d).deployment.epoch == 1, "the plan")
+    victim = line_of(site, d)[1]
+    half(site, d, victim)
+    site.kill(victim)
+    others = [name for name in NODES if name != victim]
+    site.complete(d, *others)
+    assert refetched(site, d, *others) <= 0.02 * SIZE * len(others)
+    assert victim in {each.data["source"] for each in site.told(d, EventName.SOURCE_LOST)}
+    site.start(victim)
+    site.complete(d)
+    receipt = site.part(d, victim).receipt
+    assert receipt is not None
+    assert receipt.incarnation > 1
+    assert receipt.received_bytes + receipt.origin_bytes < 0.8 * SIZE
+    assert site.view(d).deployment.origin_bytes <= 1.02 * SIZE + manifest.piece_bytes
+    for name in NODES:
+        verify_directory(site.final(name, "killed"), manifest)
+
+
+def test_a_frozen_agent_is_found_by_its_silence_and_comes_back_as_another_life(
+    site: Site,
+) -> None:
+    manifest = site.publish("frozen", SIZE)
+    d = site.deploy("frozen", *NODES, topology="mesh")
+    until(lambda: site.view(d).deployment.epoch == 1, "the plan")
+    victim = line_of(site, d)[2]
+    half(site, d, victim)
+    before_incarnation = site.incarnation(victim)
+    site.signal(victim, signal.SIGSTOP)
+    others = [name for name in NODES if name != victim]
+    site.complete(d, *others)
+    until(
+        lambda: victim in {each.worker_id for each in site.told(d, EventName.WORKER_LOST)},
+        "the frozen one is called lost",
+    )
+    assert refetched(site, d, *others) <= 0.05 * SIZE * len(others)
+    site.signal(victim, signal.SIGCONT)
+    site.complete(d)
+    receipt = site.part(d, victim).receipt
+    assert receipt is not None
+    # It is the same process, which kept what it had: beyond the model only what was on its way.
+    assert receipt.incarnation > before_incarnation
+    assert receipt.received_bytes + receipt.origin_bytes <= 1.3 * SIZE
+    verify_directory(site.final(victim, "frozen"), manifest)
+
+
+def test_an_agent_that_corrupts_what_it_sends_is_quarantined_and_nobody_is_harmed(
+    site: Site,
+) -> None:
+    manifest = site.publish("corrupted", SIZE)
+    site.start("bad", "tests.support.corrupting_agent")
+    site.registered("bad")
+    d = site.deploy("corrupted", "bad", *NODES, topology="chain")
+    site.complete(d)
+    caught = {each.data["source"] for each in site.told(d, EventName.PIECE_CORRUPT)}
+    assert caught == {"bad"}
+    [told] = site.told(d, EventName.WORKER_QUARANTINED)
+    assert told.worker_id == "bad"
+    assert site.part(d, "bad").standing == "quarantined"
+    plan = site.client.plan(d)
+    assert not [lane for each in plan.workers for lane in each.lanes if lane.source.key == "bad"]
+    for name in NODES:
+        verify_directory(site.final(name, "corrupted"), manifest)
+    site.kill("bad")
+
+
+def test_a_slow_agent_goes_to_the_tail_and_the_others_do_not_wait_for_it(site: Site) -> None:
+    size = 2 * SIZE
+    manifest = site.publish("slowed", size)
+    site.start("late", limit_mbit=LINK_MBIT / 5)
+    site.registered("late")
+    d = site.deploy("slowed", "late", *NODES, topology="chain", max_failed=0.2)
+    site.complete(d, *NODES)
+    slow = {each.worker_id for each in site.told(d, EventName.WORKER_SLOW)}
+    assert "late" in slow
+    assert site.part(d, "late").standing == "tail"
+    plan = site.client.plan(d)
+    assert not [lane for each in plan.workers for lane in each.lanes if lane.source.key == "late"]
+    assert site.part(d, "late").bytes_held < size / 2, "they finished long before it"
+    assert refetched(site, d, *NODES) <= 0.05 * size * len(NODES)
+    for name in NODES:
+        verify_directory(site.final(name, "slowed"), manifest)
+    site.client.cancel(d)
+    assert not list(site.state.glob("nodes/late/assignments/*"))
+    site.kill("late")
+
+
+def test_when_everything_is_killed_at_once_all_of_it_goes_on_from_the_disks(site: Site) -> None:
+    manifest = site.publish("dark", SIZE)
+    d = site.deploy("dark", *NODES, topology="auto")
+    until(lambda: all(site.part(d, name).bytes_held > SIZE // 4 for name in NODES), "a quarter")
+    held = {name: site.part(d, name).bytes_held for name in NODES}
+    assert not site.view(d).workers_complete
+    site.kill("coordinator", *NODES)
+    site.start_coordinator()
+    for name in NODES:
+        site.start(name)
+    site.complete(d)
+    moved = 0
+    for name in NODES:
+        receipt = site.part(d, name).receipt
+        assert receipt is not None
+        assert receipt.received_bytes + receipt.origin_bytes <= 1.1 * SIZE - 0.9 * held[name]
+        moved += receipt.origin_bytes
+        verify_directory(site.final(name, "dark"), manifest)
+    assert moved < SIZE, "the origin was not read from its beginning again"
+    for name in NODES:
+        site.processes[name].terminate()
+    assert [site.processes[name].wait(10) for name in NODES] == [0] * len(NODES)
