@@ -1,4 +1,4 @@
-"""SIGKILL at the n-th system call of a program, for every call it makes: strace counts and kills."""
+"""SIGKILL at the n-th system call of a program, for each that it makes: strace counts and kills."""
 
 from __future__ import annotations
 

@@ -65,8 +65,10 @@ class Store:
                 raise StateLocked(
                     "another agent owns this store", where=root, do="Stop the other agent first."
                 ) from error
-            for trash in self._staging.glob(".trash-*"):
-                shutil.rmtree(trash, ignore_errors=True)
+            for left in self._staging.iterdir():
+                # what was being removed, and what was published just before its process died
+                if left.name.startswith(".trash-") or not (left / "data").exists():
+                    shutil.rmtree(left, ignore_errors=True)
 
     def close(self) -> None:
         """Let another process own the store."""
