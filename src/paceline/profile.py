@@ -33,7 +33,8 @@ class ClusterSettings(_Settings):
     nodes: int = Field(default=4, ge=1, le=10_000)
     racks: int = Field(default=2, ge=1)
     threads_per_node: int = Field(default=2, ge=1)
-    link_mbit: float = Field(default=80.0, gt=0)  # each agent's NIC, each direction; paced
+    link_mbit: float = Field(default=80.0, gt=0)  # each agent's NIC, each direction
+    paced: bool = False  # agents hold themselves to it; where they are hosts, their NICs do
     external_mbit: float | None = Field(default=None, gt=0)  # the origin's link; None: as a node's
     oversubscription: float = Field(default=1.0, ge=1)  # of each rack's uplink
     node_memory_mb: int = Field(default=0, ge=0)  # 0: no limit

@@ -54,7 +54,13 @@ class Fleet:
         save_runtime(runtime)
 
     def start(self, name: str, *before: str, **more: str) -> subprocess.Popen[bytes]:
-        given = {"state_dir": self.state, "worker_id": name, "link_mbit": LINK_MBIT, **more}
+        given = {
+            "state_dir": self.state,
+            "worker_id": name,
+            "link_mbit": LINK_MBIT,
+            "limit_mbit": LINK_MBIT,
+        }
+        given |= more
         arguments = [f"{key}={value}" for key, value in given.items()]
         with (self.state / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(

@@ -73,7 +73,8 @@ class Site:
 
     def start(self, name: str, module: str = "paceline.relay.agent", **more: object) -> None:
         """Start an agent."""
-        given = {"state_dir": self.state, "worker_id": name, "link_mbit": self.link_mbit, **more}
+        link = {"link_mbit": self.link_mbit, "limit_mbit": self.link_mbit}
+        given = {"state_dir": self.state, "worker_id": name, **link, **more}
         arguments = [f"{key}={value}" for key, value in given.items()]
         with (self.state / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(

@@ -30,7 +30,8 @@ STATE = click.option(
     "--limit-mbit",
     type=click.FloatRange(min=0),
     default=None,
-    help="Bandwidth limit, each direction, in Mbit/s; default: the link's rate, 0: none.",
+    help="Bandwidth limit, each direction, in Mbit/s; 0: none. Default: none, or the link's rate"
+    " where the profile says [cluster] paced.",
 )
 @click.option("--listen", default="127.0.0.1:0", show_default=True, help="Peer port to listen on.")
 @click.option("--warm", is_flag=True, help="Load the S3 client at the start: 25 MB, 0.4 s sooner.")

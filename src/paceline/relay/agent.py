@@ -41,6 +41,7 @@ from paceline.relay.driver import RelayDriver
 from paceline.relay.lifetime import PARENT_POLL_S, StopSignal
 from paceline.relay.origin import DirectoryReader, RangeReader, S3Reader
 from paceline.relay.report import ENDED, Report
+from paceline.relay.room import StorePolicy
 from paceline.relay.store import Store
 from paceline.relay.transport import Transport
 from paceline.relay.transports import transport_for
@@ -72,7 +73,7 @@ class AgentConfig:
     rack: str = ""
     zone: str = ""
     link_mbit: float | None = None  # what plans count on; None: the profile's
-    limit_mbit: float | None = None  # of each direction; None: the link's rate, 0: no limit
+    limit_mbit: float | None = None  # of each direction; None: the link's if [cluster] paced; 0: no
     listen: str = "127.0.0.1:0"
     die_with_parent: bool = False
     warm: bool = False  # import the S3 client before somebody waits for it
@@ -113,7 +114,7 @@ class Agent:
         self._interval_s = 0.0  # between beats, as the coordinator said last
         self._node_dir = runtime.node_dir(config.worker_id)
         self._node_dir.mkdir(parents=True, exist_ok=True)
-        self._store = Store(self._node_dir / "store")
+        self._store = Store(self._node_dir / "store", StorePolicy.of(runtime.profile.store))
         try:
             self.incarnation = self._next_incarnation()
             self.driver = self._make_driver(transport, host, port)
@@ -129,7 +130,9 @@ class Agent:
         self._broken: Exception | None = None
 
     def _make_driver(self, transport: Transport, host: str, port: int) -> RelayDriver:
-        limit_mbit = self._link_mbit if self._config.limit_mbit is None else self._config.limit_mbit
+        limit_mbit = self._config.limit_mbit
+        if limit_mbit is None and self._runtime.profile.cluster.paced:
+            limit_mbit = self._link_mbit
 
         def make(port: int) -> RelayDriver:
             return RelayDriver(

@@ -29,7 +29,6 @@ from paceline.relay.events import (
     SessionEvent,
     Tick,
 )
-from paceline.relay.extents import Extents
 from paceline.relay.limits import SessionLimits
 from paceline.relay.origin import LazyReader, OriginStream, RangeReader
 from paceline.relay.pacing import Pacer
@@ -43,6 +42,8 @@ log = logging.getLogger(__name__)
 
 INBOX = 8192
 LONGEST_WAIT_S = 1.0
+LOOK_S = 0.03  # how long a verified piece may wait for others before the session hears of it,
+DELIVER_BYTES = 512 * 1024  # and how many may wait
 REFRESH_S = 0.1  # how old a reported count may be
 DRAIN_S = 0.5  # at a stop, for the pieces that are on their way
 DRAIN_LOOK_S = 0.02
@@ -179,8 +180,7 @@ class RelayDriver:
             try:
                 work, at = self._inbox.get(timeout=self._tick())
             except queue.Empty:
-                for share in self._deployments:
-                    self._tell(share, Tick(), time.monotonic())
+                pass
             else:
                 try:
                     work(at)
@@ -193,8 +193,12 @@ class RelayDriver:
         """
         next_s = time.monotonic() + LONGEST_WAIT_S
         for share in self._deployments:
+            self._deliver(share, time.monotonic())
+            if share.streams:
+                next_s = min(next_s, time.monotonic() + LOOK_S)
             due_s = share.session.deadline_s() if share.session else None
-            if due_s is not None and due_s <= time.monotonic():
+            old_s = share.refreshed_s + LONGEST_WAIT_S  # a stall is an event too, and makes none
+            if due_s is not None and min(due_s, old_s) <= time.monotonic():
                 self._tell(share, Tick(), time.monotonic())
                 due_s = share.session.deadline_s() if share.session else None
             next_s = min(next_s, next_s if due_s is None else due_s)
@@ -280,29 +284,18 @@ class RelayDriver:
         )
 
     def _reporter(self, share: Share) -> Callable[[SessionEvent], None]:
-        """Return what byte threads report with; verified pieces wait together for the owner, so
-        that small pieces cost it one event a look and not one each.
+        """Return what byte threads report with. Verified pieces wait for each other, so that small
+        ones do not wake the owner one by one: it looks at LOOK_S, or when enough are there.
         """
-        lock = threading.Lock()
-        waiting: dict[tuple[str, int], Extents] = {}
 
         def deliver(now_s: float) -> None:
-            with lock:
-                taken = list(waiting.items())
-                waiting.clear()
-            for (key, stream), extents in taken:
-                for run in extents:
-                    self._tell(share, PieceVerified(key, stream, run), now_s)
+            self._deliver(share, now_s)
 
         def report(event: SessionEvent) -> None:
             if self._stop.is_set():
                 return
             if isinstance(event, PieceVerified):
-                with lock:
-                    first = not waiting
-                    mine = waiting.setdefault((event.source_key, event.stream), Extents())
-                    mine.add(event.extent)
-                if first:
+                if share.arrivals.add(event, DELIVER_BYTES / share.manifest.piece_bytes):
                     self._post(deliver)
                 if share.committer is not None:
                     share.committer.look()
@@ -315,3 +308,7 @@ class RelayDriver:
                 self._post(tell)
 
         return report
+
+    def _deliver(self, share: Share, now_s: float) -> None:
+        for event in share.arrivals.take():
+            self._tell(share, event, now_s)

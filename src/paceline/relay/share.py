@@ -5,12 +5,15 @@ Owned by the driver's owner thread; other threads only read ``beat``, which is r
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.manifest import Manifest
 from paceline.relay.committer import Committer
 from paceline.relay.counters import Counters
+from paceline.relay.events import PieceVerified
+from paceline.relay.extents import Extents
 from paceline.relay.origin import RangeReader
 from paceline.relay.session import RelaySession
 from paceline.relay.staging import Staging
@@ -18,6 +21,38 @@ from paceline.relay.transport import PullStream
 from paceline.wire.calls import DeploymentBeat
 from paceline.wire.plan import WorkerLanes
 from paceline.wire.records import Failure, Receipt, WorkerStatus
+
+
+class Arrivals:
+    """Verified pieces that the session has not heard of: byte threads add, the owner takes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple[str, int], Extents] = {}
+        self._pieces = 0
+        self._called = False
+
+    def add(self, event: PieceVerified, enough: float) -> bool:
+        """Add pieces; return whether to call the owner: once, when ``enough`` of them wait."""
+        with self._lock:
+            key = (event.source_key, event.stream)
+            self._pieces += self._waiting.setdefault(key, Extents()).add(event.extent)
+            call = self._pieces >= enough and not self._called
+            self._called = self._called or call
+            return call
+
+    def take(self) -> list[PieceVerified]:
+        """Return what waits, as runs."""
+        if not self._waiting:
+            return []
+        with self._lock:
+            taken, self._waiting, self._pieces = self._waiting, {}, 0
+            self._called = False
+        return [
+            PieceVerified(key, stream, run)
+            for (key, stream), extents in taken.items()
+            for run in extents
+        ]
 
 
 @dataclass(eq=False)
@@ -32,6 +67,7 @@ class Share:
     staging: Staging | None = None
     committer: Committer | None = None
     counters: Counters = field(default_factory=Counters)
+    arrivals: Arrivals = field(default_factory=Arrivals)
     streams: dict[str, tuple[int, PullStream]] = field(default_factory=dict)
     readers: dict[str, RangeReader] = field(default_factory=dict)
     status: WorkerStatus = WorkerStatus.RECEIVING
