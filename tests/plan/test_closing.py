@@ -227,3 +227,48 @@ def test_where_only_quarantined_workers_are_left_they_feed_each_other() -> None:
     made = plan(fleet)
     check(made, fleet)
     assert made.origin_bytes == S
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    count=st.integers(8, 60),
+    topology=st.sampled_from(RELAYED),
+    slow=st.sets(st.integers(0, 59), max_size=4),
+    data=st.data(),
+)
+def test_with_slow_workers_about_a_death_moves_only_orphans_and_the_slow(
+    count: int, topology: Topology, slow: set[int], data: st.DataObject
+) -> None:
+    fleet = [
+        replace(each, standing=Standing.TAIL if number in slow else Standing.LINE)
+        for number, each in enumerate(racks_of(count, 8))
+    ]
+    order = next_order((), plan(racks_of(count, 8), topology))
+    first = plan(fleet, topology, order=order)
+    dead = data.draw(st.sampled_from([n for n in range(count) if n not in slow]))
+    second = plan(kill(fleet, dead), topology, order=order)
+    check(second, kill(fleet, dead))
+    before, after = lanes(first), lanes(second)
+    tails = {f"node-{number}" for number in slow}
+    changed = {name for name in after if after[name] != before[name]} - tails
+    assert len(changed) <= len(children(first, f"node-{dead}")) + 4 * len(slow)
+
+
+@pytest.mark.parametrize("topology", RELAYED)
+def test_who_completes_in_the_line_keeps_its_place_and_feeds_on(topology: Topology) -> None:
+    fleet = racks_of(40, 10)
+    first = plan(fleet, topology)
+    order = next_order((), first)
+    done = {2, 3, 11, 25, 39}
+    later = [
+        replace(each, complete=number in done, held_pieces=16 if number in done else 12)
+        for number, each in enumerate(fleet)
+    ]
+    second = plan(later, topology, order=order)
+    check(second, later)
+    before, after = lanes(first), lanes(second)
+    for number in set(range(40)) - done:
+        old, new = before[f"node-{number}"], after[f"node-{number}"]
+        assert {key: old[key] for key in old if not old[key].startswith("origin")} == {
+            key: new[key] for key in old if not old[key].startswith("origin")
+        }

@@ -236,7 +236,9 @@ def test_another_seed_makes_another_head() -> None:
 def test_deadlines_follow_the_piece_and_have_a_floor() -> None:
     assert plan([worker(0)]).workers[0].piece_deadline_s == 1.0
     slow = PlanWorker("slow", Labels(), "127.0.0.1:1", 0.5)
-    assert plan([worker(0), slow]).workers[0].piece_deadline_s == pytest.approx(20 * P * 8 / 0.5e6)
+    fast, tail = plan([worker(0), slow]).workers
+    assert fast.piece_deadline_s == 1.0
+    assert tail.piece_deadline_s == pytest.approx(20 * P * 8 / 0.5e6)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.plan.cargo import Cargo
-from paceline.plan.flows import Flow
+from paceline.plan.flows import Flow, share_of
 from paceline.plan.line import Line
 from paceline.plan.trees import ORIGIN
 from paceline.plan.worker import rack_of
@@ -64,27 +64,32 @@ def price(line: Line, flows: Sequence[Flow], cargo: Cargo, network: Network) -> 
     speed = [worker.link_mbit * 1e6 / 8 for worker in workers]
     external = _external(line, network)
     bound = cargo.total / min(external, min(speed[: line.length], default=external))
+    leaves = set(line.leaves)
     taken, sent = [0] * len(workers), [0] * len(workers)
+    to_leaves = [0] * len(workers)  # what of it only the slow wait for
     readers = [0] * len(workers)  # flows out of, and into, each worker
     sources = [0] * len(workers)
     origin = origin_readers = 0
     for flow in flows:
+        counts = flow.size > 0
         taken[flow.reader] += flow.size
-        sources[flow.reader] += flow.size > 0
+        sources[flow.reader] += counts
         if flow.source >= 0:
             sent[flow.source] += flow.size
-            readers[flow.source] += flow.size > 0
+            readers[flow.source] += counts
+            if flow.reader in leaves:
+                to_leaves[flow.source] += flow.size
         else:
             origin += flow.size
-            origin_readers += flow.size > 0
-    leaves = set(line.leaves)
+            origin_readers += counts
     by_line = by_leaf = 0.0
     for place, rate in enumerate(speed):
-        seconds = max(taken[place], sent[place]) / rate
         if place in leaves:
-            by_leaf = max(by_leaf, seconds)
+            share = share_of(line, workers[place]) * line.link_mbit * 1e6 / 8
+            by_leaf = max(by_leaf, taken[place] / share, sent[place] / rate)
         else:
-            by_line = max(by_line, seconds)
+            by_line = max(by_line, taken[place] / rate, (sent[place] - to_leaves[place]) / rate)
+            by_leaf = max(by_leaf, sent[place] / rate)
     crossing, by_uplink = _uplinks(line, flows, network)
     shared = max(by_line, origin / external, by_uplink)
     even = by_line / shared if shared else 1.0  # links wait for what limits everybody
@@ -146,6 +151,7 @@ def _uplinks(line: Line, flows: Iterable[Flow], network: Network) -> tuple[int, 
             load / (links[rack] / network.oversubscription)
             for loads in (into, out)
             for rack, load in loads.items()
+            if rack[1]  # nobody knows the uplink of a rack without a name
         ),
         default=0.0,
     )

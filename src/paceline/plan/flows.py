@@ -15,6 +15,7 @@ from paceline.plan.trees import NOWHERE, ORIGIN, Trees
 from paceline.plan.worker import PlanWorker, Standing, rack_of
 
 MOST_RUNS = 16  # lanes that one stripe of one worker may be split into
+MOST_OTHERS = 3  # holders that step in for one that is asked
 _ROOM = 1e-6
 
 
@@ -32,6 +33,7 @@ class Flow:
     last: int
     size: int
     from_holder: bool = False  # the source held it before: the path begins there
+    others: tuple[int, ...] = ()  # who else held it before
 
 
 def nearness(one: PlanWorker, other: PlanWorker) -> int:
@@ -59,7 +61,7 @@ def feed_leaves(line: Line, trees: Trees) -> None:
     stripes = len(trees.up)
     for leaf in leaves:
         worker = line.workers[leaf]
-        share = _share(line, worker) * trees.slots / stripes
+        share = share_of(line, worker) * trees.slots / stripes
         taken: list[int] = []
         for stripe in range(stripes):
             source = _with_room(line, worker, share, pool, room, taken)
@@ -91,8 +93,8 @@ def _room(line: Line, trees: Trees) -> dict[int, float]:
     return room
 
 
-def _share(line: Line, worker: PlanWorker) -> float:
-    """Return which part of a whole link a leaf can take."""
+def share_of(line: Line, worker: PlanWorker) -> float:
+    """Return which part of a whole link a leaf is counted on to take."""
     by_link = min(1.0, worker.link_mbit / line.link_mbit)
     return min(by_link, SLOW_LINK) if worker.standing is Standing.TAIL else by_link
 
@@ -157,7 +159,8 @@ class Feeding:
                 continue
             if worker.complete:
                 self._complete.append(place)
-                if good:
+                # Who became complete in the line changes nobody else's lanes any more.
+                if good and place >= line.length:
                     self._complete_in.setdefault(rack, []).append(place)
             elif worker.held_chunks:
                 self._partial.append(place)
@@ -282,7 +285,8 @@ class Feeding:
                 ),
             )
             self._burden[holder] = self._burden.get(holder, 0) + size
-            cuts.append(Flow(flow.reader, holder, flow.stripe, first, last, size, True))
+            others = tuple(place for place in able if place != holder)[:MOST_OTHERS]
+            cuts.append(Flow(flow.reader, holder, flow.stripe, first, last, size, True, others))
         return self._around(flow, sorted(cuts, key=lambda cut: cut.first))
 
     def _around(self, flow: Flow, cuts: Sequence[Flow]) -> list[Flow]:

@@ -8,6 +8,7 @@ and neighbours; never somebody who only has what this worker gave him.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from paceline.plan.closing import match, nearest_below
 from paceline.plan.flows import Flow, nearness
@@ -60,12 +61,14 @@ class Spares:
                     taken.add(place)
 
         own = self._up[stripe][reader]
+        add(flow.others)
         if flow.source != ORIGIN:
             if flow.source != own and own >= 0:  # from a holder: the tree's own source steps in
                 add([own])
             add([self._heirs[stripe].get(reader, ORIGIN)])
             add(self._free_of(reader, stripe, self._sources_of(flow.source, stripe)))
-            add(self._ancestors(flow.source, stripe), MOST_ANCESTORS)
+            ancestors = islice(self._ancestors(flow.source, stripe), _FARTHEST)
+            add(self._free_of(reader, stripe, ancestors), MOST_ANCESTORS)
         add(self.holders_for(reader))
         around = self._around(reader)
         if flow.source != ORIGIN:
