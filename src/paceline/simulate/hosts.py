@@ -75,6 +75,7 @@ class Host:
 
 
 ORIGIN_RACK = "\0origin"
+NOTHING = Extent(0, 0)
 
 
 @dataclass(eq=False, slots=True)
@@ -97,6 +98,9 @@ class Flow:
     cut: int | None = None  # the present run ends here: the source lacks what follows
     extent_stop: int = 0
     bad: Extent | None = None  # pieces of the present extent that will not match their digests
+    drawn: Extent = NOTHING  # the extent for which that was decided last
+    drawn_bad: Extent | None = None
+    owed: Extents = field(default_factory=Extents)  # passed by: its source had not repaired them
     leader: Flow | None = None
     followers: dict[Flow, None] = field(default_factory=dict)
     unreported: list[Extent] = field(default_factory=list)

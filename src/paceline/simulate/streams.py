@@ -6,9 +6,9 @@ corrupt one is refused by its reader, a reset is seen at once and silence is not
 nothing here decides anything.
 
 **Coalescing.** Positions are exact, but a session is told of up to ``coalesce`` pieces at once. In
-an extent of n pieces Binomial(n, q) arrive corrupt, as one run at its beginning; readers behind
-take placeholders for them, which count only when the pieces have been repaired upstream by the time
-of their own report. With ``coalesce`` 1 nothing is rounded: every piece is on its own.
+an extent of n pieces Binomial(n, q) arrive corrupt, as one run. Readers behind are sent as many
+bytes in their place and are owed the pieces: these arrive the moment they are verified upstream.
+With ``coalesce`` 1 nothing is rounded: each piece is on its own, what is missing is sent later.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from paceline.simulate.scenario import Timing
 from paceline.wire.plan import Source
 
 WATCH_S = 0.25  # a stream that has not moved for so long says that it waits, like the real one
-LEAST_EXTENTS = 64  # extents shrink towards a host's end, to this part of the longest
+LEAST_EXTENTS = 8  # extents shrink towards a host's end, to this part of the longest
 EARLY = 0.75  # corrupt runs begin in this part of their extent
 MUCH_CORRUPT = 0.05  # beyond it, rejections are not gathered
 
@@ -90,6 +90,7 @@ class Streams:
         self._order = 0
         self._inbox: deque[tuple[Host, RelaySession, SessionEvent]] = deque()
         self._to_start: deque[Flow] = deque()
+        self._to_report: deque[Flow] = deque()
         self._by_slot: dict[int, Flow] = {}
         self._vouched = np.zeros(64, np.bool_)  # sessions know that these flows move
 
@@ -134,7 +135,9 @@ class Streams:
 
     def _settle(self) -> None:
         """Tell sessions what happened and do what they ask, until nobody has anything to say."""
-        while self._inbox or self._to_start:
+        while self._inbox or self._to_start or self._to_report:
+            while self._to_report:
+                self._report(self._to_report.popleft())
             while self._to_start:
                 self._select(self._to_start.popleft())
             if self._inbox:
@@ -473,17 +476,30 @@ class Streams:
     def _next_extent(self, flow: Flow) -> None:
         """Fix where the session is told next, and what of it will be corrupt."""
         share = max(self._corrupt, flow.source.corrupts)
-        longest = self._extent_pieces(flow, share)
-        stop = min((flow.base // longest + 1) * longest, flow.stop)
-        flow.extent_stop, flow.bad = stop, None
-        if share > 0:
-            size = stop - flow.base
-            if bad := int(self._random.binomial(size, share)):
-                # Not too near the end: it is repaired when others report the extent.
-                first = flow.base + int(self._random.random() * EARLY * (size - bad + 1))
-                flow.bad = Extent(first, first + bad)
-        edge = flow.bad.stop if flow.bad is not None else stop
+        drawn = flow.drawn
+        if drawn.first <= flow.base < drawn.stop:  # a repair came between
+            flow.extent_stop = min(drawn.stop, flow.stop)
+            flow.bad = flow.drawn_bad
+            if flow.bad is not None and flow.bad.stop <= flow.base:
+                flow.bad = None
+        else:
+            longest = self._extent_pieces(flow, share)
+            stop = min((flow.base // longest + 1) * longest, flow.stop)
+            flow.extent_stop = stop
+            flow.bad = self._draw(flow.base, stop, share) if share > 0 else None
+            if flow.base >= drawn.stop:
+                flow.drawn, flow.drawn_bad = Extent(flow.base, stop), flow.bad
+        edge = flow.extent_stop if flow.bad is None else min(flow.bad.stop, flow.extent_stop)
         self.network.edge[flow.slot] = self._offset(edge)
+
+    def _draw(self, first: int, stop: int, share: float) -> Extent | None:
+        """Return which pieces of an extent will be corrupt."""
+        bad = int(self._random.binomial(stop - first, share))
+        if not bad:
+            return None
+        # Not too near the end: it is repaired when others report the extent.
+        first += int(self._random.random() * EARLY * (stop - first - bad + 1))
+        return Extent(first, first + bad)
 
     def _extent_pieces(self, flow: Flow, corrupt: float) -> int:
         if self._coalesce == 1:
@@ -541,8 +557,10 @@ class Streams:
                 self._keep(flow, bad.first)
             else:
                 self._refuse(flow, Extent(flow.base, min(bad.stop, upto)))
-                if flow.base >= bad.stop:
-                    flow.bad = None
+                left = Extent(flow.base, bad.stop) if flow.base < bad.stop else None
+                if flow.drawn_bad == bad:
+                    flow.drawn_bad = left
+                flow.bad = left
 
     def _keep(self, flow: Flow, upto: int) -> None:
         run = Extent(flow.base, upto)
@@ -553,11 +571,10 @@ class Streams:
         self._count(flow, size)
         source = flow.source
         got = [run] if source.is_origin else list(source.have.common(run))
-        for each in got:
-            flow.wanted.remove(each)
-            flow.unreported.append(each)
-            if reader.have.add(each):
-                self._gained(reader, each)
+        if sum(each.size for each in got) < run.size:
+            for each in source.have.gaps(run):
+                flow.owed.add(each)
+        self._take(flow, got)
         reader.edge(flow.key, reader.name).pieces += sum(each.size for each in got)
 
     def _refuse(self, flow: Flow, rotten: Extent) -> None:
@@ -579,6 +596,25 @@ class Streams:
             self.cross_rack_bytes += size
         if flow.source is self.origin:
             flow.reader.origin_bytes += size
+
+    def _take(self, flow: Flow, runs: Iterable[Extent]) -> None:
+        """These pieces are at the reader now, and verified; whoever waits there for them learns."""
+        todo = [(flow, run) for run in runs]
+        while todo:
+            flow, run = todo.pop()
+            flow.wanted.remove(run)
+            flow.unreported.append(run)
+            if not flow.reader.have.add(run):
+                continue
+            for other in flow.reader.readers:
+                if other.owed:  # it was sent something in their place
+                    owed = list(other.owed.common(run))
+                    for each in owed:
+                        other.owed.remove(each)
+                        todo.append((other, each))
+                    if owed and not other.moving:
+                        self._to_report.append(other)
+            self._gained(flow.reader, run)
 
     def _gained(self, host: Host, run: Extent) -> None:
         """Wake up who waited for these pieces; where they were passed by they are sent first."""
