@@ -16,6 +16,7 @@ from paceline.errors import OriginBudgetExceeded
 from paceline.manifest import Manifest
 from paceline.plan import PlanWorker, Standing, make_plan
 from paceline.plan.cost import origin_cap_bytes
+from paceline.relay.extents import Extents
 from paceline.relay.limits import MIB, PieceMap, SessionLimits
 from paceline.relay.memory import Faults, MemoryFleet
 from paceline.wire.plan import Labels, Topology, WorkerLanes
@@ -27,7 +28,9 @@ PIECE_BYTES = 4 * MIB  # so that the fuse's 64 MiB are a quarter of the model, n
 LINK_BYTES_S = 64 * MIB  # the whole model in 4 s
 TOPOLOGIES = (Topology.CHAIN, Topology.TREE, Topology.TREE_OF_CHAINS, Topology.MESH)
 CALM_S = 10.0  # every fault has healed
-BOUND_S = 40.0  # and by then everybody who lives is complete
+ALONE_S = 24.0  # until then the data plane had to help itself, where the coordinator was away
+BOUND_S = 45.0  # and by then everybody who lives is complete
+STUCK_S = 8.0  # without a piece, beside a source that has some
 HERD = 16  # pieces read from the origin although others had them: two windows of an heir
 LOST_AFTER_S = 3.0  # without a beat
 
@@ -57,6 +60,7 @@ class World:
     sent: list[WorkerLanes] = field(default_factory=list)
     story: list[str] = field(default_factory=list)
     granted_bytes: int = 0  # by an operator, beyond the fuse
+    away_s: float = BOUND_S  # from when on the coordinator is away, until ``ALONE_S``
 
     def tell(self, what: str) -> None:
         self.story.append(f"{self.fleet.now_s:6.2f} s  {what}")
@@ -85,11 +89,15 @@ class World:
             self.fleet.thaw(name)
             self.fleet.at(self.fleet.now_s + 0.3, self.notice, name)
 
+    def reset(self, name: str) -> None:
+        self.tell(f"connections of {name} break")
+        self.fleet.reset(name)
+
     def restart(self, name: str) -> None:
         if not self.fleet.nodes[name].alive:
             self.tell(f"{name} returns with {self.fleet.nodes[name].durable.count} pieces")
             self.fleet.restart(name)
-            self.standing[name] = Standing.TAIL
+            self.standing[name] = self.random.choice([Standing.LINE, Standing.TAIL])
             self.fleet.at(self.fleet.now_s + 0.3, self.plan, f"{name} returned")
 
     def rot(self, name: str) -> None:
@@ -118,6 +126,8 @@ class World:
     def plan(self, why: str) -> None:
         """Plan again, and send everybody their lanes: late, sometimes twice, out of order."""
         fleet, random = self.fleet, self.random
+        if self.away_s <= fleet.now_s < ALONE_S:
+            return
         workers = [self.worker(name) for name in fleet.nodes]
         if all(worker.standing is Standing.GONE for worker in workers):
             return
@@ -174,6 +184,38 @@ class World:
                 )
         if self.fleet.unfinished():
             self.plan("all is calm")
+
+    def look(self) -> None:
+        """Raise AssertionError where somebody is stuck beside a source that has what it misses.
+
+        Nobody planned for a while and nothing failed: sessions had to find each other by their
+        spares alone.
+        """
+        if self.away_s > CALM_S:
+            return
+        long_ago_s = self.fleet.now_s - STUCK_S
+        for name in self.fleet.unfinished():
+            node = self.fleet.nodes[name]
+            if node.received_s > long_ago_s:
+                continue
+            lanes = node.lanes.lanes if node.lanes is not None else ()
+            for lane in lanes:
+                extent = piece_map().chunk_range(lane.first_chunk, lane.last_chunk)
+                missing = set(Extents(node.verified.gaps(extent)).pieces())
+                for source in (lane.source, *lane.spares):
+                    if source.worker_id is None or source.worker_id in self.fleet.liars:
+                        continue
+                    held = self.fleet.nodes[source.worker_id]
+                    if (
+                        held.alive
+                        and held.received_s < long_ago_s
+                        and any(
+                            piece in held.verified and piece not in held.distrusted
+                            for piece in missing
+                        )
+                    ):
+                        raise AssertionError(f"{name} is stuck beside {source.key} (I7)")
+        self.plan("the coordinator is back")
 
     def operate(self) -> None:
         """Raise the fuse, as an operator would, where somebody says that it holds things up."""
@@ -249,6 +291,7 @@ def make_world(
     if calamities != 0:
         befall(world, names, calamities or random.randint(1, 5))
     fleet.at(CALM_S, world.calm)
+    fleet.at(ALONE_S, world.look)
     for at_s in range(3, int(BOUND_S - CALM_S), 3):
         fleet.at(CALM_S + at_s, world.operate)
     return world
@@ -257,11 +300,14 @@ def make_world(
 def befall(world: World, names: list[str], calamities: int) -> None:
     """Schedule what befalls the workers of ``world``, and plans for no reason."""
     fleet, random = world.fleet, world.random
+    world.away_s = random.choice([BOUND_S, BOUND_S, random.uniform(0.6, 4)])
     for victim in random.sample(names, calamities):
         at_s = random.uniform(0.0, 6.0)
-        kind = random.choice(["kill", "kill", "freeze", "return", "rot", "slow"])
+        kind = random.choice(["kill", "kill", "freeze", "return", "reset", "rot", "slow"])
         if kind == "freeze":
             fleet.at(at_s, world.freeze, victim, random.uniform(0.3, 5))
+        elif kind == "reset":
+            fleet.at(at_s, world.reset, victim)
         elif kind == "rot":
             fleet.at(at_s, world.rot, victim)
         elif kind == "slow":

@@ -31,6 +31,7 @@ class SessionLimits:
     standstill_factor: float = 8.0  # of the piece deadline, for sources that live but only wait
     standstill_min_s: float = 4.0
     spare_standstill_s: float = 0.3  # of a spare, while another one is left to try
+    spares_first: int = 4  # workers that had nothing or failed, before the origin is asked
     hedge_pieces: int = 16  # asked of two sources at once, at the end,
     hedge_share: float = 0.01  # and at most this share of all pieces in one plan,
     least_hedges: int = 4  # or so many of a small model

@@ -46,7 +46,8 @@ LATENCY_S = 0.001
 COMMIT_S = 0.5
 KEEPALIVE_S = 0.25
 DELIVERING_S = 0.25  # a source that sent a good piece so recently is not given up
-EVENTS_A_SECOND = 2000  # of one node; more is a busy loop
+EVENTS_A_SECOND = 150  # of one node, on the average,
+EVENTS_AT_LEAST = 2000  # beyond so many; more is a busy loop
 ORIGIN = "origin"
 
 
@@ -101,6 +102,7 @@ class Node:
     in_free_s: float = 0.0
     out_free_s: float = 0.0
     received_pieces: int = 0
+    received_s: float = 0.0  # when the last one came
     origin_bytes: int = 0  # asked of the origin under the present lanes
     origin_budget_bytes: int = 0
     corrupt_seen: dict[str, int] = field(default_factory=dict)
@@ -108,6 +110,7 @@ class Node:
     next_tick_s: float = math.inf
     events: int = 0
     epoch: int = 0
+    lanes: WorkerLanes | None = None
 
     @property
     def verified(self) -> Extents:
@@ -178,6 +181,17 @@ class MemoryFleet:
             late_s = self._faults.late_failure_s * self._random.random()
             self._fail(stream, PeerLost("reset", where=name), late_s)
 
+    def reset(self, name: str) -> None:
+        """Break every connection of a node that lives on; its peers may hear of it twice."""
+        node = self.nodes[name]
+        if node.alive and not node.frozen:
+            for stream in [*node.readers, *node.streams.values()]:
+                if stream.open:
+                    self._close(stream)
+                    self._fail(stream, PeerLost("reset", where=stream.key))
+                    late_s = self._faults.late_failure_s * self._random.random()
+                    self._fail(stream, PeerLost("reset", where=stream.key), late_s)
+
     def freeze(self, name: str) -> None:
         """Stop a node without a word: its peers only notice the silence."""
         self.nodes[name].frozen = True
@@ -196,7 +210,7 @@ class MemoryFleet:
     def restart(self, name: str) -> None:
         """Start a killed node again, with what its disk has; it needs lanes anew."""
         node = self.nodes[name]
-        node.alive, node.frozen, node.error, node.epoch = True, False, None, 0
+        node.alive, node.frozen, node.error, node.epoch, node.lanes = True, False, None, 0, None
         self._fresh(node)
 
     def rot(self, name: str, piece: int) -> None:
@@ -254,11 +268,16 @@ class MemoryFleet:
             node.backlog.append(event)
             return
         node.events += 1
-        if node.events > EVENTS_A_SECOND * (self.now_s + 1):
+        if node.events > EVENTS_AT_LEAST + EVENTS_A_SECOND * self.now_s:
             raise AssertionError(f"{node.name} is busy with nothing at {self.now_s}: {event}")
         if isinstance(event, LanesAssigned) and event.lanes.epoch > node.epoch:
-            node.epoch, node.error = event.lanes.epoch, None
+            node.epoch, node.error, node.lanes = event.lanes.epoch, None, event.lanes
             node.origin_bytes, node.origin_budget_bytes = 0, event.lanes.origin_budget_bytes
+        other = None  # the stream in use, where this is news of an earlier one
+        if isinstance(event, SourceFailed | PieceRejected):
+            other = node.streams.get(event.source_key)
+            if other is not None and other.number == event.stream:
+                other = None
         actions = session.handle(event, self.now_s)
         if session.epoch < node.epoch:
             raise AssertionError(f"{node.name} went back to epoch {session.epoch}")
@@ -283,6 +302,8 @@ class MemoryFleet:
                         raise AssertionError(f"{node.name} blames {key}, which sent good bytes")
                 case ReportSourceLost(key, reason):
                     self._check_lost(node, key, reason)
+        if other is not None and node.streams.get(other.key) is not other:
+            raise AssertionError(f"{node.name} gave a stream up at news of an earlier one")
         if isinstance(event, PieceVerified):
             if node.distrusted:
                 node.distrusted.remove(event.extent)
@@ -414,6 +435,7 @@ class MemoryFleet:
         faults, random, session = self._faults, self._random, stream.session
         extent = Extent(piece, piece + 1)
         reader.received_pieces += 1
+        reader.received_s = self.now_s
         if source is self.origin:
             self._count_origin(reader, piece)
         event: SessionEvent

@@ -12,7 +12,7 @@ from paceline.relay.limits import SessionLimits
 from paceline.wire.plan import Source
 
 PIECE_TIMES = 20  # a piece deadline is this many piece times of the plan
-SPARE_TIMES = 6  # in which a spare that has our pieces sends one, others being served too
+SPARE_TIMES = 2  # in which a spare that has our pieces moves bytes, others being served too
 
 
 class Patience:

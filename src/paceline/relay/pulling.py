@@ -426,13 +426,16 @@ class Puller:
         return None
 
     def _failures(self, source: Source, work: Work) -> int:
-        """Return how often a source was given up of late: the untried come first. The origin that
-        a lane names is asked before its spares all the same: they get the pieces from us.
+        """Return how often a source was given up of late: the untried come first.
+
+        The origin that a lane names is asked before its spares all the same: they get the pieces
+        from us. As a spare it is asked when a few others had nothing: then we are ahead of them.
         """
-        if source.kind == "origin" and work.is_first_choice(source.key):
-            return 0
-        rests = (self._health.get(source.key), work.behind.get(source.key))
-        return sum(rest.failures for rest in rests if rest is not None)
+        if source.kind != "origin":
+            rests = (self._health.get(source.key), work.behind.get(source.key))
+            return sum(rest.failures for rest in rests if rest is not None)
+        vain = sum(self._failures(each, work) > 0 for each in work.candidates if each != source)
+        return -1 if work.is_first_choice(source.key) or vain >= self._limits.spares_first else 0
 
     def _ask_repair(self, repair: Repair, now_s: float, actions: list[SessionAction]) -> None:
         work, part = next(self._works.parts(next(iter(repair.pieces))))
