@@ -31,6 +31,7 @@ class FakeCoordinator:
     def __init__(self, manifest: Manifest, source_url: str, targets: list[str], link_mbit: float):
         self.manifest, self.source_url, self.targets = manifest, source_url, targets
         self.link_mbit = link_mbit
+        self.interval_s = 0.1  # between beats
         self.registered: dict[str, RegisterWorker] = {}
         self.beats: dict[str, DeploymentBeat] = {}
         self.plan: Plan | None = None
@@ -60,7 +61,7 @@ class FakeCoordinator:
                     return
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with coordinator.lock:
-                    if self.path == "/workers/register":
+                    if urlsplit(self.path).path == "/workers/register":
                         answer = coordinator.register(RegisterWorker.model_validate(body))
                     else:
                         answer = coordinator.beat(Heartbeat.model_validate(body))
@@ -105,7 +106,7 @@ class FakeCoordinator:
         name = beat.worker_id
         if name in self.lost:
             self.lost.discard(name)
-            answer = HeartbeatAnswer(go_on=False, epoch=1, next_beat_s=0.1)
+            answer = HeartbeatAnswer(go_on=False, epoch=1, next_beat_s=self.interval_s)
             return answer.model_dump_json(by_alias=True).encode()
         mine = {each.deployment_id: each for each in beat.deployments}
         commands = list(self.commands)
@@ -115,5 +116,5 @@ class FakeCoordinator:
             commands.append(
                 Command(kind="fetch_lanes", deployment_id=DEPLOYMENT, epoch=self.plan.epoch)
             )
-        answer = HeartbeatAnswer(epoch=1, next_beat_s=0.1, commands=tuple(commands))
+        answer = HeartbeatAnswer(epoch=1, next_beat_s=self.interval_s, commands=tuple(commands))
         return answer.model_dump_json(by_alias=True).encode()
