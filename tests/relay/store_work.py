@@ -35,6 +35,8 @@ def work(root: Path, models: Path) -> None:
     store = Store(root)
     try:
         for version in VERSIONS:
+            if (store.active("m") or "") > version:
+                continue  # a later one is there: this one was collected
             source = models / version
             manifest = manifest_in(source)
             staging = store.open(manifest)

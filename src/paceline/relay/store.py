@@ -284,6 +284,8 @@ class Store:
         """Remove a directory so that nobody ever sees half of it."""
         trash = self._staging / f".trash-{os.getpid()}-{os.urandom(6).hex()}"
         path.rename(trash)
+        sync_directory(path.parent)  # or a power loss may bring back the name and not the files
+        sync_directory(self._staging)
         shutil.rmtree(trash, ignore_errors=True)
 
 
