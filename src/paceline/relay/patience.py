@@ -50,8 +50,9 @@ class Patience:
         """Return when the source of ``work`` counts as having nothing for it.
 
         Long for the source that the plan names: in a plan that is just starting the whole line
-        waits for its head. Short for a spare while others are left to try: one that has our
-        pieces sends at once, and one that is behind us would hold us up for as long as it is.
+        waits for its head. Short for a spare (or a planned one that was given up before) while
+        others are left to try: one that has our pieces sends at once, and one that is behind us
+        would hold us up for as long as it is.
         """
         limits = self._limits
         wait_s = max(limits.standstill_min_s, limits.standstill_factor * self.piece_deadline_s)

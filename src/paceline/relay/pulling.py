@@ -419,9 +419,9 @@ class Puller:
         if able:
             best = min(able, key=lambda each: self._failures(each, work))
             work.active, work.progress_s = best.key, now_s
-            work.hurry_s = 0.0
-            if len(able) > 1 and not work.is_first_choice(best.key):
-                work.hurry_s = self._patience.hurry_s(work)
+            fresh = work.is_first_choice(best.key) and self._failures(best, work) == 0
+            hurry = len(able) > 1 and best.kind == "worker" and not fresh
+            work.hurry_s = self._patience.hurry_s(work) if hurry else 0.0
             return self._open(best, now_s)
         return None
 
