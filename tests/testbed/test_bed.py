@@ -46,11 +46,15 @@ class Stream:
     def result(self) -> dict[str, float]:
         assert self.receiver.stdout is not None
         said: dict[str, float] = json.loads(self.receiver.stdout.readline())
+        self.stop()
+        return said
+
+    def stop(self) -> None:
         for process in (self.receiver, self.sender):
             process.kill()
             process.wait()
+        assert self.receiver.stdout is not None
         self.receiver.stdout.close()
-        return said
 
 
 def share(bed: Testbed, result: dict[str, float]) -> float:
@@ -68,10 +72,20 @@ def test_a_stream_gets_the_goodput_of_its_link() -> None:
 
 def test_streams_of_one_host_share_its_link_fairly() -> None:
     with start(hosts=4, rate_mbit=40) as bed:
-        streams = [Stream(bed, 0, host, 2_000_000) for host in (1, 2, 3)]
-        shares = [share(bed, each.result()) for each in streams]
-        assert min(shares) > 0.22
-        assert sum(shares) < 1.6  # who starts first has the link alone for a moment
+        streams = [Stream(bed, 0, host, 8_000_000) for host in (1, 2, 3)]
+
+        def received() -> list[int]:
+            counters = bed.counters()
+            return [counters[f"node-{host}_in"] for host in (1, 2, 3)]
+
+        until(lambda: min(received()) > 200_000, "all three stream")
+        before = received()
+        until(lambda: sum(received()) - sum(before) > 4_000_000, "bytes to compare")
+        moved = [now - then for now, then in zip(received(), before, strict=True)]
+        assert min(moved) > 0.5 * max(moved)  # one queue for all would give 97 to 5
+        assert all(each.sender.poll() is None for each in streams)  # nobody had finished yet
+        for each in streams:
+            each.stop()
 
 
 def test_a_rack_has_its_uplink_and_the_origin_its_link() -> None:
