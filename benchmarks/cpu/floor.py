@@ -1,0 +1,120 @@
+"""The least a Python relay could do for each byte: recv_into → SHA-256 → pwrite → sendfile.
+
+One process a node, a chain, 1 MiB pieces, no protocol, no marks, no verdicts. ``--tls`` is the same
+with Python's ssl: recv_into → SHA-256 → pwrite, pread → sendall.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import ssl
+import sys
+import threading
+from pathlib import Path
+
+from benchmarks.cpu.stage import BLOCK, Nodes, Order, delivery, hear, say
+from paceline.relay.identity import issue_identity, make_authority
+from paceline.relay.tls import TlsSettings
+
+PIECE = 1024 * 1024
+
+
+def conduct(order: Order, tls: bool) -> None:
+    """Run a source and a chain of receivers."""
+    pki = order.scratch / "pki"
+    issue_identity(make_authority(pki), "node", pki)
+    names = ["source", *(f"node-{number}" for number in range(order.receivers))]
+    with Nodes() as nodes:
+        addresses = []
+        for name in names:
+            number = nodes.start("benchmarks.cpu.floor", name, pki if tls else "")
+            nodes.tell(number, order.text())
+            addresses.append(nodes.hear(number)["address"])
+        copies = [order.copy(name) for name in names[1:]]
+        with delivery(copies, order.sha256):
+            for number in range(1, len(names)):
+                nodes.tell(number, addresses[number - 1])  # whom to ask
+            for number in range(1, len(names)):
+                nodes.hear(number)
+
+
+def node(name: str, pki: str) -> None:
+    """Be one node: serve one caller, from what is fetched meanwhile unless this is the source."""
+    order = Order.parse(hear())
+    listener = socket.create_server(("127.0.0.1", 0))
+    ready = threading.Semaphore(0)
+    source = name == "source"
+    path = order.source if source else order.copy(name)
+    descriptor = os.open(path, os.O_RDONLY if source else os.O_RDWR | os.O_CREAT)
+    if source:
+        ready.release(order.size // PIECE + 1)
+    else:
+        os.posix_fallocate(descriptor, 0, order.size)
+    settings = None
+    if pki:
+        at = Path(pki)
+        settings = TlsSettings(ca=at / "ca.pem", cert=at / "node.pem", key=at / "node-key.pem")
+    args = (listener, descriptor, order.size, ready, settings)
+    threading.Thread(target=_serve, args=args, daemon=True).start()
+    say(address=str(listener.getsockname()[1]))
+    port = int(hear())
+    sock = socket.create_connection(("127.0.0.1", port))
+    if settings:
+        sock = settings.context(server=False).wrap_socket(sock)
+    block = memoryview(bytearray(BLOCK))
+    digests = []
+    for start in range(0, order.size, PIECE):
+        digest, at, stop = hashlib.sha256(), start, min(order.size, start + PIECE)
+        while at < stop:
+            view = block[: min(BLOCK, stop - at)]
+            _fill(sock, view)
+            digest.update(view)
+            os.pwrite(descriptor, view, at)
+            at += len(view)
+        digests.append(digest.digest())
+        ready.release()
+    os.fdatasync(descriptor)
+    say(finished=True)
+    hear()
+
+
+def _fill(sock: socket.socket, view: memoryview) -> None:
+    if not isinstance(sock, ssl.SSLSocket):
+        if sock.recv_into(view, 0, socket.MSG_WAITALL) != len(view):
+            raise RuntimeError("the source hung up")
+        return
+    done = 0
+    while done < len(view):
+        got = sock.recv_into(view[done:])
+        if not got:
+            raise RuntimeError("the source hung up")
+        done += got
+
+
+def _serve(
+    listener: socket.socket,
+    descriptor: int,
+    size: int,
+    ready: threading.Semaphore,
+    settings: TlsSettings | None,
+) -> None:
+    sock, _ = listener.accept()
+    if settings:
+        sock = settings.context(server=True).wrap_socket(sock, server_side=True)
+    block = memoryview(bytearray(BLOCK // 2))
+    for start in range(0, size, PIECE):
+        ready.acquire()
+        at, stop = start, min(size, start + PIECE)
+        while at < stop:
+            if settings is None:
+                at += os.sendfile(sock.fileno(), descriptor, at, stop - at)
+            else:
+                got = os.preadv(descriptor, [block[: min(len(block), stop - at)]], at)
+                sock.sendall(block[:got])
+                at += got
+
+
+if __name__ == "__main__":
+    node(*sys.argv[1:])

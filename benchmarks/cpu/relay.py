@@ -1,0 +1,104 @@
+"""Paceline itself: a source that has the model, and a chain of receivers, one process a node."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from benchmarks.cpu.stage import TIMEOUT_S, Nodes, Order, delivery, hear, say
+from paceline.manifest import build_manifest, parse_manifest, write_manifest
+from paceline.relay.driver import RelayDriver
+from paceline.relay.identity import issue_identity, make_authority
+from paceline.relay.local import open_directory
+from paceline.relay.store import Store
+from paceline.relay.tls import TlsSettings
+from paceline.relay.transport import Transport
+from paceline.wire.plan import Lane, Source, WorkerLanes
+from paceline.wire.records import WorkerStatus
+
+ID, VERSION = "bench", "v1"
+
+
+def conduct(order: Order, transport: str, mtls: bool) -> None:
+    """Run the source and the receivers."""
+    names = ["source", *(f"node-{number}" for number in range(order.receivers))]
+    final = Path("store/models") / ID / VERSION
+    seeded = order.scratch / "source" / final
+    shutil.copytree(order.source.parent, seeded)
+    manifest = build_manifest(
+        seeded, model_id=ID, version=VERSION, link_mbit=10_000, piece_bytes=order.piece_bytes
+    )
+    write_manifest(seeded, manifest)
+    if mtls:
+        authority = make_authority(order.scratch / "pki")
+        for name in names:
+            issue_identity(authority, name, order.scratch / "pki")
+    with Nodes() as nodes:
+        addresses = []
+        for name in names:
+            number = nodes.start("benchmarks.cpu.relay", name, transport, int(mtls))
+            nodes.tell(number, order.text())
+            addresses.append(nodes.hear(number)["address"])
+        lanes = []
+        for number, name in enumerate(names[1:]):
+            upstream = Source(kind="worker", worker_id=names[number], address=addresses[number])
+            whole = Lane(source=upstream, first_chunk=0, last_chunk=len(manifest.chunks) - 1)
+            lanes.append(
+                WorkerLanes(
+                    deployment_id="bench",
+                    epoch=1,
+                    manifest_digest=manifest.digest,
+                    worker_id=name,
+                    lanes=(whole,),
+                    origin_budget_bytes=0,
+                    piece_deadline_s=5.0,
+                ).model_dump_json()
+            )
+        copies = [order.scratch / name / final / order.source.name for name in names[1:]]
+        with delivery(copies, order.sha256):
+            for number, mine in enumerate(lanes):
+                nodes.tell(number + 1, mine)
+            for number in range(1, len(names)):
+                nodes.hear(number)
+
+
+def node(name: str, kind: str, mtls: str) -> None:
+    """Be one node."""
+    order = Order.parse(hear())
+    pki = order.scratch / "pki"
+    tls = None
+    if int(mtls):
+        tls = TlsSettings(ca=pki / "ca.pem", cert=pki / f"{name}.pem", key=pki / f"{name}-key.pem")
+    driver = RelayDriver(
+        worker_id=name,
+        store=Store(order.scratch / name / "store"),
+        transport=_transport(kind, tls),
+        open_source=open_directory,
+    )
+    driver.start()
+    say(address=driver.server.address)
+    lanes = WorkerLanes.model_validate_json(hear())
+    seeded = order.scratch / "source/store/models" / ID / VERSION
+    driver.deploy(lanes, parse_manifest((seeded / "manifest.json").read_bytes()))
+    final = (WorkerStatus.COMPLETE, WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
+    driver.wait(lambda beats: any(beat.status in final for beat in beats), TIMEOUT_S)
+    (beat,) = driver.beats()
+    if beat.status is not WorkerStatus.COMPLETE:
+        raise RuntimeError(f"{name}: {beat.failure}")
+    say(finished=True)
+    hear()
+
+
+def _transport(kind: str, tls: TlsSettings | None) -> Transport:
+    if kind == "grpc":
+        from paceline.relay.grpc_transport import GrpcTransport
+
+        return GrpcTransport("bench", tls)
+    from paceline.relay.tcp import TcpTransport
+
+    return TcpTransport("bench", tls)
+
+
+if __name__ == "__main__":
+    node(*sys.argv[1:])
