@@ -29,7 +29,7 @@ SWEEP = (
     {"piece_kib": 1024},
     {"max_peers": 4},
     {"options": ["--bt-prioritize-piece=head=1M,tail=1M"]},
-    {"options": ["--bt-request-peer-speed-limit=1G"]},
+    {"options": ["--bt-request-peer-speed-limit=5M"]},
 )
 TUNED_S3 = {"connections": 4, "split_kib": 1024}
 SWEEP_S3 = ({}, {"connections": 1}, {"connections": 2}, {"connections": 16})
