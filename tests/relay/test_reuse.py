@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from benchmarks.reuse import main
 from paceline.errors import StorageFull
 from paceline.manifest import Manifest, verify_directory
 from paceline.relay import reuse
@@ -282,3 +284,13 @@ def test_room_counts_what_is_there(tmp_path: Path, model: Path) -> None:
     assert room_lacking(store.root, manifest) == 0
     (model / "config.json").write_text("x" * 100)
     assert room_lacking(store.root, manifest_of(model, version="v2")) == 100
+
+
+def test_a_version_that_changes_two_percent_moves_three_at_most(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--bytes", "16e6", "--workers", "3", "--changed", "0.02"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["first_moved_share"] == 1.0
+    assert result["second_moved_share"] <= 0.03
+    assert result["second_origin_share"] <= 0.03

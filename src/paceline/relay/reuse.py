@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 FICLONE = 0x40049409  # linux/fs.h: share all blocks of another file
 _COPY = 4 * 1024 * 1024
+RUN = 16 * 1024 * 1024  # copied at once
 THREADS = 8  # copying and hashing release the GIL
 
 
@@ -91,28 +92,51 @@ def settle_files(staging: Staging, held: Holdings) -> None:
 
 
 def copy_pieces(staging: Staging, held: Holdings) -> None:
-    """Copy every missing piece that is ``held``."""
+    """Copy every missing piece that is ``held``, neighbours together."""
 
     def copy(index: int) -> None:
-        manifest = staging.manifest
-        buffer = bytearray(min(_COPY, manifest.piece_bytes))
-        for number in manifest.file_pieces(index):
-            piece = manifest.piece_of(number)
-            found = held.pieces.get(piece.sha256)
-            if found is None or number in staging.verified or not staging.claim(number):
-                continue
+        buffer = bytearray(min(_COPY, staging.manifest.piece_bytes))
+        for source, offset, run in _claimed_runs(staging, index, held):
+            descriptor = staging.descriptor(index)
             try:
-                copied = _copy(*found, staging.descriptor(index), piece, buffer)
+                _copied(source, offset, descriptor, run, buffer)
+                good = [_matches(descriptor, piece, buffer) for piece in run]
             except BaseException:
-                staging.release(number)
+                for piece in run:
+                    staging.release(piece.index)
                 raise
-            if copied:
-                staging.hold(piece)
-                staging.reused(piece.length)
-            else:
-                staging.release(number)
+            for piece, matches in zip(run, good, strict=True):
+                if matches:
+                    staging.hold(piece)
+                    staging.reused(piece.length)
+                else:
+                    staging.release(piece.index)
 
     _for_each_file(staging, copy)
+
+
+def _claimed_runs(
+    staging: Staging, index: int, held: Holdings
+) -> Iterator[tuple[Path, int, list[Piece]]]:
+    """Claim and yield missing pieces of a file that lie side by side in one file that is held."""
+    manifest = staging.manifest
+    run: list[Piece] = []
+    source, start, end = Path(), 0, 0
+    for number in manifest.file_pieces(index):
+        piece = manifest.piece_of(number)
+        found = None if number in staging.verified else held.pieces.get(piece.sha256)
+        if run and (found != (source, end) or end - start >= RUN or run[-1].index + 1 != number):
+            yield source, start, run
+            run = []
+        if found is None or not staging.claim(number):
+            continue
+        if not run:
+            source, start = found
+            end = start
+        run.append(piece)
+        end += piece.length
+    if run:
+        yield source, start, run
 
 
 def _for_each_file(staging: Staging, work: Callable[[int], None]) -> None:
@@ -167,42 +191,37 @@ def _link(source: Path, target: Path) -> None:
         return
 
 
-def _copy(source: Path, offset: int, target: int, piece: Piece, buffer: bytearray) -> bool:
-    """Copy one piece between files (sharing blocks where the filesystem can) and return whether
-    what arrived has its digest.
+def _copied(source: Path, offset: int, target: int, run: list[Piece], buffer: bytearray) -> None:
+    """Copy the bytes of ``run`` between files, sharing blocks where the filesystem can; what could
+    not be read is missing there, and will not match.
     """
     try:
-        descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        origin = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return False
+        return  # collected meanwhile: fetched like any other
     try:
-        if not _copied(descriptor, offset, target, piece, buffer):
-            return False
+        at, length = run[0].file_offset, sum(piece.length for piece in run)
+        done, by_kernel = 0, hasattr(os, "copy_file_range")
+        while done < length:
+            if by_kernel:
+                try:
+                    got = os.copy_file_range(
+                        origin, target, length - done, offset + done, at + done
+                    )
+                except OSError:  # other filesystems, older kernels
+                    by_kernel = False
+                    continue
+            else:
+                view = memoryview(buffer)[: min(len(buffer), length - done)]
+                got = os.preadv(origin, [view], offset + done)
+                if got:
+                    with disk_errors(source):
+                        got = os.pwrite(target, view[:got], at + done)
+            if not got:
+                return
+            done += got
     finally:
-        os.close(descriptor)
-    return _matches(target, piece, buffer)
-
-
-def _copied(source: int, offset: int, target: int, piece: Piece, buffer: bytearray) -> bool:
-    at, length = piece.file_offset, piece.length
-    done, by_kernel = 0, hasattr(os, "copy_file_range")
-    while done < length:
-        if by_kernel:
-            try:
-                got = os.copy_file_range(source, target, length - done, offset + done, at + done)
-            except OSError:  # other filesystems, older kernels
-                by_kernel = False
-                continue
-        else:
-            view = memoryview(buffer)[: min(len(buffer), length - done)]
-            got = os.preadv(source, [view], offset + done)
-            if got:
-                with disk_errors(source):
-                    got = os.pwrite(target, view[:got], at + done)
-        if not got:
-            return False
-        done += got
-    return True
+        os.close(origin)
 
 
 def _matches(descriptor: int, piece: Piece, buffer: bytearray) -> bool:
