@@ -93,7 +93,7 @@ def test_each_stripe_begins_at_another_worker(
         assert len(set(roots)) >= min(len(racks), 4)
 
 
-@pytest.mark.parametrize(("count", "mesh", "chains"), [(100, 8, 50), (1000, 22, 110)])
+@pytest.mark.parametrize(("count", "mesh", "chains"), [(100, 14, 50), (1000, 24, 110)])
 def test_stripes_are_shallow(count: int, mesh: int, chains: int) -> None:
     fleet = racks_of(count, 32)
     assert depth(trees_of(Topology.MESH, fleet)) <= mesh

@@ -21,8 +21,9 @@ MIB = 1024 * 1024
 SLACK_SHARE = 0.02  # the origin fuse: 2 % beyond the model,
 SLACK_BYTES = 64 * MIB  # or this much for a small one
 
-# Streams that share a link do not share it evenly. A chain of 1,000 at 4 MiB loses 0.8 % to its
-# depth, so stripes win where a line is longer than about 600.
+# Streams that share a link do not share it quite evenly; what that costs on quiet links is still to
+# be measured. A chain at 4 MiB loses 0.8 % to its depth at 1,000 workers, so that stripes win where
+# a line is longer than about 600.
 STRIPE_PENALTY = 0.005
 DEEP = 0.01  # of the bound: a path that takes longer is what limits a plan
 
