@@ -38,7 +38,6 @@ from paceline.relay.extents import Extent
 from paceline.relay.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello, proof, same
 from paceline.relay.intake import Intake
 from paceline.relay.pacing import Pacer
-from paceline.relay.sockets import PACED_BUFFER
 from paceline.relay.staging import Staging
 from paceline.relay.tls import TlsSettings, diagnose, worker_host_name
 from paceline.relay.transport import Report
@@ -77,7 +76,7 @@ class GrpcStream:
         self._token = token
         self._tls = tls
         self._staging = staging
-        self._paced = pacer.paced
+        self._pacer = pacer
         self._report = report
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._hello = Hello(
@@ -167,8 +166,11 @@ class GrpcStream:
 
     def _channel(self) -> grpc.Channel:
         options = list(_OPTIONS)
-        if self._paced:  # no more unseen than the TCP transport allows
-            options += [("grpc.http2.lookahead_bytes", PACED_BUFFER), ("grpc.http2.bdp_probe", 0)]
+        if self._pacer.paced:  # no more unseen than the TCP transport allows
+            options += [
+                ("grpc.http2.lookahead_bytes", self._pacer.buffer_bytes),
+                ("grpc.http2.bdp_probe", 0),
+            ]
         if self._tls is None:
             return grpc.insecure_channel(self._source.address, options)
         ca, cert, key = self._tls.read()

@@ -11,6 +11,10 @@ import time
 
 BURST_S = 0.02
 MIN_BLOCK = 16 * 1024
+BUFFER_S = (
+    0.1  # of the link: what a paced socket may hold unseen. 20 ms idled a busy machine's link
+)
+MIN_BUFFER = 128 * 1024
 MAX_BLOCK = 512 * 1024  # larger sub-blocks between recv, hash and write were no faster
 
 
@@ -23,6 +27,7 @@ class Pacer:
         self._lock = threading.Lock()
         self._free_at = time.monotonic()
         self.total_bytes = 0
+        self.buffer_bytes = max(MIN_BUFFER, int(self._rate * BUFFER_S))
         by_burst = int(self._rate * BURST_S / 2)
         self.block_bytes = min(MAX_BLOCK, max(MIN_BLOCK, by_burst)) if self._rate else MAX_BLOCK
 

@@ -104,8 +104,12 @@ class Serving:
         elif asked.stop > pieces:
             raise InvalidFrame("request beyond the model", got=asked, wanted=pieces)
         else:
-            known = Extents(self._wanted)
-            self._wanted.extend(known.gaps(asked))
+            for new in Extents(self._wanted).gaps(asked):
+                last = self._wanted[-1] if self._wanted else None
+                if last is not None and last.stop == new.first:  # as if asked for at once
+                    self._wanted[-1] = Extent(last.first, new.stop)
+                else:
+                    self._wanted.append(new)
 
     def _take(self, run: Extent) -> None:
         """Take ``run``, part of one wanted extent, out of what is wanted."""

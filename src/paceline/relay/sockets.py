@@ -21,7 +21,7 @@ from paceline.relay.frames import HEADER, Header, Kind, decode
 from paceline.relay.pacing import Pacer
 
 IO_TIMEOUT_S = 10.0  # the longest any single read or write may make no progress at all
-PACED_BUFFER = 128 * 1024  # what a paced socket may hold unseen; more would hide the pace
+WAKE_BYTES = 64 * 1024  # a reader is not woken for less, where more is still to come
 
 
 class Channel(Protocol):
@@ -64,6 +64,7 @@ class PlainChannel:
         self._sock = sock
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
+        self._wakes_at = 1
         sock.setblocking(True)
         timeout = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
@@ -75,6 +76,7 @@ class PlainChannel:
         """Fill ``view``; see Channel."""
         done = 0
         while done < len(view):
+            self._wake_at(min(len(view) - done, WAKE_BYTES))
             try:
                 got = self._sock.recv_into(view[done:], 0, socket.MSG_WAITALL)
             except (BlockingIOError, InterruptedError):
@@ -88,6 +90,14 @@ class PlainChannel:
                 on_some()
             if done < len(view) and time.monotonic() > deadline_s:
                 raise PeerLost("the peer went silent", got=f"{done} bytes", wanted=len(view))
+
+    def _wake_at(self, count: int) -> None:
+        """Let the kernel wake a reader at ``count`` bytes: on a slow link each segment would, 45
+        times a piece of 64 KiB. More than that would cap the receive window.
+        """
+        if count != self._wakes_at:
+            self._wakes_at = count
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def send(self, data: bytes, more: bool = False) -> None:
         """Send all of ``data``; see Channel."""
@@ -105,6 +115,7 @@ class PlainChannel:
 
     def readable(self, wait_s: float) -> bool:
         """Wait for something to read; see Channel."""
+        self._wake_at(HEADER.size)  # every frame has that much
         return bool(self._poll.poll(wait_s * 1000))
 
     def shut(self) -> None:
@@ -120,8 +131,8 @@ def configure(sock: socket.socket, pacer: Pacer) -> None:
     """Send small frames at once, and keep buffers modest where the link is paced."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if pacer.paced:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACED_BUFFER)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PACED_BUFFER)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, pacer.buffer_bytes)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, pacer.buffer_bytes)
 
 
 def read_frame(channel: Channel, deadline_s: float, *expected: Kind) -> tuple[Header, bytes]:
