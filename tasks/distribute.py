@@ -295,6 +295,7 @@ def _require_room(run: Run, manifest: Manifest, targets: list[str]) -> None:
             manifest.version,
             manifest.digest,
             manifest.total_size,
+            {file.sha256: file.size for file in manifest.files},
             timeout_s=60.0,
         )
     short = {node: lacking for node, lacking in answers.items() if isinstance(lacking, int)}

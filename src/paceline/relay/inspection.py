@@ -11,11 +11,13 @@ import json
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.errors import CorruptData
 from paceline.manifest import parse_manifest, verify_directory
 from paceline.profile import load_runtime
+from paceline.relay.room import Room, held_files, reclaimable
 
 
 def verify_copy(
@@ -70,11 +72,19 @@ def shows_version(
 
 
 def missing_room(
-    state_dir: str, model_id: str, version: str, manifest_digest: str, total: int, *, worker_id: str
+    state_dir: str,
+    model_id: str,
+    version: str,
+    manifest_digest: str,
+    total: int,
+    files: Mapping[str, int] | None = None,
+    *,
+    worker_id: str,
 ) -> int:
     """Return how many bytes of room ``worker_id``'s disk lacks for this model; 0 where it fits.
 
-    Room that an interrupted relay already took counts as there.
+    What an interrupted relay already took counts as there, and so do ``files`` (sizes by SHA-256)
+    that a version there holds whole, and the room of versions that may go.
     """
     if shows_version(state_dir, model_id, version, manifest_digest, worker_id=worker_id):
         return 0
@@ -82,8 +92,9 @@ def missing_room(
     store.mkdir(parents=True, exist_ok=True)
     staged = (store / "staging" / manifest_digest).rglob("*")
     taken = sum(each.stat().st_blocks * 512 for each in staged if each.is_file())
-    room = os.statvfs(store)
-    return max(0, total - taken - room.f_bavail * room.f_frsize)
+    if not taken:
+        taken = sum(size for sha256, size in (files or {}).items() if sha256 in held_files(store))
+    return max(0, total - taken - Room.at(store).free - reclaimable(store))
 
 
 def active_version(state_dir: str, model_id: str, *, worker_id: str) -> str | None:

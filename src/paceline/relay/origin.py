@@ -297,8 +297,8 @@ class OriginStream:
         files = self._staging.manifest.files
         while True:
             with self._ready:
-                while not self._closed and self._at_file == seen:
-                    self._ready.wait()
+                before = seen
+                self._ready.wait_for(lambda known=before: self._closed or self._at_file != known)
                 if self._closed:
                     return
                 seen = self._at_file

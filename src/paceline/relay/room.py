@@ -8,7 +8,7 @@ so does what is being served or is on its way.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,18 +85,9 @@ def room_lacking(store: Path, manifest: Manifest) -> int:
 
     What an interrupted relay took counts as there, and so do files that a version there holds.
     """
-    staged = store / "staging" / manifest.digest / "data"
-    have: set[str] = set()
-    for path in store.glob(f"models/*/*/{MANIFEST_FILE}"):
-        if path.parent.is_symlink():
-            continue
-        try:
-            stored = parse_manifest(path.read_bytes())
-        except (OSError, InvalidManifest):
-            continue  # not a version: nothing of it is counted on
-        if stored.digest == manifest.digest:
-            return 0
-        have |= {file.sha256 for file in stored.files}
+    if any(digest == manifest.digest for _, digest, _ in _stored(store)):
+        return 0
+    staged, have = store / "staging" / manifest.digest / "data", held_files(store)
     lacking = 0
     for file in manifest.files:
         try:
@@ -105,3 +96,29 @@ def room_lacking(store: Path, manifest: Manifest) -> int:
             taken = file.size if file.sha256 in have else 0
         lacking += max(0, file.size - taken)
     return lacking
+
+
+def held_files(store: Path) -> set[str]:
+    """Return the SHA-256 of every file that a version in directory ``store`` holds."""
+    return {sha256 for _, _, files in _stored(store) for sha256 in files}
+
+
+def reclaimable(store: Path) -> int:
+    """Return how many bytes the versions in directory ``store`` take that are not active."""
+    return sum(
+        frees(path)
+        for path, _, _ in _stored(store)
+        if not (path.parent / "active").is_symlink()
+        or str((path.parent / "active").readlink()) != path.name
+    )
+
+
+def _stored(store: Path) -> Iterator[tuple[Path, str, set[str]]]:
+    for path in store.glob(f"models/*/*/{MANIFEST_FILE}"):
+        if path.parent.is_symlink():
+            continue
+        try:
+            manifest = parse_manifest(path.read_bytes())
+        except (OSError, InvalidManifest):
+            continue  # not a version: nothing of it is counted on
+        yield path.parent, manifest.digest, {file.sha256 for file in manifest.files}
