@@ -28,6 +28,7 @@ class Feed:
     heard_s: float  # last sign of life, or when waiting began
     moved_s: float  # last bytes, or when the stream was opened
     vouched_s: float = 0.0  # until when somebody vouches that bytes move
+    good: int = 0  # pieces that it delivered
     in_flight: Extents = field(default_factory=Extents)
     aside: Extents = field(default_factory=Extents)
     asked: deque[tuple[float, Extent]] = field(default_factory=deque)  # oldest first

@@ -34,7 +34,7 @@ class SessionLimits:
     spares_first: int = 4  # workers that had nothing or failed, before the origin is asked
     hedge_pieces: int = 16  # asked of two sources at once, at the end,
     hedge_share: float = 0.01  # and at most this share of all pieces in one plan,
-    least_hedges: int = 4  # or so many of a small model
+    least_hedges: int = 16  # or so many of a small model
     origin_deadline_s: float = 60.0  # the origin reader retries inside; its silence means more
     give_up_s: float = 60.0  # no source gives a sign of life
     stall_s: float = 600.0  # sources live, yet nothing arrives

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from paceline.errors import PacelineError, PeerLost
+from paceline.errors import PacelineError, PeerLost, TemporaryError
 from paceline.relay.budget import OriginBudget
 from paceline.relay.events import Abandon, Fetch, ReportSourceLost, SessionAction
 from paceline.relay.extents import Extent, Extents
@@ -124,6 +124,7 @@ class Puller:
         if feed is not None:
             feed.heard_s = feed.moved_s = now_s
             feed.judged.append((extent.size, 0))
+            feed.good += extent.size
             if key in self._health:
                 health = self._health[key]
                 health.good += extent.size
@@ -240,6 +241,22 @@ class Puller:
         if for_good:
             health.retry_at_s = float("inf")
         self._report_lost(key, error, actions)
+
+    def broke(
+        self, feed: Feed, error: PacelineError, now_s: float, actions: list[SessionAction]
+    ) -> None:
+        """Take note that a stream ended by itself, and go on.
+
+        One from a worker that has delivered is opened again at once: connections break while both
+        ends live, and a spare would be a second reader at somebody else's link for good. A crashed
+        worker refuses within a round trip, and then counts as lost.
+        """
+        temporary = isinstance(error, TemporaryError) and feed.source.kind == "worker"
+        if temporary and feed.good > 0:
+            self._forget(feed, actions)
+            self.last_error = error
+        else:
+            self.lose(feed, error, now_s, actions)
 
     def _report_lost(self, key: str, error: PacelineError, actions: list[SessionAction]) -> None:
         self.last_error = error

@@ -273,7 +273,10 @@ class RelaySession:
             return
         # A missing, refused or replaced source does not heal, and others wait for who reads it.
         for_good = feed.source.kind == "origin" and isinstance(error, PermanentError)
-        self._pull.lose(feed, error, now_s, actions, for_good=for_good)
+        if for_good:
+            self._pull.lose(feed, error, now_s, actions, for_good=True)
+        else:
+            self._pull.broke(feed, error, now_s, actions)
         if for_good and self._pull.is_first_choice(key):
             self._fail(error, actions)
 
