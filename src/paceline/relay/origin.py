@@ -295,20 +295,19 @@ class OriginStream:
         """Look up the objects of the files that come next, so that no range waits for that."""
         seen = -1
         files = self._staging.manifest.files
-        while True:
-            with self._ready:
-                before = seen
-                self._ready.wait_for(lambda known=before: self._closed or self._at_file != known)
-                if self._closed:
-                    return
-                seen = self._at_file
+        while (at := self._next_file(seen)) is not None:
+            seen = at
             for file in files[seen + 1 : seen + 1 + AHEAD]:
-                if self._closed:
-                    return
                 try:
                     self._reader.pin(file)
                 except PacelineError:
                     return  # whoever reads the file meets the same error, and tells it
+
+    def _next_file(self, seen: int) -> int | None:
+        """Wait until another file than ``seen`` is read and return that; None when closed."""
+        with self._ready:
+            self._ready.wait_for(lambda: self._closed or self._at_file != seen)
+            return None if self._closed else self._at_file
 
     def _read(self, extent: Extent) -> None:
         manifest = self._staging.manifest
