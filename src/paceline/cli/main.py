@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "Relay a published model to every node; verify, activate.",
     ),
     "plan": ("planning", "plan", "Forecast what each topology would take, before a byte moves."),
+    "simulate": ("simulating", "simulating", "Simulate a deployment, failures included."),
     "keys": ("keys", "keys", "Make the keys that sign manifests."),
     "verify": ("flows", "verify", "Have every node check every byte of its copy."),
     "snapshot": ("flows", "snapshot", "Shard and digest text files into a data snapshot."),

@@ -15,6 +15,7 @@ from paceline.wire.plan import Labels, Topology
 MOST_WORKERS = 20_000  # what one deployment may have
 MBIT = 1e6 / 8  # bytes a second
 BEATS_PER_SECOND = 250.0
+USUAL_RACK = 32  # workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class Scenario:
     size_bytes: int
     link_mbit: float
     external_mbit: float | None = None  # None: as one worker's link
-    racks: int = 1
+    racks: int = 0  # of equal size; 0: 32 workers each
     oversubscription: float = 1.0  # a rack's uplink carries its hosts' links divided by this
     topology: Topology = Topology.AUTO
     piece_bytes: int = 0  # 0: chosen from the size
@@ -64,7 +65,7 @@ class Scenario:
         _between("workers", self.workers, 1, MOST_WORKERS)
         _between("model size in bytes", self.size_bytes, 1, 1 << 60)
         _between("link in Mbit/s", self.link_mbit, 1e-6, 1e9)
-        _between("racks", self.racks, 1, MOST_WORKERS)
+        _between("number of racks", self.racks, 0, MOST_WORKERS)
         _between("oversubscription", self.oversubscription, 1, 1e6)
         for name in ("fail", "silent", "corrupt", "straggle"):
             _between(f"share that --{name} names", getattr(self, name), 0, 1)
@@ -112,10 +113,15 @@ class Scenario:
         """Return all workers' names."""
         return [self.name(number) for number in range(self.workers)]
 
+    @property
+    def rack_count(self) -> int:
+        """Return how many racks there are."""
+        return min(self.racks or -(-self.workers // USUAL_RACK), self.workers)
+
     def labels(self, number: int) -> Labels:
         """Return where a worker stands: racks are filled evenly, one after the other."""
-        rack = number * min(self.racks, self.workers) // self.workers
-        name = f"rack-{rack}" if self.racks > 1 else ""
+        rack = number * self.rack_count // self.workers
+        name = f"rack-{rack}" if self.rack_count > 1 else ""
         return Labels(host=self.name(number), rack=name)
 
     def manifest(self) -> Manifest:

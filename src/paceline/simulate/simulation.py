@@ -23,7 +23,7 @@ from paceline.wire.forecast import SimulationReport
 from paceline.wire.plan import Topology
 from paceline.wire.records import DeploymentStatus
 
-EXACT_EVENTS = 400_000  # arrivals of pieces that are simulated one by one
+EXACT_EVENTS = 60_000  # arrivals of pieces that are simulated one by one
 REPORTS_PER_WORKER = 64  # otherwise: of arrivals, to each session
 EXACT_WORKERS = 256  # up to which every change of rates is followed at once
 STEP_S = 0.05 / 1_000  # beyond: of virtual time, by worker
@@ -105,8 +105,8 @@ class Simulation:
         slow = set(random.sample(names, round(scenario.straggle * len(names))))
         for number, name in enumerate(names):
             rack = scenario.labels(number).rack
-            if scenario.racks > 1 and rack not in uplinks:
-                hosts = -(-scenario.workers // scenario.racks)
+            if rack and rack not in uplinks:
+                hosts = -(-scenario.workers // scenario.rack_count)
                 carries = hosts * link / scenario.oversubscription
                 uplinks[rack] = network.resource(carries), network.resource(carries)
             up_in, up_out = uplinks.get(rack, (0, 0))

@@ -117,17 +117,17 @@ class Streams:
                 return
             # Within a step, one thing leads to another at its own time: a reset costs a
             # connection, and not three steps.
-            self._happen(lambda at_s, until_s=next_s: at_s < until_s)
+            self._happen(np.nextafter(next_s, 0.0))
             self.now_s = next_s
             for slot in network.advance(next_s).tolist():
                 flow = self._by_slot.get(slot)
                 if flow is not None and flow.moving:
                     self._crossed(flow)
                     self._settle()
-            self._happen(lambda at_s, until_s=next_s: at_s <= until_s)
+            self._happen(next_s)
 
-    def _happen(self, is_due: Callable[[float], bool]) -> None:
-        while self._heap and is_due(self._heap[0][0]):
+    def _happen(self, until_s: float) -> None:
+        while self._heap and self._heap[0][0] <= until_s:
             at_s, _, what = heapq.heappop(self._heap)
             self.now_s = max(self.now_s, at_s)
             what()
@@ -331,7 +331,7 @@ class Streams:
         if far is None:
             raise AssertionError("there is no origin")
         crosses = not far.is_origin and far.rack != host.rack
-        uses = (host.nic_in, far.nic_out)
+        uses: tuple[int, ...] = (host.nic_in, far.nic_out)
         if crosses:
             uses = (*uses, far.uplink_out, host.uplink_in)
         lanes = max(1, len(host.lanes.lanes)) if host.lanes else 1
