@@ -97,7 +97,8 @@ class World:
         if not self.fleet.nodes[name].alive:
             self.tell(f"{name} returns with {self.fleet.nodes[name].durable.count} pieces")
             self.fleet.restart(name)
-            self.standing[name] = self.random.choice([Standing.LINE, Standing.TAIL])
+            if self.standing[name] is not Standing.QUARANTINED:
+                self.standing[name] = self.random.choice([Standing.LINE, Standing.TAIL])
             self.fleet.at(self.fleet.now_s + 0.3, self.plan, f"{name} returned")
 
     def rot(self, name: str) -> None:

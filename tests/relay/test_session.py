@@ -445,6 +445,16 @@ def test_lanes_share_the_origins_budget() -> None:
     assert sum(stop - first for _, first, stop in asked) == 6
 
 
+def test_when_the_origins_budget_is_spent_the_peers_are_asked_at_once() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, ORIGIN, worker("far"), budget=4 * 1024)), 0)
+    relay.deadline_s()
+    said = [
+        action for piece in range(4) for action in arrive(relay, ORIGIN.key, piece, piece + 1, 0.1)
+    ]
+    assert fetches(said) == [("far", 4, 8)]
+
+
 def test_what_is_on_its_way_from_the_origin_comes_out_of_a_new_budget() -> None:
     relay = session()
     relay.handle(LanesAssigned(lanes("me", MANIFEST, ORIGIN, budget=16 * 1024)), 0)

@@ -392,6 +392,8 @@ class Puller:
         for work, feed in zip(wanting, sources, strict=True):
             if feed is not None:
                 self._top_up(feed, work, now_s, actions)
+                if work.active is None and (other := self._source_for(work, now_s)) is not None:
+                    self._top_up(other, work, now_s, actions)  # the origin's budget is spent
             drained = drained and work.wanting == 0
         self._hedging.due_s = None
         if drained:
@@ -419,7 +421,9 @@ class Puller:
             if feed is None or not work.wanting:
                 return False
             self._top_up(feed, work, now_s, actions)
-            if work.active is None or not work.wanting:
+            if work.active is None:
+                return False
+            if not work.wanting:
                 self._steady = False
         return True
 
