@@ -168,21 +168,30 @@ class Puller:
         What is neither here nor on its way from elsewhere is set aside, to be fetched on its own.
         """
         feed = self.feed(key, stream)
-        if feed is not None:
-            feed.heard_s = feed.moved_s = now_s
-            feed.judged.append((extent.size, extent.size))
-        for work, part in list(self._works.parts(extent)):
-            if feed is not None:
+        if feed is None:
+            return None, False  # what it owed was asked of somebody else already
+        feed.heard_s = feed.moved_s = now_s
+        # Only what it owes: the same news twice is one corrupt arrival.
+        owed = Extents([*feed.in_flight.common(extent), *feed.aside.common(extent)])
+        for run in owed:
+            feed.judged.append((run.size, run.size))
+            for work, part in self._works.parts(run):
                 self._drop_from(feed, work, part)
                 if self._hedging.hedge is not None and self._hedging.hedge.key == key:
                     self._hedging.arrived(part)
-            elsewhere = Extents(run for each in self._feeds.values() for run in each.in_flight)
-            for missing in list(self._verified.gaps(part)):
-                for run in list(elsewhere.gaps(missing)):
-                    work.taken.add(run)
-                    for repair in self._repairs.rejected(key, run, now_s):
-                        self._judge(repair, work)
-        return feed, feed is not None and feed.is_bad(self._limits)
+                self._set_aside(key, work, part, now_s)
+        return feed, feed.is_bad(self._limits)
+
+    def _set_aside(self, key: str, work: Work, part: Extent, now_s: float) -> None:
+        """Put pieces that ``key`` sent corrupt under repair, but those that are here or on their
+        way from elsewhere.
+        """
+        elsewhere = Extents(run for each in self._feeds.values() for run in each.in_flight)
+        for missing in list(self._verified.gaps(part)):
+            for run in list(elsewhere.gaps(missing)):
+                work.taken.add(run)
+                for repair in self._repairs.rejected(key, run, now_s):
+                    self._judge(repair, work)
 
     def _judge(self, repair: Repair, work: Work) -> None:
         if self._repairs.is_hopeless(repair, work.candidates, self._is_gone):

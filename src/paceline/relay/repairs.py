@@ -136,8 +136,8 @@ class Repairs:
         for source in fresh:
             if may_ask(source):
                 return source
-        if not fresh:
-            repair.vain.clear()  # another round
+        if all(each.kind == "origin" for each in fresh):
+            repair.vain.clear()  # every worker was asked: another round
         self.later(repair, now_s)
         return None
 
