@@ -24,7 +24,8 @@ class Patience:
     replan_s: float = 0.25  # between two plans of one deployment, so that a burst makes one,
     replanned_per_second: float = 1000.0  # and longer in a large fleet, where a plan takes longer
     return_gap_pieces: int = 8  # who comes back with a larger gap than this goes to the tail
-    slow_look_s: float = 0.95  # over how long an edge is looked at; two beats and a little less
+    slow_look_s: float = 0.45  # over how long an edge is looked at; a beat and a little less
+    slow_s: float = 0.9  # of looks in a row that find it far too slow, or twice that a little
     slow_ratio: float = 0.5  # of the rate that the plan expects, and of what others' edges carry
     most_demoted: float = 0.1  # of a fleet may be called slow, and as many corrupting, but one may
     corrupt_pieces: int = 4  # of one sender beyond chance; a reader leaves a stream at four

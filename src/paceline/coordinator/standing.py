@@ -51,7 +51,7 @@ class _Count:
     flow: float = 0.0  # bytes a second
     stale_s: float = 0.0  # when that flow has ended, if nothing more is heard of it
     ratio: float | None = None  # of the rate that the plan expects
-    slow_looks: int = 0
+    slow_s: float = 0.0  # over how many seconds of looks, one after the other, it was slow
 
 
 @dataclass(slots=True)
@@ -111,13 +111,13 @@ class Standings:
         """Judge by a new plan: the bytes a second that it counts on, for each of its edges."""
         for key, count in self._counts.items():
             if self._expected.get(key) != expected.get(key):
-                count.ratio, count.slow_looks = None, 0
+                count.ratio, count.slow_s = None, 0.0
         self._expected = dict(expected)
         self._planned_in, self._planned_out = defaultdict(float), defaultdict(float)
         for (source, reader), rate in expected.items():
             self._planned_out[source] += rate
             self._planned_in[reader] += rate
-        self._suspects &= {key for key in self._suspects if self._counts[key].slow_looks}
+        self._suspects &= {key for key in self._suspects if self._counts[key].slow_s}
 
     def take(self, reporter: str, tallies: Iterable[EdgeTally], now_s: float) -> None:
         """Take what ``reporter`` counted: as a source what it sent, as a reader what matched."""
@@ -176,9 +176,10 @@ class Standings:
         count.ratio = min(1.0, count.rate / expected)
         limit = self._patience.slow_ratio
         slow = count.ratio < limit and busy_s >= BUSY_SHARE * look_s
-        count.slow_looks = count.slow_looks + 1 if slow else 0
-        # Far too slow is seen in one look; a little too slow may be a hiccup, and gets a second.
-        if slow and (count.ratio < limit / 2 or count.slow_looks > 1):
+        count.slow_s = count.slow_s + look_s if slow else 0.0
+        # Far too slow is believed soon; a little too slow may be a hiccup, and gets twice the time.
+        believed_s = self._patience.slow_s * (1 if count.ratio < limit / 2 else 2)
+        if slow and count.slow_s >= believed_s:
             self._suspects.add(key)
             self._look_again = True
         elif not slow:
