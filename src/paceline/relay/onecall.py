@@ -9,16 +9,12 @@ is on the disks.
 from __future__ import annotations
 
 import logging
-import os
-import re
 import secrets
-import shutil
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,28 +25,30 @@ from paceline.errors import (
     DeploymentFailed,
     InvalidInput,
     NotReady,
-    PacelineError,
     PermanentError,
-    SourceMissing,
-    StorageFull,
 )
 from paceline.manifest import (
-    MANIFEST_FILE,
     Manifest,
     TrustPolicy,
-    build_manifest,
-    fetch_manifest,
-    verify_signature,
     version_key,
 )
 from paceline.plan import PlanWorker, Standing, make_plan, next_order
 from paceline.relay.driver import RelayDriver
 from paceline.relay.limits import SessionLimits
-from paceline.relay.origin import DirectoryReader, RangeReader, S3Reader
-from paceline.relay.room import StorePolicy, room_lacking
+from paceline.relay.origin import RangeReader
+from paceline.relay.request import (
+    UNLIMITED_MBIT,
+    Request,
+    check_room,
+    clear,
+    is_s3,
+    manifest_of,
+    names_of,
+    opener_of,
+)
+from paceline.relay.room import StorePolicy
 from paceline.relay.store import Store
 from paceline.relay.tcp import TcpTransport
-from paceline.wire.base import NAME
 from paceline.wire.calls import DeploymentBeat
 from paceline.wire.local import Distribution
 from paceline.wire.plan import Labels, Plan, Topology
@@ -61,27 +59,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-UNLIMITED_MBIT = 10_000.0  # what a plan counts with where no limit was asked for
 LOOK_S = 0.25
 STALL_S = 120.0  # nothing verified anywhere for so long: something hangs
 ENDED = (WorkerStatus.COMPLETE, WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What ``distribute`` was asked for, beside the source; see there."""
-
-    into: Path
-    names: tuple[str, ...]
-    racks: int = 1
-    topology: str = Topology.AUTO
-    link_mbit: float | None = None
-    activate: bool = False
-    max_failed: float = 0.05
-    first_port: int = 0
-    policy: StorePolicy = field(default_factory=StorePolicy)
-    limits: SessionLimits | None = None
-    on_progress: Callable[[int, int], None] = lambda _held, _all: None
 
 
 def distribute(
@@ -118,12 +98,12 @@ def distribute(
     StorageFull, PortInUse, StateLocked, and DeploymentFailed, or the workers' own error where all
     failed of the same.
     """
-    names = _names(workers, targets)
+    names = names_of(workers, targets)
     if racks < 1:
         raise InvalidInput("no racks", got=racks, wanted="at least 1")
     if link_mbit is not None and not link_mbit > 0:
         raise InvalidInput("link has no speed", got=link_mbit, wanted="more than 0 Mbit/s")
-    manifest = _manifest(source, objects, model_id, version, trust)
+    manifest = manifest_of(source, objects, model_id, version, trust)
     if digest and manifest.digest != digest:
         raise CorruptData(
             "the source holds another model",
@@ -145,19 +125,19 @@ def distribute(
         limits=limits,
         on_progress=on_progress,
     )
-    open_source = _opener(objects)
-    url = str(source) if _is_s3(source) else str(Path(source).resolve())
+    open_source = opener_of(objects)
+    url = str(source) if is_s3(source) else str(Path(source).resolve())
     new = [name for name in names if not (request.into / name).exists()]
     whole = not request.into.exists()
     try:
-        _check_room(request, manifest)
+        check_room(request, manifest)
         with _Crew(request, manifest, url, open_source) as crew:
             if not allow_older:
                 crew.refuse_older()
             return crew.work()
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt | errors.TemporaryError):
-            _clear(request.into, new, whole=whole)
+            clear(request.into, new, whole=whole)
         raise
 
 
@@ -403,120 +383,3 @@ class _Crew:
             activated=request.activate,
             receipts=receipts,
         )
-
-
-def _names(workers: int | Sequence[str], targets: Sequence[str] | None) -> tuple[str, ...]:
-    if isinstance(workers, int):
-        if workers < 1:
-            raise InvalidInput("no workers", got=workers, wanted="at least 1 worker")
-        names = tuple(f"worker-{number}" for number in range(workers))
-    else:
-        names = tuple(workers)
-    for name in names:
-        if not re.fullmatch(NAME, name):
-            raise InvalidInput("not a worker's name", got=repr(name)[:200], wanted=NAME)
-    if len(set(names)) != len(names):
-        raise InvalidInput("a worker is named twice", got=", ".join(names), wanted="each once")
-    if targets is not None:
-        unknown = [name for name in targets if name not in names]
-        if unknown:
-            raise InvalidInput(
-                "unknown worker",
-                got=", ".join(unknown),
-                wanted=f"some of {names[0]} … {names[-1]}" if names else "a known worker",
-                do="Name workers that exist, or ask for more of them.",
-            )
-        names = tuple(name for name in names if name in set(targets))
-    if not names:
-        raise InvalidInput("no workers", got="an empty list", wanted="at least 1 worker")
-    return names
-
-
-def _manifest(
-    source: Path | str,
-    objects: ObjectStore | None,
-    model_id: str,
-    version: str,
-    trust: TrustPolicy | None,
-) -> Manifest:
-    trust = trust or TrustPolicy()
-    here = None if _is_s3(source) else Path(source)
-    if here is not None and not here.is_dir():
-        raise SourceMissing(
-            "source does not exist",
-            got=here,
-            wanted="a directory with a model, or s3://bucket/prefix",
-            do="Check the path.",
-        )
-    if here is not None and not (here / MANIFEST_FILE).exists():
-        name = model_id or re.sub(r"[^A-Za-z0-9._-]+", "-", here.resolve().name).strip("-._")
-        built = build_manifest(
-            here,
-            model_id=name or "model",
-            version=version or "1",
-            link_mbit=UNLIMITED_MBIT,  # another link must not make another manifest of it
-        )
-        verify_signature(built, trust, where=str(here))
-        return built
-    manifest = fetch_manifest(str(source), objects, trust)
-    for what, got, wanted in (
-        ("model", manifest.model_id, model_id),
-        ("version", manifest.version, version),
-    ):
-        if wanted and got != wanted:
-            raise InvalidInput(f"the source holds another {what}", got=got, wanted=wanted)
-    return manifest
-
-
-def _opener(objects: ObjectStore | None) -> Callable[[str], RangeReader]:
-    def open_source(url: str) -> RangeReader:
-        if not _is_s3(url):
-            return DirectoryReader(Path(url))
-        if objects is None:
-            raise InvalidInput("no object store for this URL", got=url, wanted="a store")
-        return S3Reader(url, objects)
-
-    return open_source
-
-
-def _is_s3(source: Path | str) -> bool:
-    return str(source).startswith("s3://")
-
-
-def _check_room(request: Request, manifest: Manifest) -> None:
-    """Raise StorageFull where all workers together lack room: their disk may be the same one."""
-    disks: dict[int, tuple[Path, int, int]] = {}
-    for name in request.names:
-        place = request.into / name / "store"
-        existing = place
-        while not existing.exists():
-            existing = existing.parent
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise InvalidInput("not a place for workers", got=existing, wanted="a directory")
-        room = os.statvfs(existing)
-        device = existing.stat().st_dev
-        _, wanted, _ = disks.get(device, (place, 0, 0))
-        wanted += room_lacking(place, manifest)
-        disks[device] = (existing, wanted, room.f_bavail * room.f_frsize)
-    for where, wanted, free in disks.values():
-        if wanted > free:
-            raise StorageFull(
-                "the model does not fit on this disk for all workers",
-                got=f"{free} bytes free",
-                wanted=f"{wanted} bytes for {len(request.names)} workers",
-                where=where,
-                do="Free space, choose another place, or ask for fewer workers.",
-            )
-
-
-def _clear(into: Path, new: Sequence[str], *, whole: bool) -> None:
-    """Remove the directories of workers that did not exist before, unless a version is there."""
-    for name in new:
-        directory = into / name
-        if directory.exists() and not any(directory.glob(f"store/models/*/*/{MANIFEST_FILE}")):
-            shutil.rmtree(directory, ignore_errors=True)
-    if whole and into.is_dir() and not any(into.iterdir()):
-        into.rmdir()
-
-
-__all__ = ["Distribution", "PacelineError", "Request", "distribute"]
