@@ -8,7 +8,6 @@ is on the disks.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
@@ -56,8 +55,6 @@ from paceline.wire.records import Failure, WorkerStatus
 
 if TYPE_CHECKING:
     from paceline.objects import ObjectStore
-
-log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
 STALL_S = 120.0  # nothing verified anywhere for so long: something hangs
