@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.plan import PlanWorker, Standing, next_order
+from paceline.plan.closing import close_up
+from paceline.plan.trees import ORIGIN, Trees, _Unit, _Weaver
 from paceline.wire.plan import Plan, Topology
 from tests.plan.kit import (
     RELAYED,
@@ -272,3 +274,21 @@ def test_who_completes_in_the_line_keeps_its_place_and_feeds_on(topology: Topolo
         assert {key: old[key] for key in old if not old[key].startswith("origin")} == {
             key: new[key] for key in old if not old[key].startswith("origin")
         }
+
+
+def test_a_slot_that_the_dead_leave_is_taken_once() -> None:
+    """On trees of single workers, where one may have children in two stripes; slots are scarce."""
+    count = 1000
+    for seed in range(6):
+        weaver = _Weaver(4, count)
+        racks = [range(start, min(start + 31, count)) for start in range(0, count, 31)]
+        whole = weaver.join(
+            [weaver.join([_Unit([each], [each] * 4, [each]) for each in rack]) for rack in racks]
+        )
+        for stripe, root in enumerate(whole.entries):
+            weaver.up[stripe][root] = ORIGIN
+        dead = set(random.Random(seed).sample(range(count), 50))
+        made = close_up(Trees(weaver.up, 4), [place in dead for place in range(count)])
+        assert all(len(made.top_down(stripe)) == count - 50 for stripe in range(4))
+        feeds = Counter(source for up in made.up for source in up if source >= 0)
+        assert max(feeds.values()) == 4
