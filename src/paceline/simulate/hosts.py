@@ -93,6 +93,7 @@ class Flow:
     crosses: bool
     wanted: Extents = field(default_factory=Extents)
     moving: bool = False
+    parked: bool = False  # in the middle of a run for which the source has no more yet
     base: int = 0  # pieces before it have arrived, in the present run
     stop: int = 0  # of the present run
     cut: int | None = None  # the present run ends here: the source lacks what follows

@@ -41,6 +41,7 @@ class Network:
         self.leader: Ints = np.full(self._size, -1, np.int64)
         self.uses: Ints = np.zeros((USES, self._size), np.int64)
         self.moving: Flags = np.zeros(self._size, np.bool_)
+        self.parked: Flags = np.zeros(self._size, np.bool_)
         self._unused = list(range(self._size - 1, -1, -1))
         self._dirty = True
         self._slots: Ints = np.zeros(0, np.int64)  # of the flows that move, as of the last look
@@ -88,6 +89,18 @@ class Network:
         self.pos[slot], self.stop[slot], self.static[slot] = at, stop, static
         self.leader[slot] = leader
         self.moving[slot] = True
+        self.parked[slot] = False
+        self._dirty = True
+
+    def park(self, slot: int) -> None:
+        """Let a flow that has run dry stand, with whoever follows it, until there is more."""
+        self.parked[slot] = True
+
+    def resume(self, slot: int, static: float, leader: int) -> None:
+        """Let a parked flow go on: its source has more, or is being sent it."""
+        self.static[slot] = max(self.static[slot], static)
+        self.leader[slot] = leader
+        self.parked[slot] = False
         self._dirty = True
 
     def extend(self, slot: int, stop: float) -> None:
@@ -116,6 +129,7 @@ class Network:
         self.leader = np.concatenate([self.leader, np.full(old, -1, np.int64)])
         self.uses = np.concatenate([self.uses, np.zeros((USES, old), np.int64)], axis=1)
         self.moving = np.concatenate([self.moving, np.zeros(old, np.bool_)])
+        self.parked = np.concatenate([self.parked, np.zeros(old, np.bool_)])
         self._unused = list(range(self._size - 1, old - 1, -1))
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
@@ -161,7 +175,7 @@ class Network:
         pos = self.pos[slots]
         due = pos >= np.minimum(self.edge[slots], self.stop[slots]) - NEAR
         leader = self.leader[slots]
-        dry = (leader < 0) & (pos >= self.static[slots] - NEAR)
+        dry = (leader < 0) & (pos >= self.static[slots] - NEAR) & ~self.parked[slots]
         hit = slots[due | dry]
         return hit[np.argsort(-self.pos[hit], kind="stable")]
 

@@ -17,7 +17,6 @@ import heapq
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
-from math import ceil
 
 import numpy as np
 
@@ -47,6 +46,7 @@ from paceline.wire.plan import Source
 
 WATCH_S = 0.25  # a stream that has not moved for so long says that it waits, like the real one
 LEAST_EXTENTS = 8  # extents shrink towards a host's end, to this part of the longest
+ASIDE = -1  # instead of a lane's number
 EARLY = 0.75  # corrupt runs begin in this part of their extent
 MUCH_CORRUPT = 0.05  # beyond it, rejections are not gathered
 
@@ -240,6 +240,8 @@ class Streams:
 
     def _vouch(self, flows: list[Flow], key: str, number: int, moving: list[bool]) -> None:
         host = flows[0].reader
+        if all(moving) and all(self._vouched[flow.slot] for flow in flows):
+            return
         if all(moving):
             news = SourceAlive(key, number, moving=True, until_s=np.inf)
         else:
@@ -306,17 +308,16 @@ class Streams:
     def _fetch(self, host: Host, source: Source, number: int, extent: Extent) -> None:
         lane = bisect_right(host.lane_starts, extent.first)
         flow = host.feeds.get((source.key, lane))
+        if flow is not None and flow.number == number and extent.stop <= flow.base:
+            lane = ASIDE  # a repair: it takes turns with what is on its way
+            flow = host.feeds.get((source.key, lane))
         if flow is None or flow.number != number:
-            if flow is not None:
-                self._close(flow)
             flow = self._open(host, source, number, lane)
-        if next(host.have.common(extent), None) is not None and not flow.reader.frozen:
+        if next(host.have.common(extent), None) is not None and not host.frozen:
             again = sum(run.size for run in host.have.common(extent))
             self._asked_again(host, extent, again)
         flow.wanted.add(extent)
         if flow.moving:
-            if extent.first < flow.base:
-                self._turn_back(flow)
             self._extend(flow)
         elif flow.open:
             self._to_start.append(flow)
@@ -330,6 +331,17 @@ class Streams:
         far = self.origin if source.kind == "origin" else self.hosts[source.worker_id or ""]
         if far is None:
             raise AssertionError("there is no origin")
+        flow = self._stream(host, far, source.key, number, lane)
+        if not far.alive:
+            self._later_failed(flow, PeerLost("connection refused", where=source.key))
+        else:
+            self.after(self._timing.connect_s, lambda: self._opened(flow))
+        return flow
+
+    def _stream(self, host: Host, far: Host, key: str, number: int, lane: int) -> Flow:
+        known = host.feeds.get((key, lane))
+        if known is not None:
+            self._close(known)
         crosses = not far.is_origin and far.rack != host.rack
         uses: tuple[int, ...] = (host.nic_in, far.nic_out)
         if crosses:
@@ -339,13 +351,9 @@ class Streams:
         if slot >= self._vouched.size:
             self._vouched = np.concatenate([self._vouched, np.zeros_like(self._vouched)])
         self._vouched[slot] = False
-        flow = Flow(slot, host, far, source.key, number, lane, crosses)
-        host.feeds[source.key, lane] = self._by_slot[slot] = flow
+        flow = Flow(slot, host, far, key, number, lane, crosses)
+        host.feeds[key, lane] = self._by_slot[slot] = flow
         far.readers[flow] = None
-        if not far.alive:
-            self._later_failed(flow, PeerLost("connection refused", where=source.key))
-        else:
-            self.after(self._timing.connect_s, lambda: self._opened(flow))
         return flow
 
     def _opened(self, flow: Flow) -> None:
@@ -400,7 +408,11 @@ class Streams:
     def _select(self, flow: Flow) -> None:
         """Begin with the first asked piece that the source has, or that is on its way to it."""
         source = flow.source
-        if flow.moving or flow.closed or not flow.open or not flow.wanted:
+        if flow.closed or not flow.open or not flow.wanted:
+            return
+        if flow.moving:
+            if flow.parked:
+                self._resume(flow)
             return
         if not source.serves or not flow.reader.serves:
             return
@@ -446,6 +458,29 @@ class Streams:
         self._next_extent(flow)
         self._to_start.extend(flow.reader.waiting)
 
+    def _resume(self, flow: Flow) -> None:
+        """Let a flow go on where it ran dry, if its source has more or is being sent it."""
+        source, piece = flow.source, self._reached(flow)
+        has, leader = piece, None
+        there = next(source.have.common(Extent(piece, self._pieces.count)), None)
+        if there is not None and there.first == piece:
+            has = there.stop
+        for other in source.feeds.values():
+            if other.moving and other.base <= has < other.stop:
+                leader = other
+        if leader is None and has == piece:
+            if there is not None and next(flow.wanted.common(there), None) is not None:
+                self._halt(flow)  # it goes on elsewhere
+                self._to_start.append(flow)
+            return
+        flow.parked = False
+        source.waiting.pop(flow, None)
+        flow.leader = leader
+        if leader is not None:
+            leader.followers[flow] = None
+        slot = -1 if leader is None else leader.slot
+        self.network.resume(flow.slot, self._offset(has), slot)
+
     def _offset(self, piece: int) -> float:
         return min(piece * self._piece_bytes, self._size)
 
@@ -462,7 +497,7 @@ class Streams:
         """End the present run where it is; whoever followed has what arrived."""
         if not flow.moving:
             return
-        flow.moving = False
+        flow.moving = flow.parked = False
         self.network.halt(flow.slot)
         for other in flow.followers:
             other.leader = None
@@ -526,13 +561,19 @@ class Streams:
                 return
             ended = at >= self.network.stop[flow.slot] - NEAR
         dry = flow.leader is None and at >= self.network.static[flow.slot] - NEAR
-        if ended or dry:
+        if ended:
             self._halt(flow)
             self._to_start.append(flow)
             self._settle()
             if not flow.moving:
                 self._report(flow)
-        elif reached >= flow.extent_stop:
+            return
+        if dry:
+            flow.parked = True
+            self.network.park(flow.slot)
+            flow.source.waiting[flow] = None
+            self._to_start.append(flow)
+        if reached >= flow.extent_stop:
             self._next_extent(flow)
         elif flow.bad is None:
             self.network.edge[flow.slot] = self._offset(flow.extent_stop)
@@ -621,18 +662,23 @@ class Streams:
         for flow in host.waiting:
             if next(flow.wanted.common(run), None) is not None:
                 self._to_start.append(flow)
-        for flow in host.readers:
-            if flow.moving and run.first < flow.base and flow.cut is None:
+        for flow in list(host.readers):
+            if flow.moving and run.first < flow.base:
                 behind = Extent(run.first, min(run.stop, flow.base))
-                if next(flow.wanted.common(behind), None) is not None:
-                    self._turn_back(flow)
+                passed = list(flow.wanted.common(behind))
+                for each in passed:
+                    flow.wanted.remove(each)
+                    self._aside(flow, each)
 
-    def _turn_back(self, flow: Flow) -> None:
-        """End the present run with the piece on its way: pieces before it can be sent now."""
-        if flow.cut is None:
-            at = float(self.network.pos[flow.slot])
-            flow.cut = min(flow.stop, max(flow.base, ceil((at - NEAR) / self._piece_bytes)))
-            self.network.extend(flow.slot, self._offset(flow.cut))
+    def _aside(self, flow: Flow, extent: Extent) -> None:
+        """Send pieces that were passed by, in turns with what is on its way."""
+        reader = flow.reader
+        aside = reader.feeds.get((flow.key, ASIDE))
+        if aside is None or aside.number != flow.number:
+            aside = self._stream(reader, flow.source, flow.key, flow.number, ASIDE)
+            aside.open = True
+        aside.wanted.add(extent)
+        self._to_start.append(aside)
 
     def _report(self, flow: Flow) -> None:
         """Tell the session what arrived since it was told last."""
