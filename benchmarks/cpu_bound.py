@@ -52,7 +52,26 @@ CONTENDERS: dict[str, Callable[[Order], None]] = {
     "dask-scatter": dask_scatter.conduct,
     "gloo-broadcast": gloo.conduct,
 }
+# How the peers were tuned: each of these beside the peer as it is above; see docs/LOG.md.
+SWEEP: dict[str, Callable[[Order], None]] = {
+    "libtorrent-256k": lambda order: torrent.conduct(order, piece_kib=256),
+    "libtorrent-4m": lambda order: torrent.conduct(order, piece_kib=4096),
+    "libtorrent-super": lambda order: torrent.conduct(order, super_seeding=True),
+    "libtorrent-sequential": lambda order: torrent.conduct(order, sequential=True),
+    "aria2-4-connections": lambda order: aria2.conduct(
+        order, "--split=4", "--max-connection-per-server=4", "--file-allocation=none"
+    ),
+    "aria2-cache": lambda order: aria2.conduct(
+        order, "--split=1", "--file-allocation=none", "--disk-cache=64M"
+    ),
+    "aria2-falloc": lambda order: aria2.conduct(
+        order, "--split=1", "--file-allocation=falloc", "--disk-cache=0"
+    ),
+    "gloo-4m": lambda order: gloo.conduct(order, 4 << 20),
+    "gloo-64m": lambda order: gloo.conduct(order, 64 << 20),
+}
 PEERS = ("libtorrent", "aria2", "dask-scatter", "gloo-broadcast")
+VERIFY = ("libtorrent", "aria2")  # by SHA-256 of their own; the others only carry, we hash
 FLOOR_OF = {"tcp": "floor", "grpc": "floor", "tcp+mtls": "tls-floor", "grpc+mtls": "tls-floor"}
 
 
@@ -66,12 +85,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--piece-kib", type=int, default=1024, help="0: as the size says")
     parser.add_argument("--only", default=",".join(CONTENDERS))
+    parser.add_argument("--sweep", action="store_true", help="the peers, tuned in other ways")
     parser.add_argument("--directory", type=Path, help="where copies lie (default: in memory)")
     parser.add_argument("--out", type=Path, help="where to write cpu_bound.json and .png")
-    parser.add_argument("--conduct", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--conduct", choices=CONTENDERS | SWEEP, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.conduct:
-        CONTENDERS[options.conduct](Order.parse(sys.stdin.readline()))
+        (CONTENDERS | SWEEP)[options.conduct](Order.parse(sys.stdin.readline()))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the contenders go too
     result = measure(options)
@@ -87,6 +107,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return every run, and the summary of each contender."""
     place = options.directory or (MEMORY if MEMORY.is_dir() else None)
     names = [name for name in options.only.split(",") if name]
+    if options.sweep:
+        names = [*PEERS, *SWEEP]
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=place, prefix="paceline-cpu-") as raw:
         root = Path(raw)
@@ -191,7 +213,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         for name in dict.fromkeys(each["contender"] for each in runs)
     }
     median = {name: statistics.median(mine) for name, mine in costs.items()}
-    best_peer = min((median[name] for name in PEERS if name in median), default=None)
+    best_peer = min((median[name] for name in VERIFY if name in median), default=None)
     lines: dict[str, dict[str, Any]] = {}
     for name, mine in costs.items():
         walls = [each["seconds"] for each in runs if each["contender"] == name]
@@ -207,7 +229,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             pairs = zip(mine, costs[under], strict=True)
             line["of_floor"] = round(statistics.median(a / b for a, b in pairs), 3)
         if best_peer and name in FLOOR_OF:
-            line["best_peer_over_this"] = round(best_peer / median[name], 2)
+            line["best_verifying_peer_over_this"] = round(best_peer / median[name], 2)
         lines[name] = line
     return lines
 

@@ -50,8 +50,6 @@ def node(name: str, pki: str) -> None:
     descriptor = os.open(path, os.O_RDONLY if source else os.O_RDWR | os.O_CREAT)
     if source:
         ready.release(order.size // PIECE + 1)
-    else:
-        os.posix_fallocate(descriptor, 0, order.size)
     settings = None
     if pki:
         at = Path(pki)
@@ -60,6 +58,7 @@ def node(name: str, pki: str) -> None:
     threading.Thread(target=_serve, args=args, daemon=True).start()
     say(address=str(listener.getsockname()[1]))
     port = int(hear())
+    os.posix_fallocate(descriptor, 0, order.size)  # a file's pages are part of what it costs
     sock = socket.create_connection(("127.0.0.1", port))
     if settings:
         sock = settings.context(server=False).wrap_socket(sock)

@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import AccessDenied, InvalidInput, PacelineError, PeerLost
-from paceline.relay.sockets import IO_TIMEOUT_S, broken, shut
+from paceline.relay.sockets import IO_TIMEOUT_S, WAKE_BYTES, broken, shut
 from paceline.wire.base import NAME
 
 URI = "paceline://worker/"
 SEND_BLOCK = 256 * 1024  # 64 KiB blocks cost 15 % more CPU, 512 KiB no less
+MAX_RECORD = 17 * 1024  # of TLS, as it travels
 _NAME = re.compile(NAME)
 _LINGER_S = 0.5  # so that an alert is read before the connection is reset
 _SAME = "Set [security] peer_tls the same on every worker."
@@ -121,6 +122,10 @@ class TlsChannel:
         self._lock = threading.Lock()  # held for one call that does not block
         self._sending = threading.Lock()  # held for one frame: records of two may not mix
         self._block = memoryview(bytearray(SEND_BLOCK))
+        self._wakes_at = 1
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._writable.register(sock, select.POLLOUT)
         sock.setblocking(False)
 
     @property
@@ -138,6 +143,8 @@ class TlsChannel:
                 with self._lock:
                     got = self._sock.recv_into(view[done:])
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+                # Part of a record may be in OpenSSL's hands already; the rest must wake us.
+                self._wake_at(min(WAKE_BYTES, len(view) - done - MAX_RECORD))
                 self._wait(error, self.timeout_s)
                 now = time.monotonic()
                 if done and on_some is not None and now - told_s >= self.timeout_s:
@@ -182,9 +189,8 @@ class TlsChannel:
         with self._lock:
             if self._sock.pending():
                 return True
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        return bool(poll.poll(wait_s * 1000))
+        self._wake_at(1)
+        return bool(self._readable.poll(wait_s * 1000))
 
     def shut(self) -> None:
         """Wake whoever reads or writes; see Channel."""
@@ -195,13 +201,16 @@ class TlsChannel:
         with self._lock:
             self._sock.close()
 
+    def _wake_at(self, count: int) -> None:
+        """Let the kernel wake a reader at ``count`` bytes; see PlainChannel."""
+        count = max(1, count)
+        if count != self._wakes_at:
+            self._wakes_at = count
+            with suppress(OSError):
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+
     def _wait(self, why: ssl.SSLError, timeout_s: float) -> bool:
-        poll = select.poll()
-        wanted = select.POLLOUT if isinstance(why, ssl.SSLWantWriteError) else select.POLLIN
-        try:
-            poll.register(self._sock, wanted)
-        except (ValueError, OSError) as error:
-            raise PeerLost("closed") from error
+        poll = self._writable if isinstance(why, ssl.SSLWantWriteError) else self._readable
         return bool(poll.poll(timeout_s * 1000))
 
 
