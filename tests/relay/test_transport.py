@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import resource
 import secrets
 import socket
 import time
@@ -73,12 +75,15 @@ class Port:
         return sock
 
     def hold(self, staging: Staging, index: int) -> None:
+        self.write(staging, index)
+        staging.hold(self.manifest.piece_of(index))
+
+    def write(self, staging: Staging, index: int) -> None:
         piece = self.manifest.piece_of(index)
         path = self.model / self.manifest.files[piece.file_index].path
         data = path.read_bytes()[piece.file_offset :][: piece.length]
         assert staging.claim(index)
         staging.write(staging.descriptor(piece.file_index), memoryview(data), piece.file_offset)
-        staging.hold(piece)
 
 
 def next_frame(sock: socket.socket) -> tuple[Header, bytes]:
@@ -217,3 +222,35 @@ def test_the_sending_side_tells_what_an_edge_carried(port: Port) -> None:
         (edge,) = staging.edges.tallies()
     assert (edge.source, edge.reader, edge.bytes) == ("node-0", "me", len(data) + len(more))
     assert 0 < edge.busy_s < 5
+
+
+def test_without_descriptors_callers_wait_and_running_streams_go_on(port: Port) -> None:
+    staging = port.library.open(port.manifest)
+    port.hold(staging, 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    late = socket.socket()
+    with port.welcomed() as running, late:
+        sock_numbers = [int(each.name) for each in Path("/proc/self/fd").iterdir()]
+        running.sendall(encode(Kind.REQUEST, 0, 3))
+        assert take_piece(running)[0] == 0
+        port.write(staging, 1)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(sock_numbers) + 1, hard))
+        fillers = []
+        try:
+            with contextlib.suppress(OSError):
+                while True:  # numbers below the limit that were free
+                    fillers.append(os.open("/dev/null", os.O_RDONLY))
+            host, _, number = port.server.address.rpartition(":")
+            late.connect((host, int(number)))  # into the backlog
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            hello = Hello(PROTOCOL_VERSION, 0.05, port.manifest.digest, nonce, "late")
+            late.sendall(encode_hello(hello))
+            staging.hold(port.manifest.piece_of(1))
+            assert take_piece(running)[0] == 1  # it goes on
+        finally:
+            for each in fillers:
+                os.close(each)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert next_frame(late)[0].kind is Kind.CHALLENGE  # and the late one's turn comes
+        port.hold(staging, 2)
+        assert take_piece(running)[0] == 2

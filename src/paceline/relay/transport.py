@@ -68,7 +68,7 @@ class Transport(Protocol):
         pacer: Pacer,
         on_rotten: Rotten,
     ) -> Server:
-        """Bind a port and return its server, not yet started; raises PortTaken."""
+        """Bind a port and return its server, not yet started; raises PortInUse or InvalidInput."""
         ...
 
     def pull(
