@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from random import Random
 
 from paceline.errors import PacelineError, PeerLost
@@ -31,6 +29,7 @@ from paceline.relay.events import (
     PieceVerified,
     ReportCorrupt,
     ReportSourceLost,
+    SessionAction,
     SessionEvent,
     SourceAlive,
     SourceFailed,
@@ -38,6 +37,7 @@ from paceline.relay.events import (
 )
 from paceline.relay.extents import Extent, Extents
 from paceline.relay.limits import PieceMap, SessionLimits
+from paceline.relay.nodes import Faults, Node, Stream
 from paceline.relay.session import RelaySession
 from paceline.wire.plan import WorkerLanes
 from paceline.wire.records import WorkerStatus
@@ -49,75 +49,6 @@ DELIVERING_S = 0.25  # a source that sent a good piece so recently is not given 
 EVENTS_A_SECOND = 150  # of one node, on the average,
 EVENTS_AT_LEAST = 2000  # beyond so many; more is a busy loop
 ORIGIN = "origin"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Faults:
-    """How often things go wrong, as shares of the pieces sent."""
-
-    corrupt: float = 0.0
-    duplicate: float = 0.0
-    delay_s: float = 0.0  # events reach the session up to this much later, out of order
-    late_failure_s: float = 0.0  # word of a broken connection comes up to this much later
-    corrupt_from: frozenset[str] = frozenset()  # these nodes send only bad pieces
-
-
-@dataclass(eq=False, slots=True)
-class Stream:
-    """One open connection: what its reader still wants of its source, in the order it asked."""
-
-    reader: Node
-    source: Node
-    key: str
-    number: int
-    session: RelaySession
-    wanted: deque[Extent] = field(default_factory=deque)
-    busy: bool = False
-    open: bool = True
-    told_s: float = -math.inf  # when it last delivered a good piece
-    corrupted: bool = False
-    watched: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class Node:
-    """A worker, or the origin (which has no session and everything)."""
-
-    name: str
-    link_bytes_s: float
-    session: RelaySession | None = None
-    everything: Extents | None = None  # what the origin has
-    durable: Extents = field(default_factory=Extents)
-    pending: Extents = field(default_factory=Extents)  # good, and not durable yet
-    bad: set[int] = field(default_factory=set)  # pieces whose bytes here are not the model's
-    rotten: set[int] = field(default_factory=set)  # pieces that went bad on this disk unseen
-    distrusted: Extents = field(default_factory=Extents)  # found rotten: not served
-    streams: dict[str, Stream] = field(default_factory=dict)  # by source key
-    readers: list[Stream] = field(default_factory=list)
-    backlog: list[SessionEvent] = field(default_factory=list)  # while it is frozen
-    alive: bool = True
-    frozen: bool = False
-    complete: bool = False
-    error: PacelineError | None = None
-    in_free_s: float = 0.0
-    out_free_s: float = 0.0
-    received_pieces: int = 0
-    received_s: float = 0.0  # when the last one came
-    origin_bytes: int = 0  # asked of the origin under the present lanes
-    origin_budget_bytes: int = 0
-    corrupt_seen: dict[str, int] = field(default_factory=dict)
-    corrupt_sent: set[str] = field(default_factory=set)  # who really sent bad pieces here
-    next_tick_s: float = math.inf
-    events: int = 0
-    epoch: int = 0
-    lanes: WorkerLanes | None = None
-
-    @property
-    def verified(self) -> Extents:
-        """Return what it may serve."""
-        if self.everything is not None:
-            return self.everything
-        return self.session.verified if self.session else self.durable
 
 
 class MemoryFleet:
@@ -273,38 +204,18 @@ class MemoryFleet:
         if isinstance(event, LanesAssigned) and event.lanes.epoch > node.epoch:
             node.epoch, node.error, node.lanes = event.lanes.epoch, None, event.lanes
             node.origin_bytes, node.origin_budget_bytes = 0, event.lanes.origin_budget_bytes
-        other = None  # the stream in use, where this is news of an earlier one
-        if isinstance(event, SourceFailed | PieceRejected):
-            other = node.streams.get(event.source_key)
-            if other is not None and other.number == event.stream:
-                other = None
+        other = self._other_stream(node, event)
         actions = session.handle(event, self.now_s)
         if session.epoch < node.epoch:
             raise AssertionError(f"{node.name} went back to epoch {session.epoch}")
         for action in actions:
-            match action:
-                case Fetch():
-                    self._fetch(node, session, action)
-                case Abandon(key, number):
-                    stream = node.streams.get(key)
-                    if stream is not None and stream.number == number:
-                        self._close(stream)
-                        del node.streams[key]
-                case Complete():
-                    if node.durable.count != self._pieces.count:
-                        raise AssertionError(f"{node.name} shows what is not durable (I1)")
-                    node.complete = True
-                case Fail(error):
-                    node.error = error
-                case ReportCorrupt(key, _):
-                    node.corrupt_seen[key] = node.corrupt_seen.get(key, 0) + 1
-                    if key not in node.corrupt_sent:
-                        raise AssertionError(f"{node.name} blames {key}, which sent good bytes")
-                case ReportSourceLost(key, reason):
-                    self._check_lost(node, key, reason)
+            self._do(node, session, action)
         if other is not None and node.streams.get(other.key) is not other:
             raise AssertionError(f"{node.name} gave a stream up at news of an earlier one")
         if isinstance(event, PieceVerified):
+            told = node.streams.get(event.source_key)
+            if told is not None and told.number == event.stream:
+                told.told_s = self.now_s
             if node.distrusted:
                 node.distrusted.remove(event.extent)
             for waiting in node.readers:
@@ -315,6 +226,35 @@ class MemoryFleet:
         elif not actions and isinstance(event, PiecesDurable | SourceAlive):
             return
         self._arm(node, session)
+
+    def _other_stream(self, node: Node, event: SessionEvent) -> Stream | None:
+        """Return the stream in use where ``event`` is bad news of an earlier one."""
+        if not isinstance(event, SourceFailed | PieceRejected):
+            return None
+        stream = node.streams.get(event.source_key)
+        return stream if stream is not None and stream.number != event.stream else None
+
+    def _do(self, node: Node, session: RelaySession, action: SessionAction) -> None:
+        match action:
+            case Fetch():
+                self._fetch(node, session, action)
+            case Abandon(key, number):
+                stream = node.streams.get(key)
+                if stream is not None and stream.number == number:
+                    self._close(stream)
+                    del node.streams[key]
+            case Complete():
+                if node.durable.count != self._pieces.count:
+                    raise AssertionError(f"{node.name} shows what is not durable (I1)")
+                node.complete = True
+            case Fail(error):
+                node.error = error
+            case ReportCorrupt(key, _):
+                node.corrupt_seen[key] = node.corrupt_seen.get(key, 0) + 1
+                if key not in node.corrupt_sent:
+                    raise AssertionError(f"{node.name} blames {key}, which sent good bytes")
+            case ReportSourceLost(key, reason):
+                self._check_lost(node, key, reason)
 
     def _check_lost(self, node: Node, key: str, reason: str) -> None:
         # The session says so before or after it abandons the stream; both name the same source.
@@ -450,7 +390,6 @@ class MemoryFleet:
                 self._later(LATENCY_S, self._found_rotten, source, piece)
         else:
             event = PieceVerified(stream.key, stream.number, extent)
-            stream.told_s = self.now_s
             reader.bad.discard(piece)
             if not reader.durable.covers(extent):
                 if not reader.pending:

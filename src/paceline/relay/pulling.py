@@ -44,6 +44,7 @@ class Puller:
         self._hedging = Hedging(limits, pieces, self._patience)
         self._budget = OriginBudget()
         self._steady = False  # nothing but the lanes' own windows needs looking at
+        self._broken: set[str] = set()  # sources whose streams broke under the present lanes
         self._streams = 0
         self.checked_s = float("-inf")  # when deadlines were last looked at
         self.lost: dict[str, None] = {}  # an ordered set of source keys, for reports
@@ -62,6 +63,7 @@ class Puller:
                 self._forget(feed, actions)
         self._works = works
         self._patience.piece_deadline_s = lanes.piece_deadline_s
+        self._broken.clear()
         self._health.clear()  # the coordinator knows more than our last failures
         self._hedging.begin()
         self._repairs.replan(set(self._feeds))
@@ -263,6 +265,7 @@ class Puller:
         temporary = isinstance(error, TemporaryError) and feed.source.kind == "worker"
         if temporary and feed.good > 0:
             self._forget(feed, actions)
+            self._broken.add(feed.source.key)
             self.last_error = error
         else:
             self.lose(feed, error, now_s, actions)
@@ -375,7 +378,9 @@ class Puller:
                 wanted="a piece",
                 where=key,
             )
-            if self._leave(work, error, now_s):
+            left = self._feeds.get(key)
+            lives = left is not None and left.moved_s > work.progress_s  # for other lanes
+            if self._leave(work, error, now_s) and not lives:
                 self._report_lost(key, error, actions)
         for repair in self._repairs:
             key = repair.asked
@@ -400,6 +405,7 @@ class Puller:
         sources = [self._source_for(work, now_s) for work in wanting]  # all, as they share windows
         for work, feed in zip(wanting, sources, strict=True):
             if feed is not None:
+                self._size_window(work)  # others may have left the source they shared
                 self._top_up(feed, work, now_s, actions)
                 if work.active is None and (other := self._source_for(work, now_s)) is not None:
                     self._top_up(other, work, now_s, actions)  # the origin's budget is spent
@@ -449,7 +455,8 @@ class Puller:
         if able:
             best = min(able, key=lambda each: self._failures(each, work))
             work.active, work.progress_s = best.key, now_s
-            fresh = work.is_first_choice(best.key) and self._failures(best, work) == 0
+            given_up = best.key in self._broken or self._failures(best, work) > 0
+            fresh = work.is_first_choice(best.key) and not given_up
             hurry = len(able) > 1 and best.kind == "worker" and not fresh
             work.hurry_s = self._patience.hurry_s(work) if hurry else 0.0
             return self._open(best, now_s)
