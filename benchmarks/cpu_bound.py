@@ -56,10 +56,11 @@ CONTENDERS: dict[str, Callable[[Order], None]] = {
 SWEEP: dict[str, Callable[[Order], None]] = {
     "libtorrent-256k": lambda order: torrent.conduct(order, piece_kib=256),
     "libtorrent-4m": lambda order: torrent.conduct(order, piece_kib=4096),
-    "libtorrent-super": lambda order: torrent.conduct(order, super_seeding=True),
+    "libtorrent-plain": lambda order: torrent.conduct(order, super_seeding=False),
     "libtorrent-sequential": lambda order: torrent.conduct(order, sequential=True),
-    "aria2-4-connections": lambda order: aria2.conduct(
-        order, "--split=4", "--max-connection-per-server=4", "--file-allocation=none"
+    "aria2-1-connection": lambda order: aria2.conduct(order, "--split=1", "--file-allocation=none"),
+    "aria2-no-cache": lambda order: aria2.conduct(
+        order, "--split=1", "--file-allocation=none", "--disk-cache=0"
     ),
     "aria2-cache": lambda order: aria2.conduct(
         order, "--split=1", "--file-allocation=none", "--disk-cache=64M"

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from benchmarks.cpu.stage import Nodes, Order, delivery, hear, say
 
 # The cheapest of a sweep on loopback; see docs/LOG.md.
-TUNED = ("--split=1", "--max-connection-per-server=1", "--file-allocation=none", "--disk-cache=0")
+TUNED = ("--split=4", "--max-connection-per-server=4", "--file-allocation=none")
 
 
 def conduct(order: Order, *options: str) -> None:
