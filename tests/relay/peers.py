@@ -81,9 +81,9 @@ class Node:
         self.streams: list[PullStream] = []
         self.server: Any = None
 
-    def serve(self, pacer: Pacer | None = None, port: int = 0) -> str:
+    def serve(self, pacer: Pacer | None = None, port: int = 0, host: str = "127.0.0.1") -> str:
         self.server = self.transport.serve(
-            host="127.0.0.1",
+            host=host,
             port=port,
             worker_id=self.worker_id,
             find=self.library.find,

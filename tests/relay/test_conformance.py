@@ -321,6 +321,17 @@ def test_a_taken_port_is_named(pair: Pair) -> None:
         pair.reader.serve(port=port)
 
 
+def test_a_peer_port_may_be_an_ipv6_one(pair: Pair) -> None:
+    theirs, mine = pair.open()
+    pair.hold_all(theirs)
+    pair.source.server.stop()
+    address = pair.source.serve(host="::1")
+    assert address.startswith("[::1]:")
+    heard = Heard()
+    pair.reader.pull(mine, address, heard).request(Extent(0, 2))
+    assert sorted(heard.wait_pieces(2)) == [0, 1]
+
+
 def test_edges_are_counted_on_both_sides(pair: Pair) -> None:
     theirs, mine = pair.open()
     pair.hold(theirs, 0, 1)

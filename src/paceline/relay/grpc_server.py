@@ -104,6 +104,8 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(service, {method: handler}),)
         )
+        if ":" in host and not host.startswith("["):
+            host = f"[{host}]"
         where = f"{host}:{port}"
         try:
             bound = self._bind(where, tls)
