@@ -213,7 +213,7 @@ class Control:
             origin_bytes=round(host.origin_bytes),
             lost_sources=progress.lost_sources,
             corrupt_sources=progress.corrupt_sources,
-            edges=tallies_of(host, self._streams.carried(host)),
+            edges=tallies_of(host, self._streams.running(host)),
             failure=failure,
             receipt=receipt,
         )

@@ -100,7 +100,8 @@ class Flow:
     extent_stop: int = 0
     bad: Extent | None = None  # pieces of the present extent that will not match their digests
     drawn: Extent = NOTHING  # the extent for which that was decided last
-    drawn_bad: Extent | None = None
+    drawn_bad: Extent | None = None  # what of it is still to come
+    drawn_pieces: int = 0  # how many were corrupt
     owed: Extents = field(default_factory=Extents)  # passed by: its source had not repaired them
     leader: Flow | None = None
     followers: dict[Flow, None] = field(default_factory=dict)
@@ -109,28 +110,24 @@ class Flow:
     closed: bool = False
 
 
-def tallies_of(host: Host, running: dict[Flow, tuple[float, float]]) -> tuple[EdgeTally, ...]:
-    """Return the counts that a host reports; ``running`` are its open streams' bytes and time."""
-    sums = {
-        edge: Tally(tally.bytes, tally.busy_s, tally.pieces, tally.corrupt)
-        for edge, tally in host.edges.items()
-    }
-    for flow, (count, busy_s) in running.items():
-        tally = sums.setdefault((flow.key, flow.reader.name), Tally())
-        tally.bytes += count
-        tally.busy_s += busy_s
-    made = [
-        EdgeTally(
-            source=source,
-            reader=reader,
-            bytes=round(tally.bytes),
-            busy_s=tally.busy_s,
-            pieces=tally.pieces,
-            corrupt=tally.corrupt,
+def tallies_of(host: Host, running: dict[tuple[str, str], Tally]) -> tuple[EdgeTally, ...]:
+    """Return the counts that a host reports: of closed streams, and ``running`` of open ones."""
+    made = []
+    for source, reader in {**host.edges, **running}:
+        closed = host.edges.get((source, reader), NONE)
+        running_one = running.get((source, reader), NONE)
+        made.append(
+            EdgeTally.model_construct(  # a million of them: nobody but us made these numbers
+                source=source,
+                reader=reader,
+                bytes=round(closed.bytes + running_one.bytes),
+                busy_s=closed.busy_s + running_one.busy_s,
+                pieces=max(0, closed.pieces + running_one.pieces),
+                corrupt=max(0, closed.corrupt + running_one.corrupt),
+            )
         )
-        for (source, reader), tally in sums.items()
-    ]
     return tuple(sorted(made, key=lambda edge: -(edge.bytes + edge.pieces))[:MOST_EDGES])
 
 
+NONE = Tally()
 MOST_EDGES = 512  # what a beat may carry

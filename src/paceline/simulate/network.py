@@ -40,12 +40,13 @@ class Network:
             setattr(self, name, np.zeros(self._size))
         self.leader: Ints = np.full(self._size, -1, np.int64)
         self.uses: Ints = np.zeros((USES, self._size), np.int64)
+        self.pair: Ints = np.zeros(self._size, np.int64)
         self.moving: Flags = np.zeros(self._size, np.bool_)
         self.parked: Flags = np.zeros(self._size, np.bool_)
         self._unused = list(range(self._size - 1, -1, -1))
         self._dirty = True
         self._slots: Ints = np.zeros(0, np.int64)  # of the flows that move, as of the last look
-        self._spare: Floats = np.zeros(0)  # what each could carry beyond its rate
+        self._potential: Floats = np.zeros(0)  # what each one's connection could carry
         self._state: NDArray[np.int8] = np.zeros(0, np.int8)
 
     # ── resources and flows ──────────────────────────────────────────────────────────────────────
@@ -60,14 +61,16 @@ class Network:
         self._capacity[resource] = bytes_s
         self._dirty = True
 
-    def add(self, uses: tuple[int, ...], lag: float) -> int:
-        """Add a flow that does not move yet and return its slot."""
+    def add(self, uses: tuple[int, ...], lag: float, pair: int = 0) -> int:
+        """Add a flow that does not move yet and return its slot; flows of one ``pair`` of hosts
+        share a connection.
+        """
         if not self._unused:
             self._grow()
         slot = self._unused.pop()
         self.uses[:, slot] = 0
         self.uses[: len(uses), slot] = uses
-        self.lag[slot] = lag
+        self.lag[slot], self.pair[slot] = lag, pair
         self.leader[slot] = -1
         self.moving[slot] = False
         self.rate[slot] = self.carried[slot] = self.busy_s[slot] = self.over[slot] = 0.0
@@ -128,6 +131,7 @@ class Network:
             setattr(self, name, column)
         self.leader = np.concatenate([self.leader, np.full(old, -1, np.int64)])
         self.uses = np.concatenate([self.uses, np.zeros((USES, old), np.int64)], axis=1)
+        self.pair = np.concatenate([self.pair, np.zeros(old, np.int64)])
         self.moving = np.concatenate([self.moving, np.zeros(old, np.bool_)])
         self.parked = np.concatenate([self.parked, np.zeros(old, np.bool_)])
         self._unused = list(range(self._size - 1, old - 1, -1))
@@ -211,7 +215,7 @@ class Network:
         going = moved > NEAR
         self.moved_s[slots[going]] = to_s
         self.carried[slots] += moved
-        potential = rate + self._spare
+        potential = self._potential
         with np.errstate(divide="ignore", invalid="ignore"):
             took_s = np.where(potential > 0, moved / potential, 0.0)
         self.busy_s[slots] += np.minimum(took_s, step_s)
@@ -247,7 +251,7 @@ class Network:
         self._dirty = False
         slots = self._slots = np.flatnonzero(self.moving)
         if not slots.size:
-            self._state, self._spare = np.zeros(0, np.int8), np.zeros(0)
+            self._state, self._potential = np.zeros(0, np.int8), np.zeros(0)
             return
         state = self._state = self._states(slots)
         where = np.full(self._size + 1, -1, np.int64)
@@ -263,14 +267,9 @@ class Network:
         left = capacity.copy()
         for row in uses:
             left -= np.bincount(row, weights=rate, minlength=left.size)
-        self._spare = np.maximum(np.where(follows, left[uses].min(axis=0), 0.0), 0.0)
-
-    def potential(self, slot: int) -> float:
-        """Return what a flow could carry now, were there always something to send."""
-        at = np.searchsorted(self._slots, slot)
-        if at >= self._slots.size or self._slots[at] != slot:
-            return 0.0
-        return float(self.rate[slot] + self._spare[at])
+        spare = np.maximum(np.where(follows, left[uses].min(axis=0), 0.0), 0.0)
+        together = np.bincount(self.pair[slots], weights=rate)[self.pair[slots]]
+        self._potential = together + spare
 
 
 FREE, FOLLOWING, WAITING = 0, 1, 2

@@ -39,7 +39,7 @@ from paceline.relay.events import (
 from paceline.relay.extents import Extent, Extents
 from paceline.relay.limits import PieceMap, SessionLimits
 from paceline.relay.session import RelaySession
-from paceline.simulate.hosts import Flow, Host
+from paceline.simulate.hosts import Flow, Host, Tally
 from paceline.simulate.network import NEAR, Network
 from paceline.simulate.scenario import Timing
 from paceline.wire.plan import Source
@@ -92,6 +92,7 @@ class Streams:
         self._to_start: deque[Flow] = deque()
         self._to_report: deque[Flow] = deque()
         self._by_slot: dict[int, Flow] = {}
+        self._pairs: dict[tuple[str, str], int] = {}
         self._vouched = np.zeros(64, np.bool_)  # sessions know that these flows move
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
@@ -211,11 +212,33 @@ class Streams:
         self.network.limit(host.nic_in, bytes_s)
         self.network.limit(host.nic_out, bytes_s)
 
-    def carried(self, host: Host) -> dict[Flow, tuple[float, float]]:
-        """Return bytes and busy seconds of the open streams whose edges ``host`` reports."""
-        mine = [*host.readers, *(f for f in host.feeds.values() if f.source is self.origin)]
-        network = self.network
-        return {f: (float(network.carried[f.slot]), float(network.busy_s[f.slot])) for f in mine}
+    def running(self, host: Host) -> dict[tuple[str, str], Tally]:
+        """Return what is to be added to a host's counts for its open streams.
+
+        Corrupt pieces come in one run an extent here: they are counted as if they were spread.
+        """
+        network, sums = self.network, dict[tuple[str, str], Tally]()
+        for flow in host.readers:
+            tally = sums.setdefault((flow.key, flow.reader.name), Tally())
+            tally.bytes += float(network.carried[flow.slot])
+            tally.busy_s += float(network.busy_s[flow.slot])
+        for flow in host.feeds.values():
+            tally = sums.setdefault((flow.key, host.name), Tally())
+            if flow.source is self.origin:
+                tally.bytes += float(network.carried[flow.slot])
+                tally.busy_s += float(network.busy_s[flow.slot])
+            corrupt = self._unspread(flow)
+            tally.pieces += self._reached(flow) - flow.base - corrupt
+            tally.corrupt += corrupt
+        return sums
+
+    def _unspread(self, flow: Flow) -> int:
+        """Return how many more corrupt pieces would have come by now, had they been spread."""
+        reached, drawn = self._reached(flow), flow.drawn
+        if not flow.drawn_pieces or not drawn.first <= reached <= drawn.stop:
+            return 0
+        refused = flow.drawn_pieces - (flow.drawn_bad.size if flow.drawn_bad else 0)
+        return round(flow.drawn_pieces * (reached - drawn.first) / drawn.size) - refused
 
     def watch(self) -> None:
         """Say who lives and who sends, as keepalives and arriving bytes do.
@@ -347,7 +370,8 @@ class Streams:
         if crosses:
             uses = (*uses, far.uplink_out, host.uplink_in)
         lanes = max(1, len(host.lanes.lanes)) if host.lanes else 1
-        slot = self.network.add(uses, self._piece_bytes + self._lag_bytes / lanes)
+        pair = self._pairs.setdefault((far.name, host.name), len(self._pairs))
+        slot = self.network.add(uses, self._piece_bytes + self._lag_bytes / lanes, pair)
         if slot >= self._vouched.size:
             self._vouched = np.concatenate([self._vouched, np.zeros_like(self._vouched)])
         self._vouched[slot] = False
@@ -376,6 +400,10 @@ class Streams:
             return
         self._arrive(flow, self._reached(flow))
         self._report(flow)
+        judged = flow.reader.edge(flow.key, flow.reader.name)
+        corrupt = self._unspread(flow)
+        judged.corrupt += corrupt
+        judged.pieces -= corrupt
         self._halt(flow)
         flow.closed, flow.open = True, False
         network, slot = self.network, flow.slot
@@ -524,6 +552,7 @@ class Streams:
             flow.bad = self._draw(flow.base, stop, share) if share > 0 else None
             if flow.base >= drawn.stop:
                 flow.drawn, flow.drawn_bad = Extent(flow.base, stop), flow.bad
+                flow.drawn_pieces = flow.bad.size if flow.bad is not None else 0
         edge = flow.extent_stop if flow.bad is None else min(flow.bad.stop, flow.extent_stop)
         self.network.edge[flow.slot] = self._offset(edge)
 
@@ -616,7 +645,7 @@ class Streams:
             for each in source.have.gaps(run):
                 flow.owed.add(each)
         self._take(flow, got)
-        reader.edge(flow.key, reader.name).pieces += sum(each.size for each in got)
+        reader.edge(flow.key, reader.name).pieces += run.size
 
     def _refuse(self, flow: Flow, rotten: Extent) -> None:
         flow.wanted.remove(rotten)
