@@ -19,6 +19,7 @@ class SessionLimits:
     window_bytes: int = 32 * MIB  # asked for and not yet here, per source
     window_pieces: int = 256
     window_s: float = 1.0  # and no more than the expected rate brings in this time,
+    origin_window_s: float = 4.0  # the origin is read in long ranges, one behind the other,
     least_window_pieces: int = 4  # but always several pieces: the pipe never runs empty
     piece_attempts: int = 3  # corrupt arrivals of one piece from each worker that has it,
     # and from the origin, which nobody can stand in for: with one transfer in a hundred corrupt,

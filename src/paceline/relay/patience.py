@@ -71,7 +71,7 @@ class Patience:
             return asked_s + self.piece_deadline_s
         silence_s = self.silence_s(feed.source)
         moved_s = min(feed.moved_s, asked_s + 3 * silence_s)
-        vouched_s = min(feed.vouched_s, asked_s + self._limits.give_up_s)
+        vouched_s = min(feed.vouched_s, asked_s + 4 * silence_s)
         return max(asked_s + silence_s, moved_s + silence_s, vouched_s)
 
     def late_at_s(self, work: Work, asked_s: float) -> float:

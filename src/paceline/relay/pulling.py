@@ -514,7 +514,10 @@ class Puller:
         sharing = self._works.sharing(work)
         most = limits.window_bytes
         if rate > 0:
-            most = min(most, int(rate * limits.window_s))
+            feed = self._feeds.get(work.active or "")
+            at_origin = feed is not None and feed.source.kind == "origin"
+            window_s = limits.origin_window_s if at_origin else limits.window_s
+            most = min(most, int(rate * window_s))
         several = max(1, limits.least_window_pieces // sharing) * self._pieces.piece_bytes
         work.window_bytes = max(several, most // sharing)
         work.window_pieces = max(1, limits.window_pieces // sharing)
