@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 from paceline.manifest import Manifest
@@ -24,7 +25,10 @@ from paceline.wire.plan import Topology
 from paceline.wire.records import DeploymentStatus
 
 EXACT_EVENTS = 60_000  # arrivals of pieces that are simulated one by one
-REPORTS_PER_WORKER = 64  # otherwise: of arrivals, to each session
+REPORTS_PER_WORKER = 64  # otherwise: of arrivals, to each session; fewer in a large fleet,
+LEAST_REPORTS = 24
+MANY_REPORTS = 120_000  # where this is what they all get together
+COMMITS = 100  # groups of pieces made durable, in all, where pieces are gathered
 EXACT_WORKERS = 256  # up to which every change of rates is followed at once
 STEP_S = 0.05 / 1_000  # beyond: of virtual time, by worker
 FINISHING_S = 120.0  # I7: after the last fault, beyond what the transfer itself takes
@@ -46,10 +50,13 @@ class Simulation:
         step_s = scenario.step_s
         if step_s < 0:
             step_s = 0.0 if scenario.workers <= EXACT_WORKERS else STEP_S * scenario.workers
+        timing = scenario.timing
+        if coalesce > 1:
+            timing = replace(timing, group_s=max(timing.group_s, scenario.bound_s / COMMITS))
         self.streams = Streams(
             self.manifest,
             limits=self._limits(coalesce),
-            timing=scenario.timing,
+            timing=timing,
             coalesce=coalesce,
             corrupt=scenario.corrupt,
             step_s=step_s,
@@ -80,7 +87,11 @@ class Simulation:
         pieces = self.manifest.piece_count
         if pieces * self.scenario.workers <= EXACT_EVENTS:
             return 1
-        return max(1, pieces // REPORTS_PER_WORKER)
+        each = min(REPORTS_PER_WORKER, max(LEAST_REPORTS, MANY_REPORTS // self.scenario.workers))
+        power = 1
+        while power * each < pieces:
+            power *= 2
+        return power
 
     @staticmethod
     def _limits(coalesce: int) -> SessionLimits:

@@ -670,9 +670,10 @@ class Streams:
     def _take(self, flow: Flow, runs: Iterable[Extent]) -> None:
         """These pieces are at the reader now, and verified; whoever waits there for them learns."""
         todo = [(flow, run) for run in runs]
+        for _, run in todo:
+            flow.wanted.remove(run)
         while todo:
             flow, run = todo.pop()
-            flow.wanted.remove(run)
             flow.unreported.append(run)
             if not flow.reader.have.add(run):
                 continue
@@ -681,6 +682,7 @@ class Streams:
                     owed = list(other.owed.common(run))
                     for each in owed:
                         other.owed.remove(each)
+                        other.wanted.remove(each)
                         todo.append((other, each))
                     if owed and not other.moving:
                         self._to_report.append(other)
