@@ -203,6 +203,10 @@ class Streams:
             return
         host.frozen = False
         self._to_start.extend([*host.readers, *host.feeds.values()])
+        host.commit_s = None
+        self._commit_soon(host)
+        if host.complete:
+            self._publish_soon(host)
         missed, host.missed = host.missed, []
         for event in (*missed, Tick()):
             self.tell(host, event)
@@ -317,10 +321,13 @@ class Streams:
             lacking = self._pieces.count - host.durable.count
             self.violations.append(f"I1 {host.name} published with {lacking} pieces missing")
         host.complete = True
+        self._publish_soon(host)
+
+    def _publish_soon(self, host: Host) -> None:
         session = host.session
 
         def published() -> None:
-            if host.session is session and host.alive:
+            if host.session is session and host.serves and host.published_s is None:
                 host.published_s = self.now_s
                 self.on_published(host)
 
