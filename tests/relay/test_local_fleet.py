@@ -201,7 +201,9 @@ def test_a_worker_whose_unfinished_copy_rots_repairs_itself(
     paced: LocalFleet, manifest: Manifest, model: Path
 ) -> None:
     first, second, *_ = order(manifest)
-    paced.deploy(manifest, {first: chain(manifest, model, link_mbit=6)(paced.addresses)[first]})
+    alone = chain(manifest, model, link_mbit=6)(paced.addresses)[first]
+    most = manifest.total_size * 2 // 3  # it stops there, so that it is found out before its end
+    paced.deploy(manifest, {first: alone.model_copy(update={"origin_budget_bytes": most})})
     until(lambda: (beat := paced.beat(first, DEPLOYMENT)) is not None and beat.pieces_held > 20)
     staging = next((paced.drivers[first].store.root / "staging").iterdir())
     with (staging / "data/shards/a.bin").open("r+b") as file:
@@ -213,6 +215,29 @@ def test_a_worker_whose_unfinished_copy_rots_repairs_itself(
         verify_directory(Path(receipt.path), manifest)
     assert receipts[second].corrupt_pieces == 1
     assert receipts[first].origin_bytes == manifest.total_size + manifest.piece_bytes
+
+
+def test_a_published_copy_that_rots_is_withdrawn_and_mended(
+    paced: LocalFleet, manifest: Manifest, model: Path
+) -> None:
+    first, second, *_ = order(manifest)
+    alone = chain(manifest, model, link_mbit=6)(paced.addresses)[first]
+    paced.deploy(manifest, {first: alone})
+    path = Path(paced.receipts(DEPLOYMENT, [first])[first].path)
+    (path / "shards/a.bin").chmod(0o644)
+    with (path / "shards/a.bin").open("r+b") as file:
+        file.seek(50_000)
+        file.write(b"rot")
+    (path / "shards/a.bin").chmod(0o444)
+    both = chain(manifest, model, link_mbit=6, epoch=2)(paced.addresses)
+    paced.deploy(manifest, {second: both[second]})
+    until(lambda: paced.drivers[first].withdrawals == 1)
+    assert not path.exists()
+    paced.deploy(manifest, {first: both[first]})
+    receipts = paced.receipts(DEPLOYMENT, [first, second])
+    for receipt in receipts.values():
+        verify_directory(Path(receipt.path), manifest)
+    assert receipts[first].origin_bytes == manifest.piece_bytes  # the rest was held
 
 
 def test_a_flipped_byte_at_the_origin_is_named_and_shown_to_nobody(

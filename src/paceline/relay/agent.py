@@ -199,9 +199,12 @@ class Agent:
             self._broken = error
 
     def _beat_on(self) -> None:
-        failures, registered = 0, False
+        failures, registered, withdrawals = 0, False, 0
         while True:
             began_s = time.monotonic()
+            if self.driver.withdrawals > withdrawals:  # it holds less than it said: begin again
+                withdrawals, registered = self.driver.withdrawals, False
+                self._renew()
             try:
                 if not registered:
                     self._register()

@@ -69,6 +69,7 @@ class Deployments:
         self._post, self._tell, self._report_of = post, tell, report_of
         self._changed = changed
         self._shares: dict[str, Share] = {}
+        self.withdrawals = 0  # published versions that rotted
 
     def __iter__(self) -> Iterator[Share]:
         return iter(list(self._shares.values()))
@@ -149,11 +150,14 @@ class Deployments:
             limits=self._limits,
             seed=self._seed,
         )
-        if not staging.published:
-            share.committer = Committer(staging, self._report_of(share))
-            share.committer.start()
+        self._commit_on(share)
         self._tell(share, LanesAssigned(share.lanes), now_s)
         self.refresh(share, now_s)
+
+    def _commit_on(self, share: Share) -> None:
+        if share.staging is not None and not share.staging.published:
+            share.committer = Committer(share.staging, self._report_of(share))
+            share.committer.start()
 
     def publish(self, share: Share) -> None:
         """Show the complete version at its final path, on a thread of its own."""
@@ -169,7 +173,10 @@ class Deployments:
             path = self._store.publish(staging)
         except (PacelineError, OSError) as error:
             failure = _as_error(error)
-            self._post(lambda _now: self.fail(share, failure, verification=True))
+            if isinstance(failure, Conflict) and not staging.all_verified:
+                self._post(lambda _now: self._commit_on(share))  # a piece rotted meanwhile
+            else:
+                self._post(lambda _now: self.fail(share, failure, verification=True))
             return
 
         def done(now_s: float) -> None:
@@ -237,10 +244,30 @@ class Deployments:
         self.refresh(share, now_s)
 
     def rotten(self, digest: str, piece: int, now_s: float) -> None:
-        """Have a piece fetched again that no longer matches on this disk."""
-        for share in self._shares.values():
-            if share.manifest.digest == digest:
+        """Have a piece fetched again that no longer matches on this disk.
+
+        A version that is published already is withdrawn at once, and its deployments end here: as
+        a new incarnation the worker is planned in again, and brings what is missing.
+        """
+        mine = [share for share in self if share.manifest.digest == digest]
+        try:
+            withdrawn = self.library.withdraw(digest)
+        except (PacelineError, OSError) as error:
+            log.exception("cannot withdraw what rotted digest=%s", digest)
+            for share in mine:
+                share.ended_s = None
+                self.fail(share, _as_error(error))
+            return
+        for share in mine:
+            if withdrawn:
+                share.close_streams()
+                del self._shares[share.deployment_id]
+            else:
                 self._tell(share, PiecesRotten(Extent(piece, piece + 1)), now_s)
+        if withdrawn:
+            log.error("withdrew digest=%s piece=%d: it rotted on this disk", digest, piece)
+            self.withdrawals += 1
+            self._changed()
 
     def _forget_old(self) -> None:
         """Close the oldest ended deployments beyond those worth keeping open."""

@@ -161,6 +161,11 @@ class RelayDriver:
         """Drop the deployment and what arrived of it; once its beat is gone it cannot publish."""
         self._post(lambda now: self._deployments.cancel(deployment_id, now))
 
+    @property
+    def withdrawals(self) -> int:
+        """Return how many published versions rotted on this disk and were taken out of sight."""
+        return self._deployments.withdrawals
+
     def beats(self) -> list[DeploymentBeat]:
         """Return what to report about each deployment."""
         return [beat for share in self._deployments if (beat := share.beat)]

@@ -80,6 +80,21 @@ class Library:
         self._forget(staging)
         self._store.discard(staging)
 
+    def withdraw(self, digest: str) -> bool:
+        """Take a published model that rotted out of sight and close it; opening it resumes it.
+
+        Return whether it was published.
+        """
+        with self._changed:
+            staging = self._open.get(digest)
+            self._on_disk.pop(digest, None)
+        if staging is None or not staging.published:
+            return False
+        self._store.withdraw(staging)
+        self._forget(staging)
+        staging.close()
+        return True
+
     def release(self, staging: Staging | None) -> None:
         """Close a model that no deployment uses; peers that still read it finish their piece."""
         if staging is not None:

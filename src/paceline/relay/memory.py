@@ -421,7 +421,8 @@ class MemoryFleet:
             node.rotten.discard(piece)
             node.durable.remove(extent)
             node.distrusted.add(extent)
-            self._tell(node, PiecesRotten(extent))
+            if not node.complete:  # what is published, drivers withdraw
+                self._tell(node, PiecesRotten(extent))
 
     def _commit(self, node: Node, session: RelaySession) -> None:
         if node.session is not session:

@@ -122,7 +122,7 @@ class RelaySession:
             case LanesAssigned(lanes):
                 self._assign(lanes, now_s, actions)
             case PiecesRotten(extent):
-                self._rot(extent)
+                self._rot(extent, now_s)
             case LocalFailed(error):
                 self._fail(error, actions)
             case Cancelled():
@@ -280,13 +280,15 @@ class RelaySession:
         if for_good and self._pull.is_first_choice(key):
             self._fail(error, actions)
 
-    def _rot(self, extent: Extent) -> None:
-        if self._status is not WorkerStatus.COMPLETE:
-            self._bytes_held -= sum(map(self._pieces.bytes_of, self._durable.common(extent)))
-            self._durable.remove(extent)
-            self._chunks.difference_update(self._pieces.chunks_of(extent))
-            self._chunks_received = None
-            self._pull.missing_again(extent)
+    def _rot(self, extent: Extent, now_s: float) -> None:
+        if self._status is WorkerStatus.COMPLETE:  # not published yet: drivers withdraw what is
+            self._status = WorkerStatus.RECEIVING
+            self._progress_s = self._alive_s = now_s
+        self._bytes_held -= sum(map(self._pieces.bytes_of, self._durable.common(extent)))
+        self._durable.remove(extent)
+        self._chunks.difference_update(self._pieces.chunks_of(extent))
+        self._chunks_received = None
+        self._pull.missing_again(extent)
 
     # ── going on, and ends ───────────────────────────────────────────────────────────────────────
 

@@ -358,6 +358,15 @@ class Staging:
                 os.close(self._marks)
                 self._marks = -1
 
+    def withdrawn(self, directory: Path) -> None:
+        """Take note that the files are hidden again, at ``directory``; what is good is held."""
+        with self._commit_lock, disk_errors(directory):
+            with self._lock:
+                self.directory, self.published = directory, False
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._marks = os.open(directory / "marks", flags, 0o644)
+            self._mark(self.durable)
+
     def close(self) -> None:
         """End every use; descriptors are closed with the last one, never under a running write."""
         with self._lock:

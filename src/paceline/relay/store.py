@@ -159,6 +159,24 @@ class Store:
             shutil.rmtree(work, ignore_errors=True)
         return final
 
+    def withdraw(self, staging: Staging) -> None:
+        """Take a published version whose copy rotted out of sight, with what is good of it.
+
+        ``open`` resumes it. Its files stay read-only: they may be another version's too.
+        """
+        with self._publish_lock, staging.using(), disk_errors(staging.directory):
+            if not staging.published:
+                return
+            final, work = staging.directory, self._staging / staging.manifest.digest
+            if work.exists():
+                self._trash(work)
+            work.mkdir(parents=True)
+            final.rename(work / "data")
+            for directory in (final.parent, work, self._staging):
+                sync_directory(directory)
+            (work / "data" / MANIFEST_FILE).unlink()
+            staging.withdrawn(work)
+
     def discard(self, staging: Staging) -> None:
         """Drop a version in progress with all its bytes; a published one stays."""
         with self._publish_lock:  # either it is published by now, or it never will be

@@ -267,9 +267,9 @@ class Network:
         left = capacity.copy()
         for row in uses:
             left -= np.bincount(row, weights=rate, minlength=left.size)
-        spare = np.maximum(np.where(follows, left[uses].min(axis=0), 0.0), 0.0)
-        together = np.bincount(self.pair[slots], weights=rate)[self.pair[slots]]
-        self._potential = together + spare
+        spare: Floats = np.maximum(np.where(follows, left[uses].min(axis=0), 0.0), 0.0)
+        together = np.bincount(self.pair[slots], weights=rate).astype(np.float64)
+        self._potential = together[self.pair[slots]] + spare
 
 
 FREE, FOLLOWING, WAITING = 0, 1, 2
