@@ -56,6 +56,7 @@ class Host:
     complete: bool = False
     published_s: float | None = None
     error: PacelineError | None = None
+    told_s: float = 0.0  # when its session was told something last
     timer_s: float | None = None  # when its session is to be asked for its deadline next
     commit_s: float | None = None
 

@@ -47,7 +47,7 @@ from paceline.wire.plan import Source
 WATCH_S = 0.25  # a stream that has not moved for so long says that it waits, like the real one
 LEAST_EXTENTS = 8  # extents shrink towards a host's end, to this part of the longest
 ASIDE = -1  # instead of a lane's number
-EARLY = 0.75  # corrupt runs begin in this part of their extent
+EARLIEST, LATEST = 0.1, 0.75  # corrupt runs begin in this part of their extent
 MUCH_CORRUPT = 0.05  # beyond it, rejections are not gathered
 
 
@@ -265,6 +265,17 @@ class Streams:
             self._vouch(flows, key, number, moving)
         self.after(WATCH_S, self.watch)
 
+    def assure(self) -> None:
+        """Say again of slow streams that they move, before sessions think that all is lost."""
+        every_s = self._limits.give_up_s / 4
+        for host in self.hosts.values():
+            if host.session is None or self.now_s - host.told_s < every_s:
+                continue
+            for flow in host.feeds.values():
+                if self._vouched[flow.slot]:
+                    self.tell(host, SourceAlive(flow.key, flow.number, moving=True, until_s=np.inf))
+        self.after(every_s, self.assure)
+
     def _vouch(self, flows: list[Flow], key: str, number: int, moving: list[bool]) -> None:
         host = flows[0].reader
         if all(moving) and all(self._vouched[flow.slot] for flow in flows):
@@ -282,6 +293,7 @@ class Streams:
 
     def _handle(self, host: Host, session: RelaySession, event: SessionEvent) -> None:
         self.events += 1
+        host.told_s = self.now_s
         for action in session.handle(event, self.now_s):
             match action:
                 case Fetch(source, number, extent):
@@ -568,8 +580,10 @@ class Streams:
         bad = int(self._random.binomial(stop - first, share))
         if not bad:
             return None
-        # Not too near the end: it is repaired when others report the extent.
-        first += int(self._random.random() * EARLY * (stop - first - bad + 1))
+        # After some that are good, or the source would look bad; and not too near the end: it is
+        # repaired when others report the extent.
+        room = stop - first - bad
+        first += int((EARLIEST + self._random.random() * (LATEST - EARLIEST)) * (room + 1))
         return Extent(first, first + bad)
 
     def _extent_pieces(self, flow: Flow, corrupt: float) -> int:
@@ -655,6 +669,7 @@ class Streams:
         reader.edge(flow.key, reader.name).pieces += run.size
 
     def _refuse(self, flow: Flow, rotten: Extent) -> None:
+        self._report(flow)  # what came before it counts when the source is judged
         flow.wanted.remove(rotten)
         flow.base = rotten.stop
         self._count(flow, self._pieces.bytes_of(rotten))
