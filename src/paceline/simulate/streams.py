@@ -655,8 +655,13 @@ class Streams:
 
     def _keep(self, flow: Flow, upto: int) -> None:
         run = Extent(flow.base, upto)
-        if flow.leader is not None and flow.leader.base < upto:
-            self._arrive(flow.leader, min(upto, self._reached(flow.leader)))
+        behind: list[Flow] = []  # what is on its way to the source counts there first
+        ahead = flow.leader
+        while ahead is not None and ahead.base < upto:
+            behind.append(ahead)
+            ahead = ahead.leader
+        for each in reversed(behind):  # no recursion: a line may have ten thousand hops
+            self._arrive(each, min(upto, self._reached(each)))
         flow.base = upto
         reader, size = flow.reader, self._pieces.bytes_of(run)
         self._count(flow, size)
