@@ -660,8 +660,8 @@ class Streams:
         while ahead is not None and ahead.base < upto:
             behind.append(ahead)
             ahead = ahead.leader
-        for each in reversed(behind):  # no recursion: a line may have ten thousand hops
-            self._arrive(each, min(upto, self._reached(each)))
+        for other in reversed(behind):  # no recursion: a line may have ten thousand hops
+            self._arrive(other, min(upto, self._reached(other)))
         flow.base = upto
         reader, size = flow.reader, self._pieces.bytes_of(run)
         self._count(flow, size)
