@@ -32,8 +32,8 @@ def ranks_of(state: Path) -> list[psutil.Process]:
 def test_a_killed_demo_leaves_nothing_and_the_next_one_goes_on(tmp_path: Path) -> None:
     state = tmp_path / "state"
     first = start(*WORDS, state=state)
-    wait_until((state / "nodes/node-3/agent.json").exists, 120, "the agents run")
-    wait_until(lambda: ranks_of(state), 120, "the ranks run")
+    wait_until((state / "nodes/node-3/agent.json").exists, 240, "the agents run")
+    wait_until(lambda: ranks_of(state), 180, "the ranks run")
     first.kill()
     first.communicate(timeout=30)
     wait_until(lambda: not processes_of(state), 30, "every process gone after the demo was killed")
