@@ -166,7 +166,8 @@ class Simulation:
             streams.at(fault.at_s, self._doing(fault))
         streams.after(0.0, streams.watch)
         streams.after(0.0, streams.assure)
-        streams.after(self._tidy_s, self._tidy)
+        if self.scenario.workers > SETTLED_WORKERS:
+            streams.after(self._tidy_s, self._tidy)
         plan = control.state.run("simulated").plan
         predicted_s = plan.predicted_seconds if plan is not None else 0.0
         last_fault_s = max((fault.at_s + fault.for_s for fault in self.faults), default=0.0)
