@@ -64,7 +64,6 @@ class PlainChannel:
         self._sock = sock
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self._wakes_at = 1
         sock.setblocking(True)
         timeout = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
@@ -76,8 +75,9 @@ class PlainChannel:
         """Fill ``view``; see Channel."""
         done = 0
         while done < len(view):
-            self._wake_at(min(len(view) - done, WAKE_BYTES))
             try:
+                # SO_RCVLOWAT would save wake-ups, but a blocked recv that took a part waits for
+                # as much again: the last piece came 0.25 s late on every hop.
                 got = self._sock.recv_into(view[done:], 0, socket.MSG_WAITALL)
             except (BlockingIOError, InterruptedError):
                 got = -1
@@ -90,14 +90,6 @@ class PlainChannel:
                 on_some()
             if done < len(view) and time.monotonic() > deadline_s:
                 raise PeerLost("the peer went silent", got=f"{done} bytes", wanted=len(view))
-
-    def _wake_at(self, count: int) -> None:
-        """Let the kernel wake a reader at ``count`` bytes: on a slow link each segment would, 45
-        times a piece of 64 KiB. More than that would cap the receive window.
-        """
-        if count != self._wakes_at:
-            self._wakes_at = count
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def send(self, data: bytes, more: bool = False) -> None:
         """Send all of ``data``; see Channel."""
@@ -115,7 +107,6 @@ class PlainChannel:
 
     def readable(self, wait_s: float) -> bool:
         """Wait for something to read; see Channel."""
-        self._wake_at(HEADER.size)  # every frame has that much
         return bool(self._poll.poll(wait_s * 1000))
 
     def shut(self) -> None:

@@ -202,7 +202,9 @@ class TlsChannel:
             self._sock.close()
 
     def _wake_at(self, count: int) -> None:
-        """Let the kernel wake a reader at ``count`` bytes; see PlainChannel."""
+        """Let the kernel wake a reader at ``count`` bytes: on a slow link each segment would, 45
+        times a piece of 64 KiB. More than that would cap the receive window.
+        """
         count = max(1, count)
         if count != self._wakes_at:
             self._wakes_at = count
