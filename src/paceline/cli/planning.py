@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from paceline.cli.options import json_option
-from paceline.cli.quantities import LINK, SIZE
+from paceline.cli.quantities import SIZE, fleet_options
 from paceline.plan import Fleet, plan_table
 from paceline.wire.forecast import PlanRow, PlanTable
 from paceline.wire.plan import Topology
@@ -16,21 +16,7 @@ _COLUMNS = ("topology", "seconds", "× bound", "cross-rack", "source", "depth", 
 @click.command()
 @click.option("--size", **SIZE, required=True, help="The model's size, e.g. 500GB.")
 @click.option("--workers", type=int, required=True, help="How many workers are to have it.")
-@click.option("--link", **LINK, required=True, help="Each worker's link, e.g. 10Gbps.")
-@click.option("--external", **LINK, help="The link to the source (default: as fast as --link).")
-@click.option(
-    "--racks", type=int, default=0, help="Racks of equal size (default: 32 workers each)."
-)
-@click.option(
-    "--oversubscription",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="A rack's links together / its uplink.",
-)
-@click.option("--disk", **LINK, help="What a worker's disk writes, e.g. 2GB/s (default: no bound).")
-@click.option("--piece", **SIZE, help="Piece size (default: as publish would choose).")
-@click.option("--chunk", **SIZE, help="Chunk size (default: 0.8 s of the link).")
+@fleet_options
 @click.option(
     "--topology",
     type=click.Choice([str(each) for each in Topology]),

@@ -69,3 +69,31 @@ def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Paramete
 
 SIZE: dict[str, Any] = {"metavar": "SIZE", "callback": parsed(size_bytes)}
 LINK: dict[str, Any] = {"metavar": "SPEED", "callback": parsed(link_mbit)}
+
+
+_FLEET = (
+    click.option("--link", **LINK, required=True, help="Each worker's link, e.g. 10Gbps."),
+    click.option("--external", **LINK, help="The link to the source (default: as fast as --link)."),
+    click.option(
+        "--racks", type=int, default=0, help="Racks of equal size (default: 32 workers each)."
+    ),
+    click.option(
+        "--oversubscription",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="A rack's links together / its uplink.",
+    ),
+    click.option(
+        "--disk", **LINK, help="What a worker's disk writes, e.g. 2GB/s (default: no bound)."
+    ),
+    click.option("--piece", **SIZE, help="Piece size (default: as publish would choose)."),
+    click.option("--chunk", **SIZE, help="Chunk size (default: 0.8 s of the link)."),
+)
+
+
+def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``command`` with the options of `plan` and `simulate` that describe a fleet."""
+    for option in reversed(_FLEET):
+        command = option(command)
+    return command

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from paceline.cli.options import json_option
-from paceline.cli.quantities import LINK, SIZE
+from paceline.cli.quantities import SIZE, fleet_options
 from paceline.simulate import Scenario, read_faults, simulate
 from paceline.wire.forecast import SimulationReport
 from paceline.wire.plan import Topology
@@ -16,21 +16,7 @@ from paceline.wire.plan import Topology
 @click.command(name="simulate")
 @click.option("--workers", type=int, required=True, help="How many workers are to have the model.")
 @click.option("--size", **SIZE, required=True, help="The model's size, e.g. 500GB.")
-@click.option("--link", **LINK, required=True, help="Each worker's link, e.g. 10Gbps.")
-@click.option("--external", **LINK, help="The link to the source (default: as fast as --link).")
-@click.option(
-    "--racks", type=int, default=0, help="Racks of equal size (default: 32 workers each)."
-)
-@click.option(
-    "--oversubscription",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="A rack's links together / its uplink.",
-)
-@click.option("--disk", **LINK, help="What a worker's disk writes, e.g. 2GB/s (default: no bound).")
-@click.option("--piece", **SIZE, help="Piece size (default: as publish would choose).")
-@click.option("--chunk", **SIZE, help="Chunk size (default: 0.8 s of the link).")
+@fleet_options
 @click.option(
     "--topology",
     type=click.Choice([str(each) for each in Topology]),

@@ -21,7 +21,6 @@ from paceline.relay.frames import HEADER, Header, Kind, decode
 from paceline.relay.pacing import Pacer
 
 IO_TIMEOUT_S = 10.0  # the longest any single read or write may make no progress at all
-WAKE_BYTES = 64 * 1024  # a reader is not woken for less, where more is still to come
 
 
 class Channel(Protocol):

@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import AccessDenied, InvalidInput, PacelineError, PeerLost
-from paceline.relay.sockets import IO_TIMEOUT_S, WAKE_BYTES, broken, shut
+from paceline.relay.sockets import IO_TIMEOUT_S, broken, shut
 from paceline.wire.base import NAME
 
 URI = "paceline://worker/"
 SEND_BLOCK = 256 * 1024  # 64 KiB blocks cost 15 % more CPU, 512 KiB no less
+WAKE_BYTES = 64 * 1024  # a reader is not woken for less, where more is still to come
 MAX_RECORD = 17 * 1024  # of TLS, as it travels
 _NAME = re.compile(NAME)
 _LINGER_S = 0.5  # so that an alert is read before the connection is reset
