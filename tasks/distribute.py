@@ -29,7 +29,7 @@ from paceline.errors import (
 )
 from paceline.manifest import Manifest, TrustPolicy, fetch_manifest
 from paceline.plan import PlanWorker, make_plan
-from paceline.relay.inspection import (
+from paceline.relay.disk.inspection import (
     active_version,
     missing_room,
     shows_version,

@@ -15,8 +15,8 @@ import threading
 from pathlib import Path
 
 from benchmarks.cpu.stage import BLOCK, Nodes, Order, delivery, hear, say
-from paceline.relay.identity import issue_identity, make_authority
-from paceline.relay.tls import TlsSettings
+from paceline.relay.wires.identity import issue_identity, make_authority
+from paceline.relay.wires.tls import TlsSettings
 
 PIECE = 1024 * 1024
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from benchmarks.cpu.stage import TIMEOUT_S, Nodes, Order, delivery, hear, say
 from paceline.manifest import build_manifest, parse_manifest, write_manifest
+from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
-from paceline.relay.identity import issue_identity, make_authority
 from paceline.relay.local import open_directory
-from paceline.relay.store import Store
-from paceline.relay.tls import TlsSettings
-from paceline.relay.transport import Transport
+from paceline.relay.wires.identity import issue_identity, make_authority
+from paceline.relay.wires.tls import TlsSettings
+from paceline.relay.wires.transport import Transport
 from paceline.wire.plan import Lane, Source, WorkerLanes
 from paceline.wire.records import WorkerStatus
 
@@ -92,10 +92,10 @@ def node(name: str, kind: str, mtls: str) -> None:
 
 def _transport(kind: str, tls: TlsSettings | None) -> Transport:
     if kind == "grpc":
-        from paceline.relay.grpc_transport import GrpcTransport
+        from paceline.relay.wires.grpc_transport import GrpcTransport
 
         return GrpcTransport("bench", tls)
-    from paceline.relay.tcp import TcpTransport
+    from paceline.relay.wires.tcp import TcpTransport
 
     return TcpTransport("bench", tls)
 

@@ -26,7 +26,7 @@ from benchmarks.testbed.watcher import NETNS
 from paceline.client import CoordinatorClient
 from paceline.errors import DeploymentFailed, NotReady, PacelineError
 from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
-from paceline.relay.identity import issue_identity, make_authority
+from paceline.relay.wires.identity import issue_identity, make_authority
 from paceline.wire.calls import CreateDeployment
 from paceline.wire.events import EventName
 from paceline.wire.plan import Topology

@@ -16,14 +16,15 @@ import libcst
 import pytest
 from mutmut.mutation.file_mutation import Mutation, create_mutations, deep_replace
 
-from paceline.relay import memory, pulling, session
-from paceline.relay.budget import OriginBudget
-from paceline.relay.events import SessionAction
-from paceline.relay.extents import Extent
-from paceline.relay.feeds import Feed
-from paceline.relay.pulling import Puller
-from paceline.relay.repairs import Repairs
-from paceline.relay.session import RelaySession
+from paceline.relay import memory
+from paceline.relay.session import pulling, session
+from paceline.relay.session.budget import OriginBudget
+from paceline.relay.session.events import SessionAction
+from paceline.relay.session.extents import Extent
+from paceline.relay.session.feeds import Feed
+from paceline.relay.session.pulling import Puller
+from paceline.relay.session.repairs import Repairs
+from paceline.relay.session.session import RelaySession
 from paceline.wire.plan import WorkerLanes
 from tests.chaos.world import play
 

@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from paceline.manifest import Manifest
-from paceline.relay.counters import Counters
-from paceline.relay.events import (
+from paceline.relay.disk.library import Library
+from paceline.relay.disk.staging import Staging
+from paceline.relay.disk.store import Store
+from paceline.relay.session.events import (
     PieceRejected,
     PieceVerified,
     SessionEvent,
     SourceAlive,
     SourceFailed,
 )
-from paceline.relay.extents import Extent
-from paceline.relay.library import Library
-from paceline.relay.pacing import Pacer
-from paceline.relay.staging import Staging
-from paceline.relay.store import Store
-from paceline.relay.transport import PullStream, Transport
+from paceline.relay.session.extents import Extent
+from paceline.relay.wires.counters import Counters
+from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.transport import PullStream, Transport
 from paceline.wire.plan import Source
 from tests.relay.kit import manifest_of, write_model
 

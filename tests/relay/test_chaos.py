@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import CorruptData, OriginBudgetExceeded
-from paceline.relay.limits import SessionLimits
 from paceline.relay.memory import Faults, MemoryFleet
+from paceline.relay.session.limits import SessionLimits
 from tests.relay.kit import paper_manifest, plan
 
 MANIFEST = paper_manifest(96, chunk_pieces=8)

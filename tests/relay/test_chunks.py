@@ -16,9 +16,9 @@ from grpc_tools import protoc
 from hypothesis import given
 from hypothesis import strategies as st
 
-import paceline.relay
+import paceline.relay.wires
 from paceline.errors import InvalidFrame
-from paceline.relay.chunks import (
+from paceline.relay.wires.chunks import (
     MAX_DATA,
     MAX_REQUEST,
     METHOD,
@@ -31,12 +31,12 @@ from paceline.relay.chunks import (
     encode_data,
     encode_request,
 )
-from paceline.relay.grpc_transport import GrpcTransport
-from paceline.relay.identity import issue_identity, make_authority
-from paceline.relay.tls import worker_host_name
+from paceline.relay.wires.grpc_transport import GrpcTransport
+from paceline.relay.wires.identity import issue_identity, make_authority
+from paceline.relay.wires.tls import worker_host_name
 from tests.relay.peers import Pair
 
-PROTO = Path(paceline.relay.__file__).parent / "chunk_transfer.proto"
+PROTO = Path(paceline.relay.wires.__file__).parent / "chunk_transfer.proto"
 TOKEN = "cluster-token"
 
 

@@ -13,21 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import PacelineError
-from paceline.relay.counters import Counters
-from paceline.relay.extents import Extent
-from paceline.relay.frames import (
+from paceline.relay.disk.library import Library
+from paceline.relay.disk.staging import Staging
+from paceline.relay.disk.store import Store
+from paceline.relay.session.extents import Extent
+from paceline.relay.wires.counters import Counters
+from paceline.relay.wires.frames import (
     Kind,
     decode_hello,
     encode,
     encode_payload,
     proof,
 )
-from paceline.relay.library import Library
-from paceline.relay.pacing import Pacer
-from paceline.relay.sockets import PlainChannel, read_frame
-from paceline.relay.staging import Staging
-from paceline.relay.store import Store
-from paceline.relay.tcp import TcpTransport
+from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.sockets import PlainChannel, read_frame
+from paceline.relay.wires.tcp import TcpTransport
 from paceline.wire.plan import Source
 from tests.relay.kit import manifest_of, write_model
 from tests.relay.peers import Heard

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import InvalidFrame
-from paceline.relay.counters import Counters
-from paceline.relay.events import PieceRejected, PieceVerified, SourceAlive
-from paceline.relay.extents import Extent
-from paceline.relay.intake import Intake
-from paceline.relay.library import Library
-from paceline.relay.pacing import Pacer
-from paceline.relay.serving import Complaint, Serving
-from paceline.relay.staging import Staging
-from paceline.relay.store import Store
+from paceline.relay.disk.library import Library
+from paceline.relay.disk.staging import Staging
+from paceline.relay.disk.store import Store
+from paceline.relay.session.events import PieceRejected, PieceVerified, SourceAlive
+from paceline.relay.session.extents import Extent
+from paceline.relay.wires.counters import Counters
+from paceline.relay.wires.intake import Intake
+from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.serving import Complaint, Serving
 from paceline.wire.plan import Source
 from tests.relay.kit import manifest_of, write_model
 from tests.relay.peers import Heard

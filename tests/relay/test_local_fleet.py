@@ -10,12 +10,12 @@ import pytest
 
 from paceline.errors import DeploymentFailed, NotReady
 from paceline.manifest import FileEntry, Manifest, verify_directory
-from paceline.relay.extents import Extent
-from paceline.relay.feeds import Feed
-from paceline.relay.limits import SessionLimits
 from paceline.relay.local import LocalFleet
 from paceline.relay.origin import DirectoryReader
-from paceline.relay.pulling import Puller
+from paceline.relay.session.extents import Extent
+from paceline.relay.session.feeds import Feed
+from paceline.relay.session.limits import SessionLimits
+from paceline.relay.session.pulling import Puller
 from paceline.wire.plan import Source, WorkerLanes
 from paceline.wire.records import Receipt, WorkerStatus
 from tests.relay.kit import DEPLOYMENT, damage, lanes, manifest_of, plan, worker, write_model

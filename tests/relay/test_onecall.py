@@ -35,9 +35,9 @@ from paceline.manifest import (
     write_manifest,
 )
 from paceline.relay import onecall
+from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
 from paceline.relay.onecall import distribute
-from paceline.relay.store import Store
 from paceline.wire.local import Distribution
 from tests.relay.kit import manifest_of, write_model
 from tests.support.rclone import RcloneS3

@@ -12,14 +12,14 @@ import pytest
 from paceline.errors import AccessDenied, DeploymentFailed
 from paceline.manifest import FileEntry, Manifest, publish_model, verify_directory
 from paceline.objects import ObjectStore
-from paceline.relay.counters import Counters
-from paceline.relay.events import SessionEvent
-from paceline.relay.extents import Extent
-from paceline.relay.limits import SessionLimits
+from paceline.relay.disk.store import Store
 from paceline.relay.local import LocalFleet
 from paceline.relay.origin import DirectoryReader, OriginStream, S3Reader, range_bytes
-from paceline.relay.pacing import Pacer
-from paceline.relay.store import Store
+from paceline.relay.session.events import SessionEvent
+from paceline.relay.session.extents import Extent
+from paceline.relay.session.limits import SessionLimits
+from paceline.relay.wires.counters import Counters
+from paceline.relay.wires.pacing import Pacer
 from paceline.wire.plan import Source, WorkerLanes
 from tests.relay.kit import DEPLOYMENT, manifest_of, paper_manifest, plan, write_model
 from tests.support.rclone import RcloneS3

@@ -11,10 +11,10 @@ import pytest
 from benchmarks.reuse import main
 from paceline.errors import StorageFull
 from paceline.manifest import Manifest, verify_directory
-from paceline.relay import reuse
-from paceline.relay.extents import Extent
-from paceline.relay.room import Room, StorePolicy, frees, room_lacking
-from paceline.relay.store import Store
+from paceline.relay.disk import reuse
+from paceline.relay.disk.room import Room, StorePolicy, frees, room_lacking
+from paceline.relay.disk.store import Store
+from paceline.relay.session.extents import Extent
 from tests.relay.kit import damage, manifest_of, write_model
 from tests.relay.test_store import fill
 

@@ -17,7 +17,7 @@ from paceline.errors import (
     StorageFull,
 )
 from paceline.manifest import Manifest
-from paceline.relay.events import (
+from paceline.relay.session.events import (
     Abandon,
     Cancelled,
     Complete,
@@ -36,9 +36,9 @@ from paceline.relay.events import (
     SourceFailed,
     Tick,
 )
-from paceline.relay.extents import Extent
-from paceline.relay.limits import SessionLimits
-from paceline.relay.session import RelaySession
+from paceline.relay.session.extents import Extent
+from paceline.relay.session.limits import SessionLimits
+from paceline.relay.session.session import RelaySession
 from paceline.wire.plan import Lane, Source, WorkerLanes
 from paceline.wire.records import WorkerStatus
 from tests.relay.kit import ORIGIN, lanes, paper_manifest, worker

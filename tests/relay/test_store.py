@@ -20,9 +20,9 @@ from paceline.errors import (
     StorageFull,
 )
 from paceline.manifest import Manifest, verify_directory
-from paceline.relay.extents import Extent
-from paceline.relay.staging import Staging
-from paceline.relay.store import Store
+from paceline.relay.disk.staging import Staging
+from paceline.relay.disk.store import Store
+from paceline.relay.session.extents import Extent
 from tests.relay.kit import damage, manifest_of, write_model
 
 

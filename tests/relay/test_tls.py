@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import AccessDenied, InvalidInput, PacelineError, PeerLost
-from paceline.relay.extents import Extent
-from paceline.relay.frames import HEADER, Kind, decode
-from paceline.relay.grpc_transport import GrpcTransport
-from paceline.relay.identity import Authority, issue_identity, make_authority
-from paceline.relay.tcp import TcpTransport
-from paceline.relay.tls import TlsSettings
-from paceline.relay.transport import Transport
+from paceline.relay.session.extents import Extent
+from paceline.relay.wires.frames import HEADER, Kind, decode
+from paceline.relay.wires.grpc_transport import GrpcTransport
+from paceline.relay.wires.identity import Authority, issue_identity, make_authority
+from paceline.relay.wires.tcp import TcpTransport
+from paceline.relay.wires.tls import TlsSettings
+from paceline.relay.wires.transport import Transport
 from tests.relay.peers import Heard, Pair
 
 TOKEN = "cluster-token"

@@ -17,7 +17,10 @@ import pytest
 
 from paceline.errors import PeerLost
 from paceline.manifest import Manifest
-from paceline.relay.frames import (
+from paceline.relay.disk.library import Library
+from paceline.relay.disk.staging import Staging
+from paceline.relay.disk.store import Store
+from paceline.relay.wires.frames import (
     HEADER,
     NONCE_BYTES,
     PROTOCOL_VERSION,
@@ -30,12 +33,9 @@ from paceline.relay.frames import (
     encode_payload,
     proof,
 )
-from paceline.relay.library import Library
-from paceline.relay.pacing import Pacer
-from paceline.relay.server import PeerServer
-from paceline.relay.sockets import PlainChannel, read_frame
-from paceline.relay.staging import Staging
-from paceline.relay.store import Store
+from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.server import PeerServer
+from paceline.relay.wires.sockets import PlainChannel, read_frame
 from tests.relay.kit import manifest_of, write_model
 
 TOKEN = "cluster-token"
@@ -197,7 +197,7 @@ def test_a_cancelled_model_ends_its_streams(port: Port) -> None:
 
 
 def test_streams_are_capped(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.relay.server.MAX_STREAMS", 1)
+    monkeypatch.setattr("paceline.relay.wires.server.MAX_STREAMS", 1)
     port.library.open(port.manifest)
     with port.welcomed() as first, port.connect() as second:
         assert next_frame(first)[0].kind is Kind.WELCOME

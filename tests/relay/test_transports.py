@@ -8,8 +8,8 @@ import pytest
 
 from paceline.errors import InvalidInput, InvalidProfile
 from paceline.profile import Endpoints, Profile, Runtime, Secrets
-from paceline.relay.identity import issue_identity, make_authority
-from paceline.relay.transports import tls_for, transport_for
+from paceline.relay.wires.identity import issue_identity, make_authority
+from paceline.relay.wires.transports import tls_for, transport_for
 
 
 def runtime(state_dir: Path, **sections: dict[str, object]) -> Runtime:

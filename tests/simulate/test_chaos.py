@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from paceline.relay.budget import OriginBudget
-from paceline.relay.pulling import Puller
-from paceline.relay.repairs import Repairs
-from paceline.relay.session import RelaySession
+from paceline.relay.session.budget import OriginBudget
+from paceline.relay.session.pulling import Puller
+from paceline.relay.session.repairs import Repairs
+from paceline.relay.session.session import RelaySession
 from paceline.simulate import Fault, Scenario, simulate
 from paceline.wire.plan import Topology
 from tests.simulate.kit import scenario

@@ -219,8 +219,8 @@ def distribute(
             "one source at a time", got=f"{model_id} {version}", wanted="SOURCE --into DIRECTORY"
         )
     from paceline.manifest import TrustPolicy
+    from paceline.relay.disk.room import StorePolicy
     from paceline.relay.onecall import distribute as bring
-    from paceline.relay.room import StorePolicy
 
     settings, objects = read_profile(profile, overrides), None
     if model_id.startswith("s3://"):

@@ -1,6 +1,8 @@
 """The data plane: pull pieces from lanes' sources, verify them, keep them, pass them on at once.
 
-``session`` decides (no I/O), ``store`` and ``staging`` keep bytes, ``frames``, ``server`` and
-``client`` carry them, ``origin`` reads the source, ``driver`` ties these to threads, ``agent`` is
-the process. Nothing here knows topologies, flows or training.
+``session/`` decides (no I/O), ``wires/`` carries bytes between nodes, ``disk/`` keeps them,
+``origin`` reads the source. ``share`` is one model moving, ``deployments`` what a node does about
+one deployment, ``driver`` ties these to threads and ``agent`` is the process; ``onecall`` needs no
+server, ``memory`` runs the same sessions under a virtual clock. Nothing here knows topologies,
+flows or training.
 """

@@ -37,14 +37,14 @@ from paceline.manifest import Manifest, parse_manifest
 from paceline.manifest.signing import TrustPolicy, verify_signature
 from paceline.profile import Runtime, load_runtime
 from paceline.relay.assignments import Assignments, write_durably
+from paceline.relay.disk.room import StorePolicy
+from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
 from paceline.relay.lifetime import PARENT_POLL_S, StopSignal
 from paceline.relay.origin import DirectoryReader, RangeReader, S3Reader
 from paceline.relay.report import ENDED, Report
-from paceline.relay.room import StorePolicy
-from paceline.relay.store import Store
-from paceline.relay.transport import Transport
-from paceline.relay.transports import transport_for
+from paceline.relay.wires.transport import Transport
+from paceline.relay.wires.transports import transport_for
 from paceline.wire.calls import Command, HeartbeatAnswer, RegisterWorker
 from paceline.wire.plan import Labels
 

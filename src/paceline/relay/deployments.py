@@ -20,15 +20,15 @@ from paceline.errors import (
     StorageFull,
 )
 from paceline.manifest import Manifest
-from paceline.relay.committer import Committer
-from paceline.relay.events import Cancelled, LanesAssigned, PiecesRotten, SessionEvent
-from paceline.relay.extents import Extent
-from paceline.relay.library import Library
-from paceline.relay.limits import SessionLimits
-from paceline.relay.session import RelaySession, as_failure
+from paceline.relay.disk.committer import Committer
+from paceline.relay.disk.library import Library
+from paceline.relay.disk.staging import Staging
+from paceline.relay.disk.store import Store
+from paceline.relay.session.events import Cancelled, LanesAssigned, PiecesRotten, SessionEvent
+from paceline.relay.session.extents import Extent
+from paceline.relay.session.limits import SessionLimits
+from paceline.relay.session.session import RelaySession, as_failure
 from paceline.relay.share import Share
-from paceline.relay.staging import Staging
-from paceline.relay.store import Store
 from paceline.wire.plan import WorkerLanes
 from paceline.wire.records import WorkerStatus
 

@@ -17,7 +17,9 @@ from collections.abc import Callable
 from paceline.errors import DeploymentFailed, PacelineError
 from paceline.manifest import Manifest
 from paceline.relay.deployments import Deployments
-from paceline.relay.events import (
+from paceline.relay.disk.store import Store
+from paceline.relay.origin import LazyReader, OriginStream, RangeReader
+from paceline.relay.session.events import (
     Abandon,
     Complete,
     Fail,
@@ -29,12 +31,10 @@ from paceline.relay.events import (
     SessionEvent,
     Tick,
 )
-from paceline.relay.limits import SessionLimits
-from paceline.relay.origin import LazyReader, OriginStream, RangeReader
-from paceline.relay.pacing import Pacer
+from paceline.relay.session.limits import SessionLimits
 from paceline.relay.share import Share
-from paceline.relay.store import Store
-from paceline.relay.transport import PullStream, Transport
+from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.transport import PullStream, Transport
 from paceline.wire.calls import DeploymentBeat
 from paceline.wire.plan import Source, WorkerLanes
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from paceline.errors import DeploymentFailed, NotReady
 from paceline.manifest import Manifest
+from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
-from paceline.relay.limits import SessionLimits
 from paceline.relay.origin import DirectoryReader, RangeReader
-from paceline.relay.store import Store
-from paceline.relay.tcp import TcpTransport
+from paceline.relay.session.limits import SessionLimits
+from paceline.relay.wires.tcp import TcpTransport
 from paceline.wire.calls import DeploymentBeat
 from paceline.wire.plan import WorkerLanes
 from paceline.wire.records import Receipt, WorkerStatus

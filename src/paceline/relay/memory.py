@@ -17,7 +17,8 @@ from random import Random
 
 from paceline.errors import PacelineError, PeerLost
 from paceline.manifest import Manifest
-from paceline.relay.events import (
+from paceline.relay.nodes import Faults, Node, Stream
+from paceline.relay.session.events import (
     Abandon,
     Complete,
     Fail,
@@ -35,10 +36,9 @@ from paceline.relay.events import (
     SourceFailed,
     Tick,
 )
-from paceline.relay.extents import Extent, Extents
-from paceline.relay.limits import PieceMap, SessionLimits
-from paceline.relay.nodes import Faults, Node, Stream
-from paceline.relay.session import RelaySession
+from paceline.relay.session.extents import Extent, Extents
+from paceline.relay.session.limits import PieceMap, SessionLimits
+from paceline.relay.session.session import RelaySession
 from paceline.wire.plan import WorkerLanes
 from paceline.wire.records import WorkerStatus
 

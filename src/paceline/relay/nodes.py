@@ -10,9 +10,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from paceline.errors import PacelineError
-from paceline.relay.events import SessionEvent
-from paceline.relay.extents import Extent, Extents
-from paceline.relay.session import RelaySession
+from paceline.relay.session.events import SessionEvent
+from paceline.relay.session.extents import Extent, Extents
+from paceline.relay.session.session import RelaySession
 from paceline.wire.plan import WorkerLanes
 
 

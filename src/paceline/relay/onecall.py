@@ -32,8 +32,9 @@ from paceline.manifest import (
     version_key,
 )
 from paceline.plan import PlanWorker, Standing, make_plan, next_order
+from paceline.relay.disk.room import StorePolicy
+from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
-from paceline.relay.limits import SessionLimits
 from paceline.relay.origin import RangeReader
 from paceline.relay.request import (
     UNLIMITED_MBIT,
@@ -45,9 +46,8 @@ from paceline.relay.request import (
     names_of,
     opener_of,
 )
-from paceline.relay.room import StorePolicy
-from paceline.relay.store import Store
-from paceline.relay.tcp import TcpTransport
+from paceline.relay.session.limits import SessionLimits
+from paceline.relay.wires.tcp import TcpTransport
 from paceline.wire.calls import DeploymentBeat
 from paceline.wire.local import Distribution
 from paceline.wire.plan import Labels, Plan, Topology

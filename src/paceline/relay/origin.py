@@ -28,8 +28,8 @@ from paceline.errors import (
     StorageFull,
 )
 from paceline.manifest import FileEntry, Manifest, Piece
-from paceline.relay.counters import Counters
-from paceline.relay.events import (
+from paceline.relay.disk.staging import Staging
+from paceline.relay.session.events import (
     LocalFailed,
     PieceRejected,
     PieceVerified,
@@ -37,9 +37,9 @@ from paceline.relay.events import (
     SourceAlive,
     SourceFailed,
 )
-from paceline.relay.extents import Extent
-from paceline.relay.pacing import Pacer
-from paceline.relay.staging import Staging
+from paceline.relay.session.extents import Extent
+from paceline.relay.wires.counters import Counters
+from paceline.relay.wires.pacing import Pacer
 from paceline.wire.plan import Source
 
 MIB = 1024 * 1024

@@ -7,7 +7,7 @@ are sent, because a node that served fifty peers need not list them all for the 
 from __future__ import annotations
 
 from paceline.relay.driver import RelayDriver
-from paceline.relay.pacing import RateMeter
+from paceline.relay.wires.pacing import RateMeter
 from paceline.wire.calls import DeploymentBeat, EdgeTally, Heartbeat
 from paceline.wire.records import WorkerStatus
 

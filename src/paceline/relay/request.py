@@ -22,9 +22,9 @@ from paceline.manifest import (
     fetch_manifest,
     verify_signature,
 )
-from paceline.relay.limits import SessionLimits
+from paceline.relay.disk.room import StorePolicy, room_lacking
 from paceline.relay.origin import DirectoryReader, RangeReader, S3Reader
-from paceline.relay.room import StorePolicy, room_lacking
+from paceline.relay.session.limits import SessionLimits
 from paceline.wire.base import NAME
 from paceline.wire.plan import Topology
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.manifest import Manifest
-from paceline.relay.committer import Committer
-from paceline.relay.counters import Counters
-from paceline.relay.events import PieceVerified
-from paceline.relay.extents import Extents
+from paceline.relay.disk.committer import Committer
+from paceline.relay.disk.staging import Staging
 from paceline.relay.origin import RangeReader
-from paceline.relay.session import RelaySession
-from paceline.relay.staging import Staging
-from paceline.relay.transport import PullStream
+from paceline.relay.session.events import PieceVerified
+from paceline.relay.session.extents import Extents
+from paceline.relay.session.session import RelaySession
+from paceline.relay.wires.counters import Counters
+from paceline.relay.wires.transport import PullStream
 from paceline.wire.calls import DeploymentBeat
 from paceline.wire.plan import WorkerLanes
 from paceline.wire.records import Failure, Receipt, WorkerStatus

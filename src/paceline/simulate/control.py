@@ -12,8 +12,8 @@ from paceline.coordinator import CoordinatorState
 from paceline.coordinator.messages import Answer, Beat, Create, Event, FetchLanes, Register, Tick
 from paceline.errors import PacelineError, StaleEpoch
 from paceline.manifest import Manifest
-from paceline.relay.events import LanesAssigned
-from paceline.relay.session import as_failure
+from paceline.relay.session.events import LanesAssigned
+from paceline.relay.session.session import as_failure
 from paceline.simulate.hosts import Host, tallies_of
 from paceline.simulate.scenario import Scenario
 from paceline.simulate.streams import Streams

@@ -13,8 +13,8 @@ from random import Random
 
 from paceline.manifest import Manifest
 from paceline.plan import origin_cap_bytes
-from paceline.relay.extents import Extent, Extents
-from paceline.relay.limits import SessionLimits
+from paceline.relay.session.extents import Extent, Extents
+from paceline.relay.session.limits import SessionLimits
 from paceline.simulate.control import Control
 from paceline.simulate.faults import Fault, seeded_deaths
 from paceline.simulate.hosts import ORIGIN_RACK, Host

@@ -22,7 +22,7 @@ import numpy as np
 
 from paceline.errors import PacelineError, PeerLost
 from paceline.manifest import Manifest
-from paceline.relay.events import (
+from paceline.relay.session.events import (
     Abandon,
     Complete,
     Fail,
@@ -36,9 +36,9 @@ from paceline.relay.events import (
     SourceFailed,
     Tick,
 )
-from paceline.relay.extents import Extent, Extents
-from paceline.relay.limits import PieceMap, SessionLimits
-from paceline.relay.session import RelaySession
+from paceline.relay.session.extents import Extent, Extents
+from paceline.relay.session.limits import PieceMap, SessionLimits
+from paceline.relay.session.session import RelaySession
 from paceline.simulate.hosts import Flow, Host, Tally
 from paceline.simulate.network import NEAR, Network
 from paceline.simulate.scenario import Timing

@@ -1,0 +1,160 @@
+"""Runs of pieces that arrived corrupt: whom to ask for them instead, and when to give them up.
+
+A run stays together for as long as it is sent and judged together, so that a thousand corrupt
+pieces of one sender cost one entry. It opens no streams and asks nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from paceline.relay.session.extents import Extent, Extents
+from paceline.relay.session.feeds import backoff_s
+from paceline.relay.session.limits import SessionLimits
+from paceline.wire.plan import Source
+
+
+@dataclass(slots=True, eq=False)
+class Repair:
+    """Pieces with one history."""
+
+    pieces: Extents
+    corrupt: dict[str, int] = field(default_factory=dict)  # how often each source sent them so
+    vain: set[str] = field(default_factory=set)  # asked since, and did not deliver
+    attempts: int = 0  # corrupt arrivals
+    retry_at_s: float = 0.0
+    asked: str | None = None  # key of the source they are in flight from
+    asked_s: float = 0.0
+
+    def part(self, extent: Extent) -> Repair | None:
+        """Take the pieces of ``extent`` out and return them, with their history; None for none."""
+        runs = list(self.pieces.common(extent))
+        if not runs:
+            return None
+        for run in runs:
+            self.pieces.remove(run)
+        return Repair(
+            Extents(runs),
+            dict(self.corrupt),
+            set(self.vain),
+            self.attempts,
+            self.retry_at_s,
+            self.asked,
+            self.asked_s,
+        )
+
+
+class Repairs:
+    """Every run under repair in one session."""
+
+    def __init__(self, limits: SessionLimits, random: Random) -> None:
+        self._limits = limits
+        self._random = random
+        self._all: list[Repair] = []
+        self.pieces = Extents()  # of all of them
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def __iter__(self) -> Iterator[Repair]:
+        return iter(self._all)
+
+    def rejected(self, key: str, extent: Extent, now_s: float) -> list[Repair]:
+        """Set pieces aside that ``key`` sent corrupt; return them, to be asked for after a while.
+
+        Pieces of different histories come as several repairs.
+        """
+        parts = [part for each in self._all if (part := each.part(extent)) is not None]
+        fresh = Extents(self.pieces.gaps(extent))
+        if fresh:
+            parts.append(Repair(fresh))
+        self.pieces.add(extent)
+        self._all = [each for each in self._all if each.pieces] + parts
+        for part in parts:
+            part.corrupt[key] = part.corrupt.get(key, 0) + 1
+            part.attempts += 1
+            part.asked = None
+            part.retry_at_s = now_s + backoff_s(part.attempts, self._limits, self._random)
+        return parts
+
+    def arrived(self, extent: Extent) -> None:
+        """Take note that pieces are verified, wherever they came from."""
+        if self.pieces.remove(extent):
+            for each in self._all:
+                each.pieces.remove(extent)
+            self._all = [each for each in self._all if each.pieces]
+
+    def split(self, repair: Repair, extent: Extent) -> Repair:
+        """Let the pieces of ``extent`` go their own way."""
+        part = repair.part(extent)
+        if part is None:
+            raise AssertionError(f"{extent} is not in this repair")
+        self._all.append(part)
+        if not repair.pieces:
+            self._all.remove(repair)
+        return part
+
+    def unanswered(self, repair: Repair) -> None:
+        """Take note that who was asked did not deliver."""
+        if repair.asked is not None:
+            repair.vain.add(repair.asked)
+            repair.asked = None
+
+    def later(self, repair: Repair, now_s: float) -> None:
+        """Look at ``repair`` again after a while: nobody can be asked now."""
+        repair.retry_at_s = now_s + backoff_s(max(1, repair.attempts), self._limits, self._random)
+
+    def replan(self, open_feeds: dict[str, object] | set[str]) -> None:
+        """Begin anew with other candidates; what is in flight from kept streams stays so."""
+        for each in self._all:
+            each.vain.clear()
+            if each.asked not in open_feeds:
+                each.asked = None
+
+    def choose(
+        self,
+        repair: Repair,
+        candidates: Sequence[Source],
+        may_ask: Callable[[Source], bool],
+        now_s: float,
+    ) -> Source | None:
+        """Return whom to ask: another holder first, the origin last; None: not now.
+
+        What a lane reads from the origin, peers can have from us alone: it is asked again first.
+        """
+        origin_first = bool(candidates) and candidates[0].kind == "origin"
+
+        def rank(source: Source) -> tuple[bool, int]:
+            if source.kind == "origin":
+                return (not origin_first, 0)
+            return (origin_first, repair.corrupt.get(source.key, 0))
+
+        able = [each for each in candidates if not self._spent(repair, each)]
+        fresh = sorted((each for each in able if each.key not in repair.vain), key=rank)
+        for source in fresh:
+            if may_ask(source):
+                return source
+        if all(each.kind == "origin" for each in fresh):
+            repair.vain.clear()  # every worker was asked: another round
+        self.later(repair, now_s)
+        return None
+
+    def is_hopeless(
+        self, repair: Repair, candidates: Sequence[Source], is_gone: Callable[[Source], bool]
+    ) -> bool:
+        """Return whether everybody sent these pieces corrupt as often as is allowed, or has not
+        got them. Peers get them from the origin in the end: while it is not spent there is hope.
+        """
+        return bool(candidates) and all(
+            self._spent(repair, each)
+            or is_gone(each)
+            or (each.kind == "worker" and each.key in repair.vain)
+            for each in candidates
+        )
+
+    def _spent(self, repair: Repair, source: Source) -> bool:
+        limits = self._limits
+        most = limits.origin_attempts if source.kind == "origin" else limits.piece_attempts
+        return repair.corrupt.get(source.key, 0) >= most

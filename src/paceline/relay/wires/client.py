@@ -1,0 +1,238 @@
+"""The peer port's asking side over TCP: one stream from one source, one thread that receives.
+
+Blocks are received into a reused buffer and handed to ``intake``, which judges and writes them. The
+thread that asks is another one; a request is a 12-byte frame.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import socket
+import ssl
+import threading
+import time
+from contextlib import suppress
+
+from paceline.errors import (
+    AccessDenied,
+    InvalidFrame,
+    PacelineError,
+    PeerLost,
+    StorageFailed,
+    StorageFull,
+)
+from paceline.relay.disk.staging import Staging
+from paceline.relay.session.events import LocalFailed, SourceFailed
+from paceline.relay.session.extents import Extent
+from paceline.relay.wires import intake
+from paceline.relay.wires.counters import Counters
+from paceline.relay.wires.frames import (
+    HEADER,
+    NONCE_BYTES,
+    PROTOCOL_VERSION,
+    Hello,
+    Kind,
+    decode,
+    encode,
+    encode_hello,
+    encode_payload,
+    proof,
+    same,
+)
+from paceline.relay.wires.intake import Intake
+from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.sockets import Channel, PlainChannel, configure, read_frame, shut
+from paceline.relay.wires.tls import connect_tls
+from paceline.relay.wires.transport import Report
+from paceline.wire.plan import Source
+
+CONNECT_S = 3.0
+IDLE_S = 600.0  # while nothing is asked for; the other side closes long before
+_LEAST_TIMEOUT_S = 0.05
+_NO_DESCRIPTOR_S = 0.05
+
+
+class PeerStream:
+    """Pulls requested pieces from ``source`` into ``staging`` until it fails or is closed."""
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        stream: int,
+        worker_id: str,
+        token: str,
+        staging: Staging,
+        pacer: Pacer,
+        counters: Counters,
+        keepalive_s: float,
+        report: Report,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._source = source
+        self._stream = stream
+        self._token = token
+        self._tls = tls
+        self._staging = staging
+        self._pacer = pacer
+        self._report = report
+        self._hello = Hello(
+            PROTOCOL_VERSION,
+            keepalive_s,
+            staging.manifest.digest,
+            secrets.token_bytes(NONCE_BYTES),
+            worker_id,
+        )
+        self._intake = Intake(
+            source=source,
+            stream=stream,
+            worker_id=worker_id,
+            staging=staging,
+            pacer=pacer,
+            counters=counters,
+            keepalive_s=keepalive_s,
+            report=report,
+        )
+        self._block = memoryview(bytearray(pacer.block_bytes))
+        self._lock = threading.Lock()
+        self._sock: socket.socket | None = None  # until it is a channel
+        self._channel: Channel | None = None
+        self._backlog: list[Extent] = []
+        self._ready = False
+        self._closed = False
+        self.thread = threading.Thread(
+            target=self._run, name=f"pull-{source.key[:20]}", daemon=True
+        )
+        self.thread.start()
+
+    def request(self, extent: Extent) -> None:
+        """Ask for pieces; never blocks for long (a request is 12 bytes)."""
+        with self._lock:
+            self._intake.ask(extent)
+            if not self._ready:
+                self._backlog.append(extent)
+                return
+            with suppress(PacelineError):  # the receiving thread sees it too, and reports it
+                self._send_request(extent)
+
+    def close(self) -> None:
+        """End the stream; returns at once."""
+        self._closed = True  # before the lock: whoever has it may be waiting for the peer
+        for each in (self._channel, self._sock):
+            if isinstance(each, socket.socket):
+                shut(each)
+            elif each is not None:
+                each.shut()
+
+    def _send_request(self, extent: Extent) -> None:
+        if self._channel is not None:
+            self._channel.send(encode(Kind.REQUEST, extent.first, extent.size))
+
+    def _run(self) -> None:
+        key = self._source.key
+        try:
+            with self._staging.using():
+                channel = self._connect()
+                while True:
+                    self._next_frame(channel)
+        except (StorageFull, StorageFailed) as error:
+            self._report(LocalFailed(error))
+        except PacelineError as error:
+            if not self._closed:
+                self._report(SourceFailed(key, self._stream, error))
+        except OSError as error:
+            if not self._closed:
+                lost = PeerLost("the connection broke", got=error.strerror or error, where=key)
+                self._report(SourceFailed(key, self._stream, lost))
+        finally:
+            self._intake.drop()
+            with self._lock:
+                self._ready = False
+                for each in (self._channel, self._sock):
+                    if each is not None:
+                        each.close()
+                self._channel = self._sock = None
+
+    def _connect(self) -> Channel:
+        deadline_s = time.monotonic() + CONNECT_S
+        host, _, port = self._source.address.rpartition(":")
+        sock = self._socket(socket.AF_INET6 if ":" in host else socket.AF_INET, deadline_s)
+        self._sock = sock
+        if self._closed:
+            raise PeerLost("closed before it was open")
+        configure(sock, self._pacer)
+        sock.settimeout(CONNECT_S)
+        sock.connect((host.strip("[]"), int(port)))
+        channel = self._channel = self._protect(sock)
+        self._sock = None
+        if self._closed:
+            raise PeerLost("closed before it was open")
+        channel.send(encode_hello(self._hello))
+        _, payload = read_frame(channel, deadline_s, Kind.CHALLENGE)
+        nonce, said = payload[:NONCE_BYTES], payload[NONCE_BYTES:]
+        if not same(said, proof(self._token, "server", self._hello, nonce)):
+            raise AccessDenied(
+                "the peer does not know the cluster's token", where=self._source.address
+            )
+        answer = proof(self._token, "client", self._hello, nonce)
+        channel.send(encode_payload(Kind.PROOF, answer))
+        read_frame(channel, deadline_s, Kind.WELCOME)
+        with self._lock:
+            self._ready = True
+            for extent in self._backlog:
+                self._send_request(extent)
+            self._backlog.clear()
+        return channel
+
+    def _socket(self, family: int, deadline_s: float) -> socket.socket:
+        """Return a socket; out of descriptors is this process's trouble, not the source's."""
+        while True:
+            try:
+                return socket.socket(family)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or self._closed:
+                    raise
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(_NO_DESCRIPTOR_S)
+
+    def _protect(self, sock: socket.socket) -> Channel:
+        timeout_s = max(_LEAST_TIMEOUT_S, self._hello.keepalive_s)
+        if self._tls is None:
+            return PlainChannel(sock, timeout_s)
+        channel = connect_tls(sock, self._tls, self._source.key, CONNECT_S)
+        channel.timeout_s = timeout_s
+        return channel
+
+    def _next_frame(self, channel: Channel) -> None:
+        raw = bytearray(HEADER.size)
+        # An idle stream waits as long as the other side lets it; a busy one is bounded here too.
+        patience_s = intake.SILENCE_S if self._intake.waiting else IDLE_S
+        channel.receive(memoryview(raw), time.monotonic() + patience_s)
+        header = decode(raw)
+        match header.kind:
+            case Kind.PIECE:
+                self._take_piece(channel, header.first, header.second)
+            case Kind.WAITING:
+                self._intake.alive()
+            case Kind.ERROR:
+                payload = bytearray(header.payload_bytes)
+                channel.receive(memoryview(payload), time.monotonic() + CONNECT_S)
+                said = payload.decode("utf-8", "replace")
+                raise PeerLost("the peer refused", got=said, where=self._source.key)
+            case _:
+                raise InvalidFrame("unexpected frame", got=header.kind.name, wanted="PIECE")
+
+    def _take_piece(self, channel: Channel, index: int, length: int) -> None:
+        arriving, left = self._intake, length
+        arriving.begin(index, length)
+        deadline_s = time.monotonic() + intake.SILENCE_S
+        while left:
+            block = self._block[: min(len(self._block), left)]
+            channel.receive(block, deadline_s, lambda: arriving.alive(moving=True))
+            arriving.take(block)
+            left -= len(block)
+        if not arriving.end():
+            with self._lock:
+                channel.send(encode(Kind.CORRUPT, index))

@@ -1,0 +1,78 @@
+"""The gRPC transport: ``grpc_server`` and ``grpc_client`` behind the contract of ``transport``."""
+
+from __future__ import annotations
+
+from paceline.relay.disk.staging import Staging
+from paceline.relay.wires.counters import Counters
+from paceline.relay.wires.grpc_client import GrpcStream
+from paceline.relay.wires.grpc_server import GrpcServer
+from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.tls import TlsSettings
+from paceline.relay.wires.transport import Find, Report, Rotten
+from paceline.wire.plan import Source
+
+
+class GrpcTransport:
+    """``ChunkTransfer`` streams, plain or by mutual TLS; both sides prove that they know ``token``.
+
+    Raises InvalidInput where the credentials cannot be used.
+    """
+
+    def __init__(self, token: str, tls: TlsSettings | None = None) -> None:
+        self._token = token
+        self._tls = tls
+        if tls is not None:
+            tls.context(server=True)  # gRPC would say only that something is wrong, and later
+
+    @property
+    def name(self) -> str:
+        """Return what profiles call it."""
+        return "grpc"
+
+    def serve(
+        self,
+        *,
+        host: str,
+        port: int,
+        worker_id: str,
+        find: Find,
+        pacer: Pacer,
+        on_rotten: Rotten,
+    ) -> GrpcServer:
+        """Bind a port; see Transport."""
+        return GrpcServer(
+            host=host,
+            port=port,
+            worker_id=worker_id,
+            token=self._token,
+            find=find,
+            pacer=pacer,
+            on_rotten=on_rotten,
+            tls=self._tls,
+        )
+
+    def pull(
+        self,
+        *,
+        source: Source,
+        stream: int,
+        worker_id: str,
+        staging: Staging,
+        pacer: Pacer,
+        counters: Counters,
+        keepalive_s: float,
+        report: Report,
+    ) -> GrpcStream:
+        """Open a stream; see Transport."""
+        return GrpcStream(
+            source=source,
+            stream=stream,
+            worker_id=worker_id,
+            token=self._token,
+            staging=staging,
+            pacer=pacer,
+            counters=counters,
+            keepalive_s=keepalive_s,
+            report=report,
+            tls=self._tls,
+        )

@@ -1,0 +1,128 @@
+"""What one peer asked for, and which verified pieces it gets next; the transports carry them.
+
+While none of the requested pieces is verified here the stream is *parked*: it stays open, the peer
+hears four times a deadline that we wait too, and it goes on the moment a piece is verified. That is
+all of cut-through. Nothing unverified is ever sent (I3). One thread runs it. It knows no lanes and
+no plans.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from paceline.errors import InvalidFrame, NotFound, PeerLost
+from paceline.relay.disk.staging import Staging
+from paceline.relay.session.extents import Extent, Extents
+
+log = logging.getLogger(__name__)
+
+UNKNOWN_DIGEST_S = 30.0  # a peer may hear of a deployment before this agent does
+IDLE_S = 120.0  # without any request
+RUN_PIECES = 16  # sent between two looks at what the peer asks
+TALLY_S = 0.2  # how old an edge's count may be while a piece is being sent
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """A peer says that what it was sent of ``piece`` does not match its digest."""
+
+    piece: int
+
+
+Asked = Extent | Complaint
+
+
+class Serving:
+    """One welcomed peer, ``reader``, of the model in ``staging``."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        reader: str,
+        staging: Staging,
+        keepalive_s: float,
+        on_rotten: Callable[[str, int], None],
+    ) -> None:
+        self._worker_id = worker_id
+        self._reader = reader
+        self._staging = staging
+        self._keepalive_s = keepalive_s
+        self._on_rotten = on_rotten
+        self._wanted: deque[Extent] = deque()  # served in the order in which it was asked for
+        self._sent = Extents()  # a peer may complain once of each piece it was sent
+        self._since_s = time.monotonic()
+        self._counted = 0
+
+    def runs(self, asked: Callable[[float], Iterable[Asked]]) -> Iterator[Extent | None]:
+        """Yield what to send next, or None where the peer should hear that nothing is there yet.
+
+        ``asked(wait_s)`` returns what the peer said meanwhile, and waits for it as long as that.
+        Ends by PeerLost (closed, idle), NotFound (given up) or InvalidFrame.
+        """
+        while True:
+            heard = False
+            for each in asked(0.0 if self._wanted else IDLE_S):
+                heard = True
+                self._hear(each)
+            if not self._wanted:
+                if not heard:
+                    raise PeerLost("the peer asks for nothing")
+                continue
+            run = self._staging.next_held(self._wanted, self._keepalive_s)
+            if run is not None:
+                run = Extent(run.first, min(run.stop, run.first + RUN_PIECES))
+                self._take(run)
+                self._sent.add(run)
+                self._since_s = time.monotonic()
+                yield run
+            elif self._staging.closed:
+                raise PeerLost("the model is no longer open here")
+            elif self._staging.gave_up:
+                digest = self._staging.manifest.digest
+                raise NotFound("this worker gave the model up", got=digest[:12])
+            else:
+                yield None
+
+    def carried(self, count: int, last: bool) -> None:
+        """Count bytes of a run that left; time spent waiting for pieces is not part of it."""
+        self._counted += count
+        now = time.monotonic()
+        if last or now - self._since_s >= TALLY_S:
+            edges = self._staging.edges
+            edges.carried(self._worker_id, self._reader, self._counted, now - self._since_s)
+            self._since_s, self._counted = now, 0
+
+    def _hear(self, asked: Asked) -> None:
+        pieces = self._staging.manifest.piece_count
+        if isinstance(asked, Complaint):
+            self._look_at(asked.piece)
+        elif asked.stop > pieces:
+            raise InvalidFrame("request beyond the model", got=asked, wanted=pieces)
+        else:
+            for new in Extents(self._wanted).gaps(asked):
+                last = self._wanted[-1] if self._wanted else None
+                if last is not None and last.stop == new.first:  # as if asked for at once
+                    self._wanted[-1] = Extent(last.first, new.stop)
+                else:
+                    self._wanted.append(new)
+
+    def _take(self, run: Extent) -> None:
+        """Take ``run``, part of one wanted extent, out of what is wanted."""
+        at = next(i for i, each in enumerate(self._wanted) if each.first <= run.first < each.stop)
+        first, stop = self._wanted[at]
+        left = [Extent(first, run.first), Extent(run.stop, stop)]
+        del self._wanted[at]
+        for each in reversed([each for each in left if each.size]):
+            self._wanted.insert(at, each)
+
+    def _look_at(self, index: int) -> None:
+        """A peer says that a piece of ours is corrupt: was it the wire, or is it this disk?"""
+        if self._sent.remove(Extent(index, index + 1)) and self._staging.distrust(index):
+            digest = self._staging.manifest.digest
+            log.error("piece %d of %s rotted on this disk", index, digest[:12])
+            self._on_rotten(digest, index)

@@ -1,0 +1,152 @@
+"""Blocking reads and writes with a deadline each: the plain channel, and what both ends share.
+
+A *channel* is a connected socket with whatever protects it; ``tls`` has the other kind. Plain
+timeouts are set in the kernel (SO_RCVTIMEO), so that one ``recv`` with MSG_WAITALL fills a whole
+sub-block: a system call a block, not one for each segment.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from paceline.errors import InvalidFrame, PeerLost
+from paceline.relay.wires.frames import HEADER, Header, Kind, decode
+from paceline.relay.wires.pacing import Pacer
+
+IO_TIMEOUT_S = 10.0  # the longest any single read or write may make no progress at all
+
+
+class Channel(Protocol):
+    """A connection: one thread reads, any may send whole frames, any may shut it."""
+
+    def receive(
+        self, view: memoryview, deadline_s: float, on_some: Callable[[], None] | None = None
+    ) -> None:
+        """Fill ``view``; raises PeerLost when the peer closes, resets, or is late.
+
+        ``on_some`` is called when a timeout passed and something, if not all, arrived meanwhile.
+        """
+        ...
+
+    def send(self, data: bytes, more: bool = False) -> None:
+        """Send all of ``data``; with ``more``, it may leave together with what follows."""
+        ...
+
+    def send_file(self, descriptor: int, offset: int, count: int) -> int:
+        """Send up to ``count`` bytes of a file and return how many; 0 at its end."""
+        ...
+
+    def readable(self, wait_s: float) -> bool:
+        """Wait for something to read; return whether there is."""
+        ...
+
+    def shut(self) -> None:
+        """Wake whoever reads or writes now; the owner closes."""
+        ...
+
+    def close(self) -> None:
+        """Free the descriptor."""
+        ...
+
+
+class PlainChannel:
+    """A socket as it is; see Channel."""
+
+    def __init__(self, sock: socket.socket, timeout_s: float = IO_TIMEOUT_S) -> None:
+        self._sock = sock
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        sock.setblocking(True)
+        timeout = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+
+    def receive(
+        self, view: memoryview, deadline_s: float, on_some: Callable[[], None] | None = None
+    ) -> None:
+        """Fill ``view``; see Channel."""
+        done = 0
+        while done < len(view):
+            try:
+                # SO_RCVLOWAT would save wake-ups, but a blocked recv that took a part waits for
+                # as much again: the last piece came 0.25 s late on every hop.
+                got = self._sock.recv_into(view[done:], 0, socket.MSG_WAITALL)
+            except (BlockingIOError, InterruptedError):
+                got = -1
+            except OSError as error:
+                raise broken(error) from error
+            if got == 0:
+                raise PeerLost("the peer closed the connection")
+            done += max(got, 0)
+            if on_some is not None and got > 0 and done < len(view):
+                on_some()
+            if done < len(view) and time.monotonic() > deadline_s:
+                raise PeerLost("the peer went silent", got=f"{done} bytes", wanted=len(view))
+
+    def send(self, data: bytes, more: bool = False) -> None:
+        """Send all of ``data``; see Channel."""
+        try:
+            self._sock.sendall(data, socket.MSG_MORE if more else 0)
+        except OSError as error:
+            raise broken(error) from error
+
+    def send_file(self, descriptor: int, offset: int, count: int) -> int:
+        """Send from the page cache without copying; see Channel."""
+        try:
+            return os.sendfile(self._sock.fileno(), descriptor, offset, count)
+        except OSError as error:
+            raise broken(error) from error
+
+    def readable(self, wait_s: float) -> bool:
+        """Wait for something to read; see Channel."""
+        return bool(self._poll.poll(wait_s * 1000))
+
+    def shut(self) -> None:
+        """Wake whoever reads or writes; see Channel."""
+        shut(self._sock)
+
+    def close(self) -> None:
+        """Free the descriptor."""
+        self._sock.close()
+
+
+def configure(sock: socket.socket, pacer: Pacer) -> None:
+    """Send small frames at once, and keep buffers modest where the link is paced."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if pacer.paced:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, pacer.buffer_bytes)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, pacer.buffer_bytes)
+
+
+def read_frame(channel: Channel, deadline_s: float, *expected: Kind) -> tuple[Header, bytes]:
+    """Return the next frame and its payload; raises InvalidFrame unless it is ``expected``."""
+    raw = bytearray(HEADER.size)
+    channel.receive(memoryview(raw), deadline_s)
+    header = decode(raw)
+    payload = bytearray(header.payload_bytes)
+    channel.receive(memoryview(payload), deadline_s)
+    if header.kind is Kind.ERROR and Kind.ERROR not in expected:
+        raise PeerLost("the peer refused", got=payload.decode("utf-8", "replace"))
+    if expected and header.kind not in expected:
+        wanted = " or ".join(kind.name for kind in expected)
+        raise InvalidFrame("unexpected frame", got=header.kind.name, wanted=wanted)
+    return header, bytes(payload)
+
+
+def shut(sock: socket.socket) -> None:
+    """Wake whoever reads or writes ``sock`` now; the owner closes it."""
+    with suppress(OSError):
+        # Not sock.shutdown: of a TLS socket that would let a thread in recv see raw records.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def broken(error: OSError) -> PeerLost:
+    """Return what an error of a connected socket means."""
+    return PeerLost("the connection broke", got=error.strerror or error)

@@ -1,0 +1,77 @@
+"""The framed TCP transport: ``server`` and ``client`` behind the contract of ``transport``."""
+
+from __future__ import annotations
+
+from paceline.relay.disk.staging import Staging
+from paceline.relay.wires.client import PeerStream
+from paceline.relay.wires.counters import Counters
+from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.server import PeerServer
+from paceline.relay.wires.tls import TlsSettings
+from paceline.relay.wires.transport import Find, Report, Rotten
+from paceline.wire.plan import Source
+
+
+class TcpTransport:
+    """Frames over TCP, or over mutual TLS 1.3; both sides prove that they know ``token``.
+
+    Raises InvalidInput where the credentials cannot be used.
+    """
+
+    def __init__(self, token: str, tls: TlsSettings | None = None) -> None:
+        self._token = token
+        self._server_tls = tls.context(server=True) if tls else None
+        self._client_tls = tls.context(server=False) if tls else None
+
+    @property
+    def name(self) -> str:
+        """Return what profiles call it."""
+        return "tcp"
+
+    def serve(
+        self,
+        *,
+        host: str,
+        port: int,
+        worker_id: str,
+        find: Find,
+        pacer: Pacer,
+        on_rotten: Rotten,
+    ) -> PeerServer:
+        """Bind a port; see Transport."""
+        return PeerServer(
+            host=host,
+            port=port,
+            worker_id=worker_id,
+            token=self._token,
+            find=find,
+            pacer=pacer,
+            on_rotten=on_rotten,
+            tls=self._server_tls,
+        )
+
+    def pull(
+        self,
+        *,
+        source: Source,
+        stream: int,
+        worker_id: str,
+        staging: Staging,
+        pacer: Pacer,
+        counters: Counters,
+        keepalive_s: float,
+        report: Report,
+    ) -> PeerStream:
+        """Open a stream; see Transport."""
+        return PeerStream(
+            source=source,
+            stream=stream,
+            worker_id=worker_id,
+            token=self._token,
+            staging=staging,
+            pacer=pacer,
+            counters=counters,
+            keepalive_s=keepalive_s,
+            report=report,
+            tls=self._client_tls,
+        )

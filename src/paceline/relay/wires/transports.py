@@ -1,0 +1,81 @@
+"""Which transport an installation's profile asks for, with which protection.
+
+Plain connections are for loopback, unless the profile says aloud that the network may read along.
+It opens no ports.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+from paceline.errors import InvalidInput, InvalidProfile
+from paceline.profile import Runtime
+from paceline.relay.wires.tcp import TcpTransport
+from paceline.relay.wires.tls import TlsSettings
+from paceline.relay.wires.transport import Transport
+
+_FILES = ("peer_ca", "peer_cert", "peer_key")
+
+
+def transport_for(runtime: Runtime, listen_host: str, worker_id: str) -> Transport:
+    """Return the transport of ``worker_id``, which will listen on ``listen_host``.
+
+    Raises InvalidProfile where that would be unprotected, InvalidInput where its files are not
+    usable.
+    """
+    tls = tls_for(runtime, worker_id)
+    allowed = runtime.profile.security.peer_tls == "plaintext-anywhere"
+    if tls is None and not allowed and not is_loopback(listen_host):
+        raise InvalidProfile(
+            "workers may not listen beyond loopback without mutual TLS",
+            got=f"peer port on {listen_host}, [security] peer_tls = "
+            f'"{runtime.profile.security.peer_tls}" without its files',
+            wanted="peer_ca, peer_cert and peer_key in [security]",
+            where=f"profile {runtime.profile.name}",
+            do="Issue each worker an identity and name the files; or, where everybody on that "
+            'network may read the models, set [security] peer_tls = "plaintext-anywhere".',
+        )
+    token = runtime.secrets.coordinator_token
+    if runtime.profile.relay.transport == "grpc":
+        from paceline.relay.wires.grpc_transport import (
+            GrpcTransport,  # 0.1 s that most need not spend
+        )
+
+        return GrpcTransport(token, tls)
+    return TcpTransport(token, tls)
+
+
+def tls_for(runtime: Runtime, worker_id: str) -> TlsSettings | None:
+    """Return the credentials that the profile names for ``worker_id``, or None for plain."""
+    security = runtime.profile.security
+    if security.peer_tls == "plaintext-anywhere":
+        return None
+    named = {name: getattr(security, name) for name in _FILES}
+    missing = [name for name, path in named.items() if not path]
+    if len(missing) == len(_FILES) and security.peer_tls == "auto":
+        return None
+    if missing:
+        raise InvalidProfile(
+            "mutual TLS between workers needs three files",
+            got=f"nothing for {', '.join(missing)}",
+            wanted=f"{', '.join(_FILES)} in [security]",
+            where=f"profile {runtime.profile.name}",
+            do="Name the authority's certificate, and this worker's certificate and key.",
+        )
+    ca, cert, key = (
+        runtime.state_dir / Path(path.replace("{worker_id}", worker_id)) for path in named.values()
+    )
+    return TlsSettings(ca=ca, cert=cert, key=key)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError as error:
+        raise InvalidInput(
+            "not an address to listen on", got=host, wanted="an IP address or localhost"
+        ) from error
