@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel
 
 from paceline.manifest import Manifest
+from paceline.wire.access import CreateJoinToken, CreateToken, TokenRecord
 from paceline.wire.calls import CreateDeployment, Heartbeat, RegisterWorker
 from paceline.wire.events import EventName
 from paceline.wire.plan import Plan
@@ -81,11 +82,50 @@ class Activate(_Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class IssueToken(_Event):
+    """Somebody wants a bearer token or a join token; its secret was drawn already."""
+
+    token_id: str
+    sha256: str
+    call: CreateToken | CreateJoinToken
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RevokeToken(_Event):
+    """Somebody wants a token to open nothing any more."""
+
+    token_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdmitWorker(_Event):
+    """An agent gets a token of its own: for a join token, which is spent, or for the one before.
+
+    The token before opens what it did for ``overlap_s`` seconds more, should the answer be lost.
+    """
+
+    spends: str  # the token_id that the agent showed
+    worker_id: str
+    token_id: str
+    sha256: str
+    expires_at: float
+    overlap_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokensUsed(_Event):
+    """When tokens were last shown: (token_id, seconds since the Unix epoch)."""
+
+    uses: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Tick(_Event):
     """Time passed."""
 
 
-Event = Create | Register | Beat | Listen | FetchLanes | Cancel | Activate | Tick
+TokenEvent = IssueToken | RevokeToken | AdmitWorker | TokensUsed
+Event = Create | Register | Beat | Listen | FetchLanes | Cancel | Activate | Tick | TokenEvent
 
 # --- effects ------------------------------------------------------------------------------------
 
@@ -139,6 +179,16 @@ class KeepKey:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepToken:
+    token: TokenRecord  # in place of an older record of the same token_id
+
+
+@dataclass(frozen=True, slots=True)
+class DropToken:
+    token_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
     """Something worth telling: goes to the audit history and to whoever watches."""
 
@@ -156,7 +206,17 @@ class Answer:
     record: BaseModel
 
 
-Effect = KeepDeployment | KeepPlan | KeepWorker | KeepReceipt | KeepKey | Observed | Answer
+Effect = (
+    KeepDeployment
+    | KeepPlan
+    | KeepWorker
+    | KeepReceipt
+    | KeepKey
+    | KeepToken
+    | DropToken
+    | Observed
+    | Answer
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,3 +237,4 @@ class Kept:
     deployments: tuple[KeptDeployment, ...] = ()
     workers: tuple[Worker, ...] = ()
     keys: tuple[KeepKey, ...] = ()
+    tokens: tuple[TokenRecord, ...] = ()

@@ -20,12 +20,17 @@ class EventName(StrEnum):
     DEPLOYMENT_REPLANNED = "deployment.replanned"
     DEPLOYMENT_STATUS_CHANGED = "deployment.status_changed"
     DEPLOYMENT_ACTIVATED = "deployment.activated"
+    FLOW_STARTED = "deployment.flow_started"  # a Prefect flow run drives it
+    FLOW_DELAYED = "deployment.flow_delayed"  # Prefect is away: the start is tried again
+    FLOW_ENDED = "deployment.flow_ended"  # not well, while the deployment went on
     WORKER_COMPLETED = "deployment.worker_completed"
     WORKER_FAILED = "deployment.worker_failed"
     SOURCE_LOST = "relay.source_lost"
     PIECE_CORRUPT = "relay.piece_corrupt"
     WORKER_SLOW = "relay.worker_slow"
     WORKER_QUARANTINED = "relay.worker_quarantined"
+    CHANGE_ACCEPTED = "change.accepted"
+    CHANGE_REFUSED = "change.refused"
     STAGE_FINISHED = "run.stage_finished"
     TRAINING_STEP = "training.step"
     TRAINING_CHECKPOINT = "training.checkpoint"

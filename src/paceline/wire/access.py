@@ -1,0 +1,117 @@
+"""Who may call what: tokens as they are kept, and the calls that make and spend them.
+
+A token is ``pl_<token_id>_<secret>``: the id is public, the secret 256 random bits. Only the
+SHA-256 of the whole is kept, which is enough for a secret of that size. A join token starts an
+agent's membership: it is spent once, for a certificate and a token bound to one worker id.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from paceline.wire.base import Name, Record, Sha256
+
+Pem = Annotated[str, StringConstraints(min_length=1, max_length=16_384)]
+
+
+class Scope(StrEnum):
+    """What a token is good for. Admin includes all others, deploy includes read."""
+
+    READ = "read"
+    DEPLOY = "deploy"
+    ADMIN = "admin"
+    WORKER = "worker"
+    JOIN = "join"  # of join tokens only: they open one route, once
+
+
+GrantedScope = Literal[Scope.READ, Scope.DEPLOY, Scope.ADMIN, Scope.WORKER]
+
+
+class TokenRecord(Record):
+    """A token as the store keeps it; times are seconds since the Unix epoch."""
+
+    token_id: Name
+    kind: Literal["access", "join"] = "access"
+    name: str = Field(max_length=128)
+    scopes: tuple[Scope, ...] = Field(min_length=1, max_length=5)
+    sha256: Sha256
+    worker_id: Name | None = None  # it speaks for this worker only
+    created_at: float
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    used_at: float | None = None  # when a join token was spent
+    last_used_at: float | None = None  # to within an hour
+
+
+class TokenView(Record):
+    """A token as people see it: everything but its digest."""
+
+    token_id: Name
+    kind: Literal["access", "join"]
+    name: str
+    scopes: tuple[Scope, ...]
+    worker_id: Name | None = None
+    created_at: float
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    used_at: float | None = None
+    last_used_at: float | None = None
+
+    @classmethod
+    def of(cls, record: TokenRecord, last_used_at: float | None = None) -> TokenView:
+        """Return what may be shown of ``record``."""
+        shown = record.model_dump(exclude={"sha256"})
+        return cls.model_validate(shown | {"last_used_at": last_used_at or record.last_used_at})
+
+
+class TokenList(Record):
+    tokens: tuple[TokenView, ...]
+
+
+class CreateToken(Record):
+    """Make a bearer token; ``worker_id`` only together with the scope worker alone."""
+
+    name: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@-]*$")
+    scopes: tuple[GrantedScope, ...] = Field(min_length=1, max_length=4)
+    ttl_seconds: float | None = Field(default=None, gt=0, le=10 * 365 * 86_400)  # None: no end
+    worker_id: Name | None = None
+
+
+class CreateJoinToken(Record):
+    """Make a join token for one worker."""
+
+    worker_id: Name
+    ttl_seconds: float = Field(default=3600, gt=0, le=7 * 86_400)
+
+
+class CreatedToken(Record):
+    """The one time that the secret is told."""
+
+    token: str
+    record: TokenView
+    ca_sha256: Sha256 | None = None  # of a join token: the authority that the agent shall find
+
+
+class JoinWorker(Record):
+    """An agent asks to become ``worker_id``; its private key stays with it."""
+
+    worker_id: Name
+    csr: Pem  # PKCS #10, PEM; only its public key is taken over
+
+
+class WorkerIdentity(Record):
+    """What an agent needs to be a worker of this fleet."""
+
+    worker_id: Name
+    certificate: Pem
+    ca: Pem
+    certificate_expires_at: float
+    token: str  # of scope worker, bound to worker_id
+    token_expires_at: float
+    peer_token: str  # what workers greet each other with, below the certificates
+    renew_at: float  # when to ask for the next ones
+    coordinator_urls: tuple[str, ...]
+    profile: dict[str, object]  # the installation's, without anything that is only the server's
