@@ -1,12 +1,30 @@
 #!/usr/bin/env bash
 # Debian's servers, tracer and browser for the tests that use real ones. Safe to run again.
+# The tests start servers of their own: what is installed here neither starts now nor at boot.
 set -euo pipefail
-packages=(strace iproute2 iptables aria2 chromium chromium-driver)
+packages=(
+  strace iproute2 iptables aria2 chromium chromium-driver
+  etcd-server etcd-client redis-server postgresql
+)
 missing=()
 for each in "${packages[@]}"; do
   dpkg-query -W -f='${Status}' "$each" 2>/dev/null | grep -q 'install ok installed' || missing+=("$each")
 done
 [ "${#missing[@]}" -eq 0 ] && exit 0
+
+policy=/usr/sbin/policy-rc.d # what dpkg asks before it starts a service
+if [ ! -e "$policy" ]; then
+  trap 'rm -f "$policy"' EXIT
+  printf '#!/bin/sh\nexit 101\n' >"$policy"
+  chmod 755 "$policy"
+fi
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq
 apt-get install -y -qq --no-install-recommends "${missing[@]}"
+for each in "${missing[@]}"; do # a server that was here before keeps its setting
+  case "$each" in etcd-server | redis-server | postgresql)
+    service=${each/etcd-server/etcd}
+    if [ -d /run/systemd/system ]; then systemctl disable --quiet --now "$service"; else update-rc.d "$service" disable; fi
+    ;;
+  esac
+done

@@ -91,6 +91,37 @@ class StoreSettings(_Settings):
     free_share: float = Field(default=0.05, ge=0, lt=1)  # below it the oldest versions go
 
 
+class ControlSettings(_Settings):
+    """Where the coordinator keeps what it knows, and how many of it there are.
+
+    No URL carries a password: ``…_env`` names the variable that holds it.
+    """
+
+    replicas: int = Field(default=1, ge=1, le=7)  # more than one need etcd
+    lease_s: float = Field(default=3.0, ge=2.0, le=60.0)  # a silent leader is replaced after it
+    flow_starter: Literal["off", "prefect"] = "off"
+
+    coordination: Literal["sqlite", "etcd"] = "sqlite"
+    etcd_endpoints: tuple[str, ...] = ()  # "http://HOST:PORT" or "https://HOST:PORT"
+    etcd_prefix: str = "/paceline/default"  # one for each installation
+    etcd_ca: str = ""  # PEM files, relative to the state directory; "": the system's authorities
+    etcd_cert: str = ""
+    etcd_key: str = ""
+    etcd_user: str = ""
+    etcd_password_env: str = "PACELINE_ETCD_PASSWORD"  # noqa: S105 (a variable's name)
+
+    progress: Literal["memory", "redis"] = "memory"
+    redis_url: str = ""  # "redis://HOST:PORT/0", "rediss://…" with TLS, "unix://PATH"
+    redis_prefix: str = "paceline:default"
+    redis_ca: str = ""  # "": the system's authorities
+    redis_user: str = ""
+    redis_password_env: str = "PACELINE_REDIS_PASSWORD"  # noqa: S105
+
+    audit: Literal["sqlite", "postgres"] = "sqlite"
+    postgres_url: str = ""  # "postgresql://USER@HOST:PORT/DATABASE?sslmode=verify-full"
+    postgres_password_env: str = "PACELINE_POSTGRES_PASSWORD"  # noqa: S105
+
+
 class RelaySettings(_Settings):
     """How models travel."""
 
@@ -174,6 +205,7 @@ class Profile(_Settings):
     storage: StorageSettings = StorageSettings()
     objects: ObjectSettings = ObjectSettings()
     security: SecuritySettings = SecuritySettings()
+    control: ControlSettings = ControlSettings()
     store: StoreSettings = StoreSettings()
     relay: RelaySettings = RelaySettings()
     model: ModelSettings = ModelSettings()

@@ -120,12 +120,33 @@ class TokensUsed(_Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FlowTold(_Event):
+    """What became of the flow run that drives a deployment, or of starting it."""
+
+    deployment_id: str
+    name: EventName
+    flow_run_id: str | None = None  # that drives it from now on; None: as before
+    data: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Tick(_Event):
     """Time passed."""
 
 
 TokenEvent = IssueToken | RevokeToken | AdmitWorker | TokensUsed
-Event = Create | Register | Beat | Listen | FetchLanes | Cancel | Activate | Tick | TokenEvent
+Event = (
+    Create
+    | Register
+    | Beat
+    | Listen
+    | FetchLanes
+    | Cancel
+    | Activate
+    | FlowTold
+    | Tick
+    | TokenEvent
+)
 
 # --- effects ------------------------------------------------------------------------------------
 
@@ -189,6 +210,13 @@ class DropToken:
 
 
 @dataclass(frozen=True, slots=True)
+class DropDeployment:
+    """Forget a deployment with its plans, its receipts and the keys that named it."""
+
+    deployment_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
     """Something worth telling: goes to the audit history and to whoever watches."""
 
@@ -214,6 +242,7 @@ Effect = (
     | KeepKey
     | KeepToken
     | DropToken
+    | DropDeployment
     | Observed
     | Answer
 )

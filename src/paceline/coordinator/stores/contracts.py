@@ -1,0 +1,272 @@
+"""The three contracts of what a coordinator keeps, each with two backends.
+
+========== =================================================== ================= =================
+contract   what                                                one machine       cluster
+========== =================================================== ================= =================
+Coordination deployments, plans, workers, receipts, keys,      SQLite            etcd
+           tokens, the ledger, the outbox of events, who leads
+Progress   how far each worker is, and when it last beat       memory            Redis
+Audit      every event, for as long as the operator wants      SQLite            PostgreSQL
+========== =================================================== ================= =================
+
+Coordination is the only one that must not lose anything. Each of its writes proves in its own
+transaction that the writer still leads (I4). Progress may vanish at any moment. Audit is filled
+from Coordination's outbox, so an event is committed together with the change that it tells of.
+
+Every method may be called from any thread, also by several at once, and returns or raises within
+the time limits of its backend. What cannot be reached raises ServiceUnavailable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from paceline.coordinator.messages import Effect, Kept, Observed
+from paceline.wire.events import Event, EventName
+from paceline.wire.records import StageRecord, WorkerProgress
+
+OUTBOX_EVENTS = 10_000  # waiting for the audit store; with so many, nothing more is committed
+RECENT_EVENTS = 1_000  # shipped already and still kept, for who begins to follow
+QUERY_EVENTS = 1_000  # the most that one question to the audit store is answered with
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A replica that would lead."""
+
+    replica_id: str
+    url: str  # where clients reach it
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One replica's time as the leader; epochs strictly increase over all terms of a store."""
+
+    epoch: int
+    replica_id: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outbox:
+    """Where the events stand on their way to the audit store, by their numbers."""
+
+    shipped: int  # the newest one that the audit store is known to have
+    last: int  # the newest one committed
+
+    @property
+    def waiting(self) -> int:
+        """Return how many have yet to be shipped."""
+        return self.last - self.shipped
+
+
+@runtime_checkable
+class Coordination(Protocol):
+    """What must survive, and who may write it."""
+
+    @property
+    def backend(self) -> str:
+        """Return the backend and its version, such as ``etcd 3.4.23``, for people."""
+        ...
+
+    @property
+    def standbys(self) -> bool:
+        """Return whether several replicas may share this store.
+
+        Where they may not (SQLite), ``campaign`` takes over at once from whoever led.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise ServiceUnavailable, saying what to do, where the store cannot be used now."""
+        ...
+
+    # --- who leads -------------------------------------------------------------------------------
+
+    def campaign(self, candidate: Candidate, give_up: Callable[[], bool]) -> Term | None:
+        """Block until this replica leads and return its term; None once ``give_up()`` is true.
+
+        ``give_up`` is asked at least five times a second. A store that is away is waited for.
+        One campaign at a time in a process.
+        """
+        ...
+
+    def resign(self, term: Term) -> None:
+        """End ``term`` and let the next one lead at once. Never raises: a lease ends by itself."""
+        ...
+
+    def is_leading(self, term: Term) -> bool:
+        """Return whether ``term`` certainly still leads: local knowledge, without I/O.
+
+        False once the lease may have run out by the local clock, which jumps of the wall's time do
+        not touch, or once a write was refused. What was true a moment ago proves nothing about a
+        write: only ``commit`` does.
+        """
+        ...
+
+    def leader(self) -> Term | None:
+        """Return who leads, as the store has it now."""
+        ...
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def commit(self, term: Term, effects: Iterable[Effect]) -> list[Event]:
+        """Keep everything that ``effects`` ask for, or nothing; return the events, numbered.
+
+        ``Answer`` effects are passed over. Raises StaleEpoch where ``term`` no longer leads, and
+        ServiceUnavailable where the store is away or too many events wait for the audit store.
+        After any error the outcome may be unknown: the caller must ``load`` before it goes on, and
+        a commit before that raises ServiceUnavailable. Once ``load`` has returned, an older commit
+        that it does not show cannot come to pass any more.
+        """
+        ...
+
+    def load(self, now_s: float) -> Kept:
+        """Return everything; after a reboot the durations of running deployments begin anew.
+
+        ``now_s`` is the caller's monotonic clock. A standby that asks again pays for what changed.
+        """
+        ...
+
+    def revision(self) -> int:
+        """Return a number that grows with each change; ask before ``load``, then ``wait`` on it."""
+        ...
+
+    def wait(self, after: int, timeout_s: float) -> int:
+        """Block until something changed since revision ``after``, or for ``timeout_s``.
+
+        Returns the newest revision, which is ``after`` where nothing changed. A change of leaders
+        is a change.
+        """
+        ...
+
+    # --- the ledger of stages --------------------------------------------------------------------
+
+    def stage(self, stage: str, input_digest: str) -> StageRecord | None:
+        """Return the ledger's record, or None."""
+        ...
+
+    def keep_stage(self, term: Term, record: StageRecord, told: Observed) -> list[Event]:
+        """Put ``record`` into the ledger, in place of an older one; errors as of ``commit``."""
+        ...
+
+    # --- the outbox of events --------------------------------------------------------------------
+
+    def outbox(self) -> Outbox:
+        """Return which events wait for the audit store."""
+        ...
+
+    def events_after(self, seq: int, limit: int) -> list[Event]:
+        """Return up to ``limit`` events after number ``seq``, oldest first, that are still kept.
+
+        Kept are those that wait and the newest RECENT_EVENTS of the others.
+        """
+        ...
+
+    def trim_events(self, term: Term, seq: int) -> None:
+        """Note that the audit store has every event up to ``seq``; errors as of ``commit``."""
+        ...
+
+    def number_after(self, term: Term, seq: int) -> None:
+        """Number further events above ``seq``: the audit store has more than this store knows of.
+
+        Happens where this store was restored from an older backup. Errors as of ``commit``.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of files, connections and threads. A term that is held ends with its lease."""
+        ...
+
+
+@runtime_checkable
+class Progress(Protocol):
+    """What changes with every beat. It may all be gone at any moment; nothing here raises.
+
+    Writing costs the caller no I/O: the newest value of each part is sent in the background and
+    dropped where the backend is away, so that what is read lacks it or is a little older.
+    """
+
+    @property
+    def backend(self) -> str:
+        """Return the backend and its version, for people."""
+        ...
+
+    @property
+    def healthy(self) -> bool:
+        """Return whether the last exchange with the backend worked."""
+        ...
+
+    def put(
+        self, parts: Mapping[tuple[str, str], WorkerProgress], beats: Mapping[str, float]
+    ) -> None:
+        """Note parts by (deployment_id, worker_id), and by worker when it last beat (Unix time)."""
+        ...
+
+    def get(self, deployment_id: str) -> dict[str, WorkerProgress]:
+        """Return the parts of one deployment that are known, by worker."""
+        ...
+
+    def beats(self) -> dict[str, float]:
+        """Return when each worker last beat, as far as it is known."""
+        ...
+
+    def drop(self, deployment_id: str) -> None:
+        """Forget a deployment."""
+        ...
+
+    def close(self) -> None:
+        """Send what is still to be sent, for a second at most, and let go."""
+        ...
+
+
+@runtime_checkable
+class Audit(Protocol):
+    """The append-only history of events."""
+
+    @property
+    def backend(self) -> str:
+        """Return the backend and its version, for people."""
+        ...
+
+    def check(self) -> None:
+        """Raise ServiceUnavailable, saying what to do, where the store cannot be used now."""
+        ...
+
+    def append(self, events: Sequence[Event]) -> None:
+        """Keep ``events``, all or none; those whose number is there already are there once.
+
+        Raises Conflict where a number belongs to another event, ServiceUnavailable where the
+        outcome is unknown: appending the same again is right.
+        """
+        ...
+
+    def last(self) -> int:
+        """Return the highest number kept, 0 before the first."""
+        ...
+
+    def query(
+        self,
+        *,
+        after: int = 0,
+        before: int | None = None,
+        limit: int = QUERY_EVENTS,
+        newest_first: bool = False,
+        deployment_id: str | None = None,
+        worker_id: str | None = None,
+        names: Sequence[EventName] = (),
+        since: float | None = None,
+        until: float | None = None,
+    ) -> list[Event]:
+        """Return events numbered in (after, before), told in [since, until) of Unix time.
+
+        ``limit`` is brought down to QUERY_EVENTS; page on with the last number as ``after`` (or as
+        ``before`` where the newest come first).
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of files and connections."""
+        ...
