@@ -61,6 +61,7 @@ def new_deployment(event: Create, fleet: Membership, patience: Patience) -> Depl
         predicted_seconds=expected.seconds,
         bound_seconds=expected.bound_seconds,
         flow_run_id=call.flow_run_id,
+        flow_wanted=patience.starts_flows and call.flow_run_id is None,
         run_id=call.run_id,
     )
 

@@ -31,6 +31,7 @@ class Patience:
     corrupt_pieces: int = 4  # of one sender beyond chance; a reader leaves a stream at four
     corrupt_share: float = 0.02  # of what it sent; one in a hundred may be the network's doing
     corrupt_factor: float = 5.0  # times the others' median share
+    starts_flows: bool = False  # who asks without a flow run gets one, see service/flow_starter
 
     @property
     def lost_s(self) -> float:

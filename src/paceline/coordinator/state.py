@@ -22,6 +22,7 @@ from paceline.coordinator.messages import (
     Effect,
     Event,
     FetchLanes,
+    FlowTold,
     KeepDeployment,
     KeepKey,
     KeepWorker,
@@ -124,6 +125,8 @@ class CoordinatorState:
                 return self._cancel(event)
             case Activate():
                 return self._activate(event)
+            case FlowTold():
+                return self._flow_told(event)
 
     # --- reading ---------------------------------------------------------------------------------
 
@@ -356,6 +359,16 @@ class CoordinatorState:
         for worker_id in run.parts:
             self._open.setdefault(worker_id, set()).add(event.deployment_id)
         return [*effects, KeepDeployment(deployment, run.memo), Answer(Success())]
+
+    def _flow_told(self, event: FlowTold) -> list[Effect]:
+        run = self.run(event.deployment_id)
+        effects: list[Effect] = []
+        driver = event.flow_run_id
+        if driver is not None and driver != run.deployment.flow_run_id:
+            run.deployment = run.shown().model_copy(update={"flow_run_id": driver})
+            effects.append(KeepDeployment(run.deployment, run.memo))
+        told = Observed(event.name, event.at, event.deployment_id, None, dict(event.data))
+        return [*effects, told, Answer(Success())]
 
     # --- time ------------------------------------------------------------------------------------
 

@@ -105,7 +105,8 @@ class Deployment(Record):
     bound_seconds: float = 0.0
     origin_bytes: int = 0
     failure: Failure | None = None
-    flow_run_id: str | None = None
+    flow_run_id: str | None = None  # of the Prefect flow run that drives it
+    flow_wanted: bool = False  # the coordinator starts that flow run (or has)
     run_id: str | None = None
 
 

@@ -6,15 +6,17 @@ import json
 import sys
 from pathlib import Path
 
-from paceline.wire.base import Record
+from pydantic import BaseModel
+
 from paceline.wire.forecast import PlanTable, SimulationReport
 from paceline.wire.local import Distribution, Published
 from paceline.wire.plan import Plan
 from paceline.wire.records import Deployment, Receipt
+from paceline.wire.stream import StreamItem, WatchLine
 from paceline.wire.summary import Failed, RunSummary
 from paceline.wire.training import EvaluationReport, Evidence, TrainResult
 
-SCHEMAS: dict[str, type[Record]] = {
+SCHEMAS: dict[str, type[BaseModel]] = {
     "demo": RunSummary,
     "error": Failed,
     "deployment-plan": Plan,
@@ -24,6 +26,8 @@ SCHEMAS: dict[str, type[Record]] = {
     "distribute": Distribution,
     "deployment": Deployment,
     "receipt": Receipt,
+    "event-stream": StreamItem,
+    "watch": WatchLine,
     "train": TrainResult,
     "evaluate": EvaluationReport,
     "evidence": Evidence,
