@@ -10,10 +10,12 @@ from collections.abc import Iterable
 from itertools import islice
 
 from paceline.wire.calls import EventList
-from paceline.wire.events import Event
+from paceline.wire.events import Event, EventName
 
 RING_EVENTS = 10_000
 MOST_AT_ONCE = 1_000
+# Who asked for what from which address is for the audit history, not for every watcher.
+PRIVATE = frozenset({EventName.CHANGE_ACCEPTED, EventName.CHANGE_REFUSED})
 
 
 class EventRing:
@@ -42,5 +44,6 @@ class EventRing:
         # Numbers have no gaps, so the place can be computed and need not be sought.
         held = list(self._events)
         start = max(0, len(held) - (held[-1].seq - seq)) if held else 0
-        newer = tuple(e for e in islice(held, start, start + MOST_AT_ONCE) if e.seq > seq)
+        told = (e for e in islice(held, start, None) if e.seq > seq and e.name not in PRIVATE)
+        newer = tuple(islice(told, MOST_AT_ONCE))
         return EventList(events=newer, last=newer[-1].seq if newer else last)

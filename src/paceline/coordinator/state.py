@@ -15,6 +15,7 @@ from paceline.coordinator.deployment import DeploymentRun
 from paceline.coordinator.membership import Membership
 from paceline.coordinator.messages import (
     Activate,
+    AdmitWorker,
     Answer,
     Beat,
     Cancel,
@@ -23,6 +24,7 @@ from paceline.coordinator.messages import (
     Event,
     FetchLanes,
     FlowTold,
+    IssueToken,
     KeepDeployment,
     KeepKey,
     KeepWorker,
@@ -31,12 +33,15 @@ from paceline.coordinator.messages import (
     Memo,
     Observed,
     Register,
+    RevokeToken,
     Tick,
+    TokensUsed,
 )
 from paceline.coordinator.parts import tally_of
 from paceline.coordinator.planning import new_deployment
 from paceline.coordinator.settings import Patience
 from paceline.coordinator.shown import progress_of, view_of
+from paceline.coordinator.tokens import TokenBook
 from paceline.errors import (
     Cancelled,
     Conflict,
@@ -75,6 +80,7 @@ class CoordinatorState:
         self.patience = patience or Patience()
         self.leader_epoch = leader_epoch
         self.fleet = Membership(self.patience)
+        self.tokens = TokenBook()
         self._runs: dict[str, DeploymentRun] = {}
         self._keys: dict[str, KeepKey] = {}
         # Which deployments a worker may still hear about, and which the passing of time may change.
@@ -90,6 +96,7 @@ class CoordinatorState:
         """Return the state that the kept records amount to; progress comes back with the beats."""
         state = cls(patience, leader_epoch=leader_epoch)
         state.fleet.restore(kept.workers, now_s)
+        state.tokens.restore(kept.tokens)
         newest = {each.deployment.deployment_id for each in kept.deployments[-RESTORED_CLOSED:]}
         for each in kept.deployments:
             deployment = each.deployment
@@ -127,6 +134,8 @@ class CoordinatorState:
                 return self._activate(event)
             case FlowTold():
                 return self._flow_told(event)
+            case IssueToken() | RevokeToken() | AdmitWorker() | TokensUsed():
+                return self.tokens.handle(event)
 
     # --- reading ---------------------------------------------------------------------------------
 
