@@ -135,9 +135,7 @@ class Run:
     @cached_property
     def coordinator(self) -> CoordinatorClient:
         """Return the coordinator's client."""
-        return CoordinatorClient(
-            self.runtime.endpoints.coordinator_url, self.runtime.secrets.coordinator_token
-        )
+        return CoordinatorClient.of(self.runtime)
 
     @cached_property
     def store(self) -> ObjectStore:

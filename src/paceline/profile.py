@@ -218,7 +218,8 @@ class Profile(_Settings):
 class Endpoints(_Settings):
     """Where a running installation listens."""
 
-    coordinator_url: str = ""
+    coordinator_url: str = ""  # of the first (or only) replica
+    coordinator_urls: tuple[str, ...] = ()  # of every replica, where there are several
     s3_url: str = ""
     prefect_api_url: str = ""
     prefect_ui_url: str = ""

@@ -57,7 +57,7 @@ AGENT_FILE = "agent.json"
 INCARNATION_FILE = "incarnation"
 PORT_FILE = "port"
 RETRY_S = 0.5  # after a call that failed; doubled up to RETRY_MAX_S, jittered
-RETRY_MAX_S = 5.0
+RETRY_MAX_S = 2.0  # a new leader should hear of everybody within seconds
 CALL_TIMEOUT_S = 10.0
 HOLD_S = 1.0  # how long an idle agent's beat waits for a command
 NEWS_S = 0.05  # between two beats, however much there is to tell
@@ -121,9 +121,8 @@ class Agent:
         except BaseException:
             self._store.close()
             raise
-        self._client = CoordinatorClient(
-            runtime.endpoints.coordinator_url, runtime.secrets.coordinator_token, CALL_TIMEOUT_S
-        )
+        # Without patience of its own: between two rounds of asking, this loop has its own pause.
+        self._client = CoordinatorClient.of(runtime, CALL_TIMEOUT_S, patience_s=0.0)
         self._report = Report(config.worker_id, self.driver)
         self._assignments = Assignments(self._node_dir / "assignments")
         self._manifests: dict[str, Manifest] = {}

@@ -1,21 +1,29 @@
 """The coordinator's REST from the caller's side: one method a call, records in and out.
 
-Lean on purpose (http.client and pydantic only), because every agent imports it. Each thread keeps
-its own connection alive; a connection that went stale between two calls is replaced once, which is
-safe because every call of this API may be repeated. It knows no deadlines beyond its timeout and
-never retries a server that does not answer: how long to wait and how often is the caller's choice.
+Each thread keeps its own connection alive. Given one URL it calls that and retries nothing: how
+long to wait and how often is the caller's choice. Given several replicas it finds the leader, and
+with ``patience_s`` it waits for one where nobody leads; all that is safe because every call of this
+API may be repeated.
 """
 
 from __future__ import annotations
 
+import http
 import http.client
+import random
+import ssl
 import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
 
 from paceline import errors
+from paceline.client.connection import Answered, Connection, Endpoint, Sent
+from paceline.client.replicas import Replicas
 from paceline.errors import (
     AccessDenied,
     Conflict,
@@ -25,6 +33,7 @@ from paceline.errors import (
     ServiceUnavailable,
     TemporaryError,
 )
+from paceline.profile import Runtime
 from paceline.wire.calls import (
     CreatedDeployment,
     CreateDeployment,
@@ -40,35 +49,59 @@ from paceline.wire.calls import (
     WorkerList,
     WorkerProgressList,
 )
+from paceline.wire.leading import EPOCH_HEADER, LEADER_HEADER
 from paceline.wire.plan import Plan, WorkerLanes
 from paceline.wire.records import Deployment, StageRecord, Worker, WorkerProgress
 
-MAX_ANSWER_BYTES = 64 * 1024 * 1024  # a manifest of 100,000 pieces is some 15 MB
+FAILOVER_S = 15.0  # how long calls to several replicas wait for a leader, by default
+ROUND_S = 0.25  # between two rounds of asking, jittered
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class CoordinatorClient:
-    """Calls one coordinator; may be shared by threads."""
+    """Calls one coordinator, of one replica or several; may be shared by threads."""
 
-    def __init__(self, base_url: str, token: str, timeout_s: float = 10.0) -> None:
-        try:
-            parts = urlsplit(base_url)
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            parts, host, port = urlsplit(""), None, None
-        if parts.scheme not in ("http", "https") or not host:
-            raise InvalidInput(
-                "not a coordinator's URL", got=base_url or "nothing", wanted="http://host:port"
-            )
-        self.base_url = base_url.rstrip("/")
-        self._secure = parts.scheme == "https"
-        self._host = host
-        self._port = port
-        self._prefix = parts.path.rstrip("/")
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        token: str,
+        timeout_s: float = 10.0,
+        *,
+        patience_s: float = 0.0,
+        ca: str | Path = "",
+    ) -> None:
+        """``ca`` is a PEM file to trust in place of the system's authorities."""
+        self._replicas = Replicas([url] if isinstance(url, str) else url)
         self._headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
         self._timeout_s = timeout_s
+        self._patience_s = patience_s
+        self._tls = _trusting(ca) if ca else None
         self._local = threading.local()
+
+    @classmethod
+    def of(
+        cls, runtime: Runtime, timeout_s: float = 10.0, *, patience_s: float | None = None
+    ) -> CoordinatorClient:
+        """Return a client of the installation's coordinator, whichever replica leads.
+
+        Where there are several, a call waits for a leader up to ``patience_s``.
+        """
+        known = runtime.endpoints
+        urls = known.coordinator_urls or (known.coordinator_url,)
+        if patience_s is None:
+            patience_s = FAILOVER_S if len(urls) > 1 else 0.0
+        return cls(urls, runtime.secrets.coordinator_token, timeout_s, patience_s=patience_s)
+
+    @property
+    def base_url(self) -> str:
+        """Return the URL that the next call asks first."""
+        return self._replicas.first.url
+
+    @property
+    def epoch(self) -> int:
+        """Return the highest epoch that an answer carried, 0 before the first."""
+        return self._replicas.epoch
 
     def register(self, call: RegisterWorker) -> Registered:
         """Make the worker known, or known again as a new incarnation.
@@ -81,7 +114,7 @@ class CoordinatorClient:
         """Report, and return what the coordinator wants done, waiting up to ``wait_s`` for it."""
         query = f"?{urlencode({'wait_s': round(wait_s, 3)})}" if wait_s > 0 else ""
         path = f"/workers/heartbeat{query}"
-        return self._call(HeartbeatAnswer, "POST", path, beat, timeout_s=self._timeout_s + wait_s)
+        return self._call(HeartbeatAnswer, "POST", path, beat, wait_s=wait_s)
 
     def lanes(self, deployment_id: str, worker_id: str) -> WorkerLanes:
         """Return the worker's part of the newest plan."""
@@ -152,8 +185,7 @@ class CoordinatorClient:
         no events and the newest one's number: where to begin if the past is of no interest.
         """
         query = urlencode({"after": after, "wait_s": wait_s})
-        timeout_s = self._timeout_s + wait_s
-        return self._call(EventList, "GET", f"/events?{query}", timeout_s=timeout_s)
+        return self._call(EventList, "GET", f"/events?{query}", wait_s=wait_s)
 
     def close(self) -> None:
         """Close this thread's connection; the next call opens another."""
@@ -171,8 +203,9 @@ class CoordinatorClient:
         *,
         headers: dict[str, str] | None = None,
         timeout_s: float | None = None,
+        wait_s: float = 0.0,
     ) -> Answer:
-        raw = self._request(method, path, body, headers=headers, timeout_s=timeout_s)
+        raw = self._request(method, path, body, headers=headers, timeout_s=timeout_s, wait_s=wait_s)
         try:
             return kind.model_validate_json(raw)
         except ValidationError as error:
@@ -192,80 +225,96 @@ class CoordinatorClient:
         *,
         headers: dict[str, str] | None = None,
         timeout_s: float | None = None,
+        wait_s: float = 0.0,
     ) -> bytes:
         payload = None if body is None else body.model_dump_json(by_alias=True).encode()
-        sent = self._headers | (headers or {})
+        given = self._headers | (headers or {})
         if payload is not None:
-            sent["Content-Type"] = "application/json"
-        where = f"{method} {self.base_url}{path}"
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        try:
-            status, answer = self._exchange(method, self._prefix + path, payload, sent, timeout_s)
-        except (OSError, http.client.HTTPException) as error:
-            self.close()
-            raise ServiceUnavailable(
-                "the coordinator does not answer",
-                got=f"{type(error).__name__}: {error}",
-                where=where,
-                do="Check that it runs (`paceline status`); the call may be repeated.",
-            ) from error
-        if 200 <= status < 300:
-            return answer
-        raise _error_of(status, answer, where)
-
-    def _exchange(
-        self,
-        method: str,
-        path: str,
-        payload: bytes | None,
-        headers: dict[str, str],
-        timeout_s: float,
-    ) -> tuple[int, bytes]:
-        held: _Held | None = getattr(self._local, "held", None)
-        if held is not None:
+            given["Content-Type"] = "application/json"
+        limit_s = (self._timeout_s if timeout_s is None else timeout_s) + wait_s
+        sent = Sent(method, path, payload, given, limit_s, wait_s)
+        until_s = time.monotonic() + self._patience_s
+        while True:
             try:
-                return held.exchange(method, path, payload, headers, timeout_s)
-            except (ConnectionError, http.client.BadStatusLine):
-                # The server closed the idle connection (or restarted): once more on a fresh one.
+                return self._ask_around(sent)
+            except ServiceUnavailable:
+                pause_s = ROUND_S * random.uniform(0.5, 1.5)
+                if time.monotonic() + pause_s >= until_s:
+                    raise
+            time.sleep(pause_s)
+
+    def _ask_around(self, sent: Sent) -> bytes:
+        """Ask each endpoint once at most, following who points at the leader."""
+        waiting = self._replicas.order()
+        problem: ServiceUnavailable | None = None
+        asked: set[Endpoint] = set()
+        while waiting:
+            endpoint = waiting.pop(0)
+            asked.add(endpoint)
+            where = f"{sent.method} {endpoint.url}{sent.path}"
+            try:
+                answer = self._connection(endpoint).exchange(sent)
+            except (OSError, http.client.HTTPException) as error:
+                self.close()
+                self._replicas.silent(endpoint)
+                problem = problem or ServiceUnavailable(
+                    "the coordinator does not answer",
+                    got=f"{type(error).__name__}: {error}",
+                    where=where,
+                    do="Check that it runs (`paceline status`); the call may be repeated.",
+                )
+                problem.__cause__ = problem.__cause__ or error
+                continue
+            if not self._replicas.believe(_epoch_of(answer)):
+                problem = _outdated(answer, self._replicas.epoch, where)
+                continue
+            if answer.status == http.HTTPStatus.TEMPORARY_REDIRECT:
+                leader = self._leader_at(answer, where)
+                if leader not in asked or problem is None:
+                    problem = _not_leading(endpoint, leader, where)
+                if leader not in asked and not self._replicas.suspect(leader):
+                    waiting = [leader, *(each for each in waiting if each != leader)]
+                continue
+            if 200 <= answer.status < 300:
+                self._replicas.answered(endpoint, answer.headers.get(LEADER_HEADER))
+                return answer.body
+            refusal = _error_of(answer.status, answer.body, where)
+            if not isinstance(refusal, ServiceUnavailable):
+                raise refusal
+            problem = refusal
+        assert problem is not None
+        raise problem
+
+    def _leader_at(self, answer: Answered, where: str) -> Endpoint:
+        named = answer.headers.get("Location")
+        leader = self._replicas.find(named)
+        if leader is None:
+            raise ServiceUnavailable(
+                "the leader is none of the known replicas, and the token goes to those only",
+                got=named,
+                wanted=", ".join(each.url for each in self._replicas.endpoints),
+                where=where,
+                do="Add it to this installation's coordinator_urls.",
+            )
+        return leader
+
+    def _connection(self, endpoint: Endpoint) -> Connection:
+        held: Connection | None = getattr(self._local, "held", None)
+        if held is None or held.endpoint != endpoint:
+            if held is not None:
                 held.close()
-                self._local.held = None
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        held = _Held(kind(self._host, self._port, timeout=timeout_s))
-        self._local.held = held
-        return held.exchange(method, path, payload, headers, timeout_s)
+            held = Connection(endpoint, self._tls, probing=self._replicas.several)
+            self._local.held = held
+        return held
 
 
-class _Held:
-    """A thread's connection; closes its socket when the thread, and with it this object, goes."""
-
-    def __init__(self, connection: http.client.HTTPConnection) -> None:
-        self._connection = connection
-
-    def exchange(
-        self,
-        method: str,
-        path: str,
-        payload: bytes | None,
-        headers: dict[str, str],
-        timeout_s: float,
-    ) -> tuple[int, bytes]:
-        connection = self._connection
-        connection.timeout = timeout_s
-        if connection.sock is not None:
-            connection.sock.settimeout(timeout_s)
-        connection.request(method, path, body=payload, headers=headers)
-        response = connection.getresponse()
-        answer = response.read(MAX_ANSWER_BYTES + 1)
-        if len(answer) > MAX_ANSWER_BYTES:
-            connection.close()
-            raise http.client.HTTPException(f"answer longer than {MAX_ANSWER_BYTES} bytes")
-        return response.status, answer
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def __del__(self) -> None:
-        self._connection.close()
+def _trusting(ca: str | Path) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=str(ca))
+    except OSError as error:  # ssl.SSLError is one
+        raise InvalidInput(
+            "the coordinator's certificate authority cannot be read", got=error, where=ca
+        ) from error
 
 
 def _path(deployment_id: str) -> str:
@@ -274,6 +323,30 @@ def _path(deployment_id: str) -> str:
 
 def _ledger_path(stage: str, input_digest: str) -> str:
     return f"/ledger/{quote(stage, safe='')}/{quote(input_digest, safe='')}"
+
+
+def _epoch_of(answer: Answered) -> int | None:
+    said = answer.headers.get(EPOCH_HEADER, "")
+    return int(said) if said.isdigit() and len(said) < 19 else None
+
+
+def _outdated(answer: Answered, epoch: int, where: str) -> ServiceUnavailable:
+    return ServiceUnavailable(
+        "an answer from before the newest leader's time was refused",
+        got=f"epoch {answer.headers.get(EPOCH_HEADER)}",
+        wanted=f"epoch {epoch} or later",
+        where=where,
+        do="Call again; that replica has yet to notice the newer leader.",
+    )
+
+
+def _not_leading(endpoint: Endpoint, leader: Endpoint, where: str) -> ServiceUnavailable:
+    return ServiceUnavailable(
+        "the coordinator's leader does not answer",
+        got=f"{endpoint.url} points at {leader.url}",
+        where=where,
+        do="Call again; another replica takes over within seconds.",
+    )
 
 
 def _error_of(status: int, answer: bytes, where: str) -> PacelineError:

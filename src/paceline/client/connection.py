@@ -1,0 +1,166 @@
+"""One exchange with one endpoint over a connection that is kept alive.
+
+A server may take long over an answer (it reads a manifest, it holds a beat's line), and a process
+that was frozen looks just the same: its kernel accepts connections, and nothing ever comes. So
+whoever waits longer than is usual asks the endpoint's ``/healthz`` on a connection of its own, and
+gives up as soon as that is not answered either. Standard library only.
+"""
+
+from __future__ import annotations
+
+import http.client
+import select
+import ssl
+import time
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from paceline.errors import InvalidInput
+
+MAX_ANSWER_BYTES = 64 * 1024 * 1024  # a manifest of 100,000 pieces is some 15 MB
+CONNECT_S = 1.0  # where there are other endpoints to turn to
+PROBE_AFTER_S = 1.0  # of silence beyond what the call announced
+PROBE_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where one replica listens."""
+
+    url: str
+    secure: bool
+    host: str
+    port: int
+    prefix: str
+
+    @classmethod
+    def of(cls, url: str) -> Endpoint:
+        """Return what ``url`` names; raises InvalidInput for anything but http(s)://host[:port]."""
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            parts, host, port = urlsplit(""), None, None
+        if parts.scheme not in ("http", "https") or not host:
+            raise InvalidInput(
+                "not a coordinator's URL", got=url or "nothing", wanted="http://host:port"
+            )
+        secure = parts.scheme == "https"
+        prefix = parts.path.rstrip("/")
+        return cls(url.rstrip("/"), secure, host, port or (443 if secure else 80), prefix)
+
+    def serves(self, url: str) -> bool:
+        """Return whether ``url`` lies at this endpoint: the same scheme, host, port and prefix."""
+        try:
+            other = Endpoint.of(url)
+        except InvalidInput:
+            return False
+        mine = (self.secure, self.host, self.port)
+        return (other.secure, other.host, other.port) == mine and (
+            other.prefix == self.prefix or other.prefix.startswith(f"{self.prefix}/")
+        )
+
+    def connect(self, timeout_s: float, tls: ssl.SSLContext | None) -> http.client.HTTPConnection:
+        """Return a connection that is not opened yet."""
+        if self.secure:
+            return http.client.HTTPSConnection(self.host, self.port, timeout=timeout_s, context=tls)
+        return http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One request, and how long its answer may take."""
+
+    method: str
+    path: str
+    body: bytes | None
+    headers: dict[str, str]
+    timeout_s: float
+    quiet_s: float = 0.0  # how long the server was asked to wait before it answers
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What came back."""
+
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+
+
+class Connection:
+    """A thread's connection; closes its socket when the thread, and with it this object, goes."""
+
+    def __init__(self, endpoint: Endpoint, tls: ssl.SSLContext | None, *, probing: bool) -> None:
+        self.endpoint = endpoint
+        self._tls = tls
+        self._probing = probing  # there are others to turn to when this one hangs
+        self._connection: http.client.HTTPConnection | None = None
+
+    def exchange(self, sent: Sent) -> Answered:
+        """Send and return the answer; raises OSError or HTTPException where none comes.
+
+        A connection that went stale since the last call is replaced once.
+        """
+        if self._connection is not None:
+            try:
+                return self._exchange(self._connection, sent)
+            except (ConnectionError, http.client.BadStatusLine):
+                # The server closed the idle connection (or restarted): once more on a fresh one.
+                self.close()
+        patience_s = min(CONNECT_S, sent.timeout_s) if self._probing else sent.timeout_s
+        self._connection = self.endpoint.connect(patience_s, self._tls)
+        self._connection.connect()
+        return self._exchange(self._connection, sent)
+
+    def _exchange(self, connection: http.client.HTTPConnection, sent: Sent) -> Answered:
+        until_s = time.monotonic() + sent.timeout_s
+        if connection.sock is not None:
+            connection.sock.settimeout(sent.timeout_s)
+        path = self.endpoint.prefix + sent.path
+        connection.request(sent.method, path, body=sent.body, headers=sent.headers)
+        if self._probing:
+            self._await_answer(connection, until_s, sent.quiet_s)
+        response = connection.getresponse()
+        answer = response.read(MAX_ANSWER_BYTES + 1)
+        if len(answer) > MAX_ANSWER_BYTES:
+            self.close()
+            raise http.client.HTTPException(f"answer longer than {MAX_ANSWER_BYTES} bytes")
+        return Answered(response.status, response.headers, answer)
+
+    def _await_answer(
+        self, connection: http.client.HTTPConnection, until_s: float, quiet_s: float
+    ) -> None:
+        """Return once bytes arrive; raises TimeoutError when the server seems to hang."""
+        poller = select.poll()
+        poller.register(connection.sock, select.POLLIN)
+        patience_s = quiet_s + PROBE_AFTER_S
+        while True:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("no answer in time")
+            if poller.poll(min(left_s, patience_s) * 1000):
+                return
+            if not self._alive():
+                raise TimeoutError("no answer, and its health check gives none either")
+            patience_s = PROBE_AFTER_S
+
+    def _alive(self) -> bool:
+        probe = self.endpoint.connect(PROBE_TIMEOUT_S, self._tls)
+        try:
+            probe.request("GET", f"{self.endpoint.prefix}/healthz")
+            probe.getresponse()
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            probe.close()
+        return True
+
+    def close(self) -> None:
+        """Close the socket; the next exchange opens another."""
+        held, self._connection = self._connection, None
+        if held is not None:
+            held.close()
+
+    def __del__(self) -> None:
+        self.close()
