@@ -8,6 +8,8 @@ that were generated for it, kept in the state directory (mode 0600) and read by 
 from __future__ import annotations
 
 import difflib
+import hashlib
+import hmac
 import json
 import os
 import tomllib
@@ -82,6 +84,19 @@ class SecuritySettings(_Settings):
     peer_ca: str = ""  # PEM files, relative to the state directory; {worker_id} is replaced
     peer_cert: str = ""
     peer_key: str = ""
+    # The coordinator's own port. off: plain, which listens on loopback only; installation: TLS with
+    # a certificate of the authority below; files: TLS with rest_cert and rest_key;
+    # plaintext-anywhere: tokens cross the network in the clear.
+    rest_tls: Literal["off", "installation", "files", "plaintext-anywhere"] = "off"
+    rest_cert: str = ""  # PEM files, relative to the state directory
+    rest_key: str = ""
+    rest_ca: str = ""  # what callers check rest_cert against; "": the authority's
+    rest_hosts: tuple[str, ...] = ()  # names and addresses it is called by, beside loopback's
+    authority: str = "authority"  # directory of ca.pem and ca-key.pem, made where it is missing
+    identity_days: float = Field(default=30.0, gt=0, le=825)  # of a worker that joined
+    calls_per_s: float = Field(default=500.0, gt=0)  # of one token; in a burst four times as many
+    beats_per_s: float = Field(default=50.0, gt=0)  # of one worker
+    failures_per_minute: float = Field(default=60.0, gt=0)  # of one address, refused tokens only
 
 
 class StoreSettings(_Settings):
@@ -220,6 +235,7 @@ class Endpoints(_Settings):
 
     coordinator_url: str = ""  # of the first (or only) replica
     coordinator_urls: tuple[str, ...] = ()  # of every replica, where there are several
+    coordinator_ca: str = ""  # PEM file that their certificates are checked against
     s3_url: str = ""
     prefect_api_url: str = ""
     prefect_ui_url: str = ""
@@ -232,17 +248,36 @@ class Secrets(_Settings):
 
     s3_access_key: str = ""
     s3_secret_key: str = ""
-    coordinator_token: str = ""
+    coordinator_token: str = ""  # opens everything; "" on nodes that joined
+    worker_token: str = ""  # of a node that joined
+    peer_token: str = ""  # of a node that joined
     prefect_auth: str = ""  # "user:password"
     mlflow_auth: str = ""  # "user:password", "" where MLflow runs without authentication
     tls_ca: str = ""  # paths of PEM files for Dask's TLS
     tls_cert: str = ""
     tls_key: str = ""
 
+    @property
+    def for_agents(self) -> str:
+        """Return what this node's agent shows the coordinator: it opens a worker's calls only."""
+        return self.worker_token or derived_token(self.coordinator_token, "agents")
+
+    @property
+    def for_peers(self) -> str:
+        """Return what agents greet each other with; it opens nothing at the coordinator."""
+        return self.peer_token or derived_token(self.coordinator_token, "peers")
+
     def __repr__(self) -> str:
         return "Secrets(…)"
 
     __str__ = __repr__
+
+
+def derived_token(token: str, purpose: str) -> str:
+    """Return a secret for ``purpose`` out of ``token``, which cannot be computed back from it."""
+    if not token:
+        return ""
+    return hmac.new(token.encode(), f"paceline {purpose}".encode(), hashlib.sha256).hexdigest()
 
 
 class Runtime(_Settings):

@@ -36,7 +36,7 @@ def transport_for(runtime: Runtime, listen_host: str, worker_id: str) -> Transpo
             do="Issue each worker an identity and name the files; or, where everybody on that "
             'network may read the models, set [security] peer_tls = "plaintext-anywhere".',
         )
-    token = runtime.secrets.coordinator_token
+    token = runtime.secrets.for_peers
     if runtime.profile.relay.transport == "grpc":
         from paceline.relay.wires.grpc_transport import (
             GrpcTransport,  # 0.1 s that most need not spend
