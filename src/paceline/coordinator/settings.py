@@ -31,6 +31,12 @@ class Patience:
     corrupt_pieces: int = 4  # of one sender beyond chance; a reader leaves a stream at four
     corrupt_share: float = 0.02  # of what it sent; one in a hundred may be the network's doing
     corrupt_factor: float = 5.0  # times the others' median share
+    prepare_s: float = 3.0  # that a switch waits for the rest once a quorum is ready
+    switch_s: float = 30.0  # to find a quorum that is ready, and then for it to switch
+    kept_closed: int = 200  # closed deployments that are kept, the newest; keys live as long
+    kept_closed_s: float = 24 * 3600.0  # and those that closed since
+    kept_at_most: int = 2_000  # whatever their age
+    kept_audit_events: int = 1_000_000  # in the audit history, the newest
     starts_flows: bool = False  # who asks without a flow run gets one, see service/flow_starter
 
     @property
@@ -57,4 +63,5 @@ class Patience:
             link_mbit=profile.cluster.link_mbit,
             external_mbit=profile.cluster.external_mbit,
             oversubscription=profile.cluster.oversubscription,
+            starts_flows=profile.control.flow_starter == "prefect",
         )
