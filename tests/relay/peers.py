@@ -23,6 +23,7 @@ from paceline.relay.session.events import (
 from paceline.relay.session.extents import Extent
 from paceline.relay.wires.counters import Counters
 from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.pull import Pull
 from paceline.relay.wires.transport import PullStream, Transport
 from paceline.wire.plan import Source
 from tests.relay.kit import manifest_of, write_model
@@ -105,7 +106,7 @@ class Node:
         pacer: Pacer | None = None,
         transport: Transport | None = None,
     ) -> PullStream:
-        stream = (transport or self.transport).pull(
+        asked = Pull(
             source=Source(kind="worker", worker_id=whom, address=address),
             stream=len(self.streams) + 1,
             worker_id=calls_itself or self.worker_id,
@@ -115,6 +116,7 @@ class Node:
             keepalive_s=keepalive_s,
             report=heard,
         )
+        stream = (transport or self.transport).pull(asked)
         self.streams.append(stream)
         return stream
 

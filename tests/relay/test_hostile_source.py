@@ -26,6 +26,7 @@ from paceline.relay.wires.frames import (
     proof,
 )
 from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.pull import Pull
 from paceline.relay.wires.sockets import PlainChannel, read_frame
 from paceline.relay.wires.tcp import TcpTransport
 from paceline.wire.plan import Source
@@ -79,7 +80,7 @@ def test_whatever_a_source_says_its_stream_just_ends(staging: Staging, said: lis
         server = threading.Thread(target=hostile, args=(listener, said), daemon=True)
         server.start()
         port = listener.getsockname()[1]
-        stream = TcpTransport(TOKEN).pull(
+        asked = Pull(
             source=Source(kind="worker", worker_id="hostile", address=f"127.0.0.1:{port}"),
             stream=1,
             worker_id="me",
@@ -89,6 +90,7 @@ def test_whatever_a_source_says_its_stream_just_ends(staging: Staging, said: lis
             keepalive_s=0.1,
             report=heard,
         )
+        stream = TcpTransport(TOKEN).pull(asked)
         stream.request(Extent(0, 10))
         assert isinstance(heard.failure(), PacelineError)
         stream.thread.join(20)

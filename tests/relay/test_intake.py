@@ -17,6 +17,7 @@ from paceline.relay.session.extents import Extent
 from paceline.relay.wires.counters import Counters
 from paceline.relay.wires.intake import Intake
 from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.pull import Pull
 from paceline.relay.wires.serving import Complaint, Serving
 from paceline.wire.plan import Source
 from tests.relay.kit import manifest_of, write_model
@@ -35,7 +36,7 @@ class Shelf:
         self.counters = Counters()
 
     def intake(self, name: str, heard: Heard) -> Intake:
-        made = Intake(
+        pull = Pull(
             source=Source(kind="worker", worker_id=name, address="nowhere:1"),
             stream=1,
             worker_id="me",
@@ -45,6 +46,7 @@ class Shelf:
             keepalive_s=0.0,
             report=heard,
         )
+        made = Intake(pull)
         made.ask(Extent(0, 4))
         return made
 

@@ -34,6 +34,7 @@ from paceline.relay.session.events import (
 from paceline.relay.session.limits import SessionLimits
 from paceline.relay.share import Share
 from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.pull import Pull
 from paceline.relay.wires.transport import PullStream, Transport
 from paceline.wire.calls import DeploymentBeat
 from paceline.wire.plan import Source, WorkerLanes
@@ -265,7 +266,7 @@ class RelayDriver:
         if share.staging is None:
             raise RuntimeError("a session fetched before its files were open")
         if source.kind == "worker":
-            return self._transport.pull(
+            pull = Pull(
                 source=source,
                 stream=stream,
                 worker_id=self.worker_id,
@@ -275,6 +276,7 @@ class RelayDriver:
                 keepalive_s=share.lanes.piece_deadline_s / 4,
                 report=self._reporter(share),
             )
+            return self._transport.pull(pull)
         # One reader a deployment and URL: it remembers the ETags, so that versions never mix.
         reader = share.readers.setdefault(source.url, LazyReader(self._open_source, source.url))
         return OriginStream(

@@ -7,7 +7,6 @@ thread that asks is another one; a request is a 12-byte frame.
 from __future__ import annotations
 
 import errno
-import secrets
 import socket
 import ssl
 import threading
@@ -19,19 +18,12 @@ from paceline.errors import (
     InvalidFrame,
     PacelineError,
     PeerLost,
-    StorageFailed,
-    StorageFull,
 )
-from paceline.relay.disk.staging import Staging
-from paceline.relay.session.events import LocalFailed, SourceFailed
 from paceline.relay.session.extents import Extent
 from paceline.relay.wires import intake
-from paceline.relay.wires.counters import Counters
 from paceline.relay.wires.frames import (
     HEADER,
     NONCE_BYTES,
-    PROTOCOL_VERSION,
-    Hello,
     Kind,
     decode,
     encode,
@@ -41,11 +33,9 @@ from paceline.relay.wires.frames import (
     same,
 )
 from paceline.relay.wires.intake import Intake
-from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.pull import Pull
 from paceline.relay.wires.sockets import Channel, PlainChannel, configure, read_frame, shut
 from paceline.relay.wires.tls import connect_tls
-from paceline.relay.wires.transport import Report
-from paceline.wire.plan import Source
 
 CONNECT_S = 3.0
 IDLE_S = 600.0  # while nothing is asked for; the other side closes long before
@@ -56,55 +46,20 @@ _NO_DESCRIPTOR_S = 0.05
 class PeerStream:
     """Pulls requested pieces from ``source`` into ``staging`` until it fails or is closed."""
 
-    def __init__(
-        self,
-        *,
-        source: Source,
-        stream: int,
-        worker_id: str,
-        token: str,
-        staging: Staging,
-        pacer: Pacer,
-        counters: Counters,
-        keepalive_s: float,
-        report: Report,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        self._source = source
-        self._stream = stream
+    def __init__(self, pull: Pull, token: str, tls: ssl.SSLContext | None = None) -> None:
+        self._pull = pull
         self._token = token
         self._tls = tls
-        self._staging = staging
-        self._pacer = pacer
-        self._report = report
-        self._hello = Hello(
-            PROTOCOL_VERSION,
-            keepalive_s,
-            staging.manifest.digest,
-            secrets.token_bytes(NONCE_BYTES),
-            worker_id,
-        )
-        self._intake = Intake(
-            source=source,
-            stream=stream,
-            worker_id=worker_id,
-            staging=staging,
-            pacer=pacer,
-            counters=counters,
-            keepalive_s=keepalive_s,
-            report=report,
-        )
-        self._block = memoryview(bytearray(pacer.block_bytes))
+        self._hello = pull.hello()
+        self._intake = Intake(pull)
+        self._block = memoryview(bytearray(pull.pacer.block_bytes))
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None  # until it is a channel
         self._channel: Channel | None = None
         self._backlog: list[Extent] = []
         self._ready = False
         self._closed = False
-        self.thread = threading.Thread(
-            target=self._run, name=f"pull-{source.key[:20]}", daemon=True
-        )
-        self.thread.start()
+        self.thread = pull.start(self._run)
 
     def request(self, extent: Extent) -> None:
         """Ask for pieces; never blocks for long (a request is 12 bytes)."""
@@ -130,21 +85,11 @@ class PeerStream:
             self._channel.send(encode(Kind.REQUEST, extent.first, extent.size))
 
     def _run(self) -> None:
-        key = self._source.key
         try:
-            with self._staging.using():
+            with self._pull.receiving(lambda: self._closed):
                 channel = self._connect()
                 while True:
                     self._next_frame(channel)
-        except (StorageFull, StorageFailed) as error:
-            self._report(LocalFailed(error))
-        except PacelineError as error:
-            if not self._closed:
-                self._report(SourceFailed(key, self._stream, error))
-        except OSError as error:
-            if not self._closed:
-                lost = PeerLost("the connection broke", got=error.strerror or error, where=key)
-                self._report(SourceFailed(key, self._stream, lost))
         finally:
             self._intake.drop()
             with self._lock:
@@ -156,12 +101,12 @@ class PeerStream:
 
     def _connect(self) -> Channel:
         deadline_s = time.monotonic() + CONNECT_S
-        host, _, port = self._source.address.rpartition(":")
+        host, _, port = self._pull.source.address.rpartition(":")
         sock = self._socket(socket.AF_INET6 if ":" in host else socket.AF_INET, deadline_s)
         self._sock = sock
         if self._closed:
             raise PeerLost("closed before it was open")
-        configure(sock, self._pacer)
+        configure(sock, self._pull.pacer)
         sock.settimeout(CONNECT_S)
         sock.connect((host.strip("[]"), int(port)))
         channel = self._channel = self._protect(sock)
@@ -173,7 +118,7 @@ class PeerStream:
         nonce, said = payload[:NONCE_BYTES], payload[NONCE_BYTES:]
         if not same(said, proof(self._token, "server", self._hello, nonce)):
             raise AccessDenied(
-                "the peer does not know the cluster's token", where=self._source.address
+                "the peer does not know the cluster's token", where=self._pull.source.address
             )
         answer = proof(self._token, "client", self._hello, nonce)
         channel.send(encode_payload(Kind.PROOF, answer))
@@ -201,7 +146,7 @@ class PeerStream:
         timeout_s = max(_LEAST_TIMEOUT_S, self._hello.keepalive_s)
         if self._tls is None:
             return PlainChannel(sock, timeout_s)
-        channel = connect_tls(sock, self._tls, self._source.key, CONNECT_S)
+        channel = connect_tls(sock, self._tls, self._pull.key, CONNECT_S)
         channel.timeout_s = timeout_s
         return channel
 
@@ -220,7 +165,7 @@ class PeerStream:
                 payload = bytearray(header.payload_bytes)
                 channel.receive(memoryview(payload), time.monotonic() + CONNECT_S)
                 said = payload.decode("utf-8", "replace")
-                raise PeerLost("the peer refused", got=said, where=self._source.key)
+                raise PeerLost("the peer refused", got=said, where=self._pull.key)
             case _:
                 raise InvalidFrame("unexpected frame", got=header.kind.name, wanted="PIECE")
 

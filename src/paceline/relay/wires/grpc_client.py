@@ -7,7 +7,6 @@ a generator, on a thread of its own; the same generator notices when the source 
 from __future__ import annotations
 
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -20,11 +19,7 @@ from paceline.errors import (
     InvalidFrame,
     PacelineError,
     PeerLost,
-    StorageFailed,
-    StorageFull,
 )
-from paceline.relay.disk.staging import Staging
-from paceline.relay.session.events import LocalFailed, SourceFailed
 from paceline.relay.session.extents import Extent
 from paceline.relay.wires import intake
 from paceline.relay.wires.chunks import (
@@ -35,13 +30,10 @@ from paceline.relay.wires.chunks import (
     decode_data,
     encode_request,
 )
-from paceline.relay.wires.counters import Counters
-from paceline.relay.wires.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello, proof, same
+from paceline.relay.wires.frames import proof, same
 from paceline.relay.wires.intake import Intake
-from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.pull import Pull
 from paceline.relay.wires.tls import TlsSettings, diagnose, worker_host_name
-from paceline.relay.wires.transport import Report
-from paceline.wire.plan import Source
 
 CONNECT_S = 3.0
 WATCH_S = 0.25  # between two looks whether the source is still heard
@@ -57,41 +49,12 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
 class GrpcStream:
     """Pulls requested pieces from ``source`` into ``staging`` until it fails or is closed."""
 
-    def __init__(
-        self,
-        *,
-        source: Source,
-        stream: int,
-        worker_id: str,
-        token: str,
-        staging: Staging,
-        pacer: Pacer,
-        counters: Counters,
-        keepalive_s: float,
-        report: Report,
-        tls: TlsSettings | None,
-    ) -> None:
-        self._source = source
-        self._stream = stream
+    def __init__(self, pull: Pull, token: str, tls: TlsSettings | None = None) -> None:
+        self._pull = pull
         self._token = token
         self._tls = tls
-        self._staging = staging
-        self._pacer = pacer
-        self._report = report
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        self._hello = Hello(
-            PROTOCOL_VERSION, keepalive_s, staging.manifest.digest, nonce, worker_id
-        )
-        self._intake = Intake(
-            source=source,
-            stream=stream,
-            worker_id=worker_id,
-            staging=staging,
-            pacer=pacer,
-            counters=counters,
-            keepalive_s=keepalive_s,
-            report=report,
-        )
+        self._hello = pull.hello()
+        self._intake = Intake(pull)
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[ChunkRequest | None] = queue.SimpleQueue()
         self._backlog: list[ChunkRequest] = []  # until the source has proved itself
@@ -99,10 +62,7 @@ class GrpcStream:
         self._arriving = -1
         self._heard_s = time.monotonic()
         self._welcomed = self._closed = self._silent = False
-        self.thread = threading.Thread(
-            target=self._run, name=f"pull-{source.key[:20]}", daemon=True
-        )
-        self.thread.start()
+        self.thread = pull.start(self._run)
 
     def request(self, extent: Extent) -> None:
         """Ask for pieces; returns at once."""
@@ -151,32 +111,26 @@ class GrpcStream:
     # ── what the source says ─────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
-        key = self._source.key
         try:
-            with self._staging.using(), self._channel() as channel:
+            with self._pull.receiving(lambda: self._closed), self._channel() as channel:
                 self._receive(channel)
-        except (StorageFull, StorageFailed) as error:
-            self._report(LocalFailed(error))
-        except PacelineError as error:
-            if not self._closed:
-                self._report(SourceFailed(key, self._stream, error))
         finally:
             self._intake.drop()
             self._outbox.put(None)
 
     def _channel(self) -> grpc.Channel:
         options = list(_OPTIONS)
-        if self._pacer.paced:  # no more unseen than the TCP transport allows
+        if self._pull.pacer.paced:  # no more unseen than the TCP transport allows
             options += [
-                ("grpc.http2.lookahead_bytes", self._pacer.buffer_bytes),
+                ("grpc.http2.lookahead_bytes", self._pull.pacer.buffer_bytes),
                 ("grpc.http2.bdp_probe", 0),
             ]
         if self._tls is None:
-            return grpc.insecure_channel(self._source.address, options)
+            return grpc.insecure_channel(self._pull.source.address, options)
         ca, cert, key = self._tls.read()
-        options.append(("grpc.ssl_target_name_override", worker_host_name(self._source.key)))
+        options.append(("grpc.ssl_target_name_override", worker_host_name(self._pull.key)))
         credentials = grpc.ssl_channel_credentials(ca, key, cert)
-        return grpc.secure_channel(self._source.address, credentials, options)
+        return grpc.secure_channel(self._pull.source.address, credentials, options)
 
     def _receive(self, channel: grpc.Channel) -> None:
         method = channel.stream_stream(METHOD)
@@ -193,7 +147,7 @@ class GrpcStream:
             raise self._failure(call) from error
         finally:
             call.cancel()
-        raise PeerLost("the peer closed the stream", where=self._source.key)
+        raise PeerLost("the peer closed the stream", where=self._pull.key)
 
     def _hear(self, said: ChunkData) -> None:
         if not self._welcomed:
@@ -203,12 +157,12 @@ class GrpcStream:
         elif said.data:
             self._take(said)
         else:
-            raise InvalidFrame("an empty message", where=self._source.key)
+            raise InvalidFrame("an empty message", where=self._pull.key)
 
     def _welcome(self, said: ChunkData) -> None:
         if not same(said.proof, proof(self._token, "server", self._hello, said.nonce)):
             raise AccessDenied(
-                "the peer does not know the cluster's token", where=self._source.address
+                "the peer does not know the cluster's token", where=self._pull.source.address
             )
         answer = proof(self._token, "client", self._hello, said.nonce)
         with self._lock:
@@ -219,9 +173,9 @@ class GrpcStream:
             self._backlog.clear()
 
     def _take(self, said: ChunkData) -> None:
-        manifest = self._staging.manifest
+        manifest = self._pull.staging.manifest
         if said.piece >= manifest.piece_count:
-            raise InvalidFrame("a piece beyond the model", got=said.piece, where=self._source.key)
+            raise InvalidFrame("a piece beyond the model", got=said.piece, where=self._pull.key)
         piece = manifest.piece_of(said.piece)
         at = said.offset - piece.stream_offset
         if self._arriving != said.piece:
@@ -237,7 +191,7 @@ class GrpcStream:
                 self._outbox.put(ChunkRequest(first_piece=said.piece, corrupt=True))
 
     def _failure(self, call: Any) -> PacelineError:
-        where, details = self._source.key, call.details()
+        where, details = self._pull.key, call.details()
         if self._silent:
             return PeerLost("the peer went silent", where=where)
         code = call.code()
@@ -245,8 +199,8 @@ class GrpcStream:
             return AccessDenied("the peer refused", got=details, where=where)
         if self._welcomed:
             return PeerLost("the peer refused", got=f"{details} ({code.name})", where=where)
-        address = self._source.address
-        if refusal := diagnose(address, self._tls, self._source.key, CONNECT_S):
+        address = self._pull.source.address
+        if refusal := diagnose(address, self._tls, self._pull.key, CONNECT_S):
             return refusal
         return PeerLost(
             "no stream from the peer",

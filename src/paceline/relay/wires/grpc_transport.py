@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from paceline.relay.disk.staging import Staging
-from paceline.relay.wires.counters import Counters
 from paceline.relay.wires.grpc_client import GrpcStream
 from paceline.relay.wires.grpc_server import GrpcServer
 from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.pull import Pull
 from paceline.relay.wires.tls import TlsSettings
-from paceline.relay.wires.transport import Find, Report, Rotten
-from paceline.wire.plan import Source
+from paceline.relay.wires.transport import Find, Rotten
 
 
 class GrpcTransport:
@@ -51,28 +49,6 @@ class GrpcTransport:
             tls=self._tls,
         )
 
-    def pull(
-        self,
-        *,
-        source: Source,
-        stream: int,
-        worker_id: str,
-        staging: Staging,
-        pacer: Pacer,
-        counters: Counters,
-        keepalive_s: float,
-        report: Report,
-    ) -> GrpcStream:
+    def pull(self, pull: Pull) -> GrpcStream:
         """Open a stream; see Transport."""
-        return GrpcStream(
-            source=source,
-            stream=stream,
-            worker_id=worker_id,
-            token=self._token,
-            staging=staging,
-            pacer=pacer,
-            counters=counters,
-            keepalive_s=keepalive_s,
-            report=report,
-            tls=self._tls,
-        )
+        return GrpcStream(pull, self._token, self._tls)

@@ -10,19 +10,13 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from paceline.errors import InvalidFrame, PeerLost
 from paceline.manifest import Piece
-from paceline.relay.disk.staging import CLAIM_S, Staging
+from paceline.relay.disk.staging import CLAIM_S
 from paceline.relay.session.events import PieceRejected, PieceVerified, SourceAlive
 from paceline.relay.session.extents import Extent, Extents
-from paceline.relay.wires.counters import Counters
-from paceline.relay.wires.pacing import Pacer
-from paceline.wire.plan import Source
-
-if TYPE_CHECKING:
-    from paceline.relay.wires.transport import Report
+from paceline.relay.wires.pull import Pull
 
 SILENCE_S = 30.0  # a bound of the byte threads' own; the session notices much earlier
 
@@ -30,26 +24,9 @@ SILENCE_S = 30.0  # a bound of the byte threads' own; the session notices much e
 class Intake:
     """The pieces asked of ``source`` and the one that is arriving."""
 
-    def __init__(
-        self,
-        *,
-        source: Source,
-        stream: int,
-        worker_id: str,
-        staging: Staging,
-        pacer: Pacer,
-        counters: Counters,
-        keepalive_s: float,
-        report: Report,
-    ) -> None:
-        self._key = source.key
-        self._stream = stream
-        self._worker_id = worker_id
-        self._staging = staging
-        self._pacer = pacer
-        self._counters = counters
-        self._keepalive_s = keepalive_s
-        self._report = report
+    def __init__(self, pull: Pull) -> None:
+        self._pull = pull
+        self._key, self._staging = pull.key, pull.staging  # the hot ones
         self._lock = threading.Lock()
         self._asked = Extents()
         self._ever = Extents()  # one that was asked for twice may come twice
@@ -111,9 +88,9 @@ class Intake:
                     at = piece.file_offset + self._done
                     self._staging.write(self._descriptor, block, at)
         self._done += len(block)
-        self._pacer.take(len(block))
+        self._pull.pacer.take(len(block))
         if self._done < piece.length:
-            self.alive(self._keepalive_s, moving=True)
+            self.alive(self._pull.keepalive_s, moving=True)
 
     def end(self) -> bool:
         """Judge the piece and report it; return whether its bytes were right."""
@@ -132,14 +109,14 @@ class Intake:
                 self._mine = False
         self.drop()
         if not held:
-            self._counters.add(refetched=piece.length)
+            self._pull.counters.add(refetched=piece.length)
         if judged:
             staging.edges.judged(
-                self._key, self._worker_id, matched=int(matches), corrupt=int(not matches)
+                self._key, self._pull.worker_id, matched=int(matches), corrupt=int(not matches)
             )
         extent = Extent(piece.index, piece.index + 1)
         kind = PieceVerified if matches else PieceRejected
-        self._report(kind(self._key, self._stream, extent))
+        self._pull.report(kind(self._key, self._pull.stream, extent))
         return matches
 
     def drop(self) -> None:
@@ -147,7 +124,7 @@ class Intake:
         piece, self._piece, self._memory = self._piece, None, None
         if piece is None:
             return
-        self._counters.add(received=self._done)
+        self._pull.counters.add(received=self._done)
         with self._writing:
             if self._mine:
                 self._mine = False
@@ -184,4 +161,4 @@ class Intake:
         now = time.monotonic()
         if now - self._told_alive_s >= at_most_every_s:
             self._told_alive_s = now
-            self._report(SourceAlive(self._key, self._stream, moving=moving))
+            self._pull.report(SourceAlive(self._key, self._pull.stream, moving=moving))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from paceline.relay.disk.staging import Staging
 from paceline.relay.wires.client import PeerStream
-from paceline.relay.wires.counters import Counters
 from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.pull import Pull
 from paceline.relay.wires.server import PeerServer
 from paceline.relay.wires.tls import TlsSettings
-from paceline.relay.wires.transport import Find, Report, Rotten
-from paceline.wire.plan import Source
+from paceline.relay.wires.transport import Find, Rotten
 
 
 class TcpTransport:
@@ -50,28 +48,6 @@ class TcpTransport:
             tls=self._server_tls,
         )
 
-    def pull(
-        self,
-        *,
-        source: Source,
-        stream: int,
-        worker_id: str,
-        staging: Staging,
-        pacer: Pacer,
-        counters: Counters,
-        keepalive_s: float,
-        report: Report,
-    ) -> PeerStream:
+    def pull(self, pull: Pull) -> PeerStream:
         """Open a stream; see Transport."""
-        return PeerStream(
-            source=source,
-            stream=stream,
-            worker_id=worker_id,
-            token=self._token,
-            staging=staging,
-            pacer=pacer,
-            counters=counters,
-            keepalive_s=keepalive_s,
-            report=report,
-            tls=self._client_tls,
-        )
+        return PeerStream(pull, self._token, self._client_tls)

@@ -10,14 +10,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from paceline.relay.disk.staging import Staging
-from paceline.relay.session.events import SessionEvent
 from paceline.relay.session.extents import Extent
-from paceline.relay.wires.counters import Counters
 from paceline.relay.wires.pacing import Pacer
-from paceline.wire.plan import Source
+from paceline.relay.wires.pull import Pull
 
 Find = Callable[[str, float], Staging | None]  # (digest, wait_s): the open model, or None yet
-Report = Callable[[SessionEvent], None]
 Rotten = Callable[[str, int], None]  # (digest, piece): a piece of ours rotted on this disk
 
 
@@ -71,17 +68,6 @@ class Transport(Protocol):
         """Bind a port and return its server, not yet started; raises PortInUse or InvalidInput."""
         ...
 
-    def pull(
-        self,
-        *,
-        source: Source,
-        stream: int,
-        worker_id: str,
-        staging: Staging,
-        pacer: Pacer,
-        counters: Counters,
-        keepalive_s: float,
-        report: Report,
-    ) -> PullStream:
+    def pull(self, pull: Pull) -> PullStream:
         """Open a stream from a worker and return it at once."""
         ...
