@@ -6,6 +6,8 @@ Adapters translate third-party errors into these and chain them with ``from``.
 PacelineError
 ├── TemporaryError                  try again: the same call may work later
 │   ├── ServiceUnavailable          a server (S3, coordinator, Prefect, MLflow) does not answer
+│   │   └── NotLeading              another replica of the coordinator decides, or none does now
+│   ├── TooManyCalls                a caller used up its allowance for now
 │   ├── NotReady                    a process was started and missed its readiness deadline
 │   ├── PeerLost                    a peer closed, reset or went silent
 │   └── WorkerLost                  an agent, Dask worker or rank died
@@ -99,6 +101,14 @@ class TemporaryError(PacelineError):
 
 class ServiceUnavailable(TemporaryError):
     """A server does not answer, or answers that it cannot serve now."""
+
+
+class TooManyCalls(TemporaryError):
+    """A caller used up its allowance for now."""
+
+
+class NotLeading(ServiceUnavailable):
+    """A replica of the coordinator was asked to decide something while it does not lead."""
 
 
 class NotReady(TemporaryError):
