@@ -107,7 +107,7 @@ def test_file_of_another_version_is_refused_untouched(tmp_path):
     database.close()
     with pytest.raises(ServiceUnavailable) as caught:
         CoordinatorStore(path)
-    assert (caught.value.got, caught.value.wanted) == (99, 1)
+    assert (caught.value.got, caught.value.wanted) == (99, 2)
 
 
 def test_file_that_is_no_database_is_a_clear_error(tmp_path):

@@ -1,0 +1,389 @@
+"""Coordination on one machine: one SQLite file, one transaction for each handled command.
+
+The newest campaign leads: it raises the epoch in the file, and the older leader's next write finds
+that out in its own transaction. One connection, one lock; nothing here waits longer than the file's
+busy timeout. Progress is not kept, and no decision is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.coordinator.messages import (
+    Answer,
+    DropDeployment,
+    DropToken,
+    Effect,
+    KeepDeployment,
+    KeepKey,
+    KeepPlan,
+    KeepReceipt,
+    KeepToken,
+    KeepWorker,
+    Kept,
+    KeptDeployment,
+    Observed,
+)
+from paceline.coordinator.stores.contracts import (
+    OUTBOX_EVENTS,
+    RECENT_EVENTS,
+    Candidate,
+    Outbox,
+    Term,
+)
+from paceline.coordinator.stores.fences import load_first, outbox_is_full, stale
+from paceline.coordinator.stores.memos import boot_id, read_memo, write_memo
+from paceline.coordinator.stores.sqlite_schema import bring_up_to_date
+from paceline.errors import PacelineError, ServiceUnavailable
+from paceline.manifest import parse_manifest
+from paceline.wire.access import TokenRecord
+from paceline.wire.events import Event
+from paceline.wire.plan import Plan
+from paceline.wire.records import Deployment, Receipt, StageRecord, Worker
+
+KEPT_PLANS = 3  # of each deployment, the newest
+BUSY_S = 5.0  # how long a transaction waits for another process's
+LOOK_S = 0.1  # between two looks whether the file changed
+_EVENT = "seq, name, at, deployment_id, worker_id, data"
+
+
+class SqliteCoordination:
+    """The file, as the Coordination contract wants it."""
+
+    standbys = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.backend = f"sqlite {sqlite3.sqlite_version}"
+        self._boot_id = boot_id()
+        self._lock = threading.RLock()
+        self._unsure = False  # a write failed, and nothing was loaded since
+        self._lost: set[int] = set()  # epochs of ours that were refused
+        self._closed = False
+        with self._translated():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(
+                path, isolation_level=None, check_same_thread=False, timeout=BUSY_S
+            )
+            try:
+                bring_up_to_date(self._db, path)
+            except BaseException:
+                self._db.close()
+                raise
+
+    def check(self) -> None:
+        """Raise ServiceUnavailable where the file cannot be read."""
+        self.leader()
+
+    def close(self) -> None:
+        """Let the file go."""
+        with self._lock:
+            self._closed = True
+            self._db.close()
+
+    # --- who leads -------------------------------------------------------------------------------
+
+    def campaign(self, candidate: Candidate, give_up: Callable[[], bool]) -> Term | None:
+        """Take over at once; raises ServiceUnavailable where the file cannot be written."""
+        if give_up():
+            return None
+        with self._writing():
+            self._db.execute(
+                "UPDATE leader SET epoch = epoch + 1, replica_id = ?, url = ?",
+                (candidate.replica_id, candidate.url),
+            )
+            epoch = int(self._db.execute("SELECT epoch FROM leader").fetchone()[0])
+        return Term(epoch, candidate.replica_id, candidate.url)
+
+    def resign(self, term: Term) -> None:
+        """Leave the file without a leader, if ``term`` still leads."""
+        self._lost.add(term.epoch)
+        with contextlib.suppress(PacelineError), self._writing():
+            self._db.execute(
+                "UPDATE leader SET replica_id = '', url = '' WHERE epoch = ?", (term.epoch,)
+            )
+
+    def is_leading(self, term: Term) -> bool:
+        """Return whether no write of ``term`` was refused so far; there is no lease here."""
+        return not self._closed and term.epoch not in self._lost
+
+    def leader(self) -> Term | None:
+        """Return who campaigned last and has not resigned."""
+        row = self._one("SELECT epoch, replica_id, url FROM leader")
+        return Term(*row) if row[1] else None
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def commit(self, term: Term, effects: Iterable[Effect]) -> list[Event]:
+        """Keep all of ``effects`` in one transaction, or nothing."""
+        kept = [each for each in effects if not isinstance(each, Answer)]
+        if not kept:
+            return []
+        with self._fenced(term):
+            if any(isinstance(each, Observed) for each in kept):
+                self._require_room()
+            return [e for effect in kept if (e := self._keep(effect, term.epoch)) is not None]
+
+    def load(self, now_s: float) -> Kept:
+        """Return everything, as one transaction shows it."""
+        with self._reading():
+            plans: dict[str, str] = dict(
+                self._rows("SELECT deployment_id, plan FROM plans ORDER BY plan_epoch")
+            )
+            receipts: dict[str, list[Receipt]] = {}
+            for deployment_id, raw in self._rows(
+                "SELECT deployment_id, receipt FROM receipts ORDER BY worker_id"
+            ):
+                receipts.setdefault(deployment_id, []).append(Receipt.model_validate_json(raw))
+            deployments = []
+            query = "SELECT deployment_id, record, memo, boot_id, manifest FROM deployments"
+            for deployment_id, record, memo, boot, manifest in self._rows(f"{query} ORDER BY seq"):
+                plan = plans.get(deployment_id)
+                deployments.append(
+                    KeptDeployment(
+                        deployment=Deployment.model_validate_json(record),
+                        memo=read_memo(memo, now_s, same_boot=boot == self._boot_id),
+                        manifest=parse_manifest(manifest),
+                        plan=Plan.model_validate_json(plan) if plan else None,
+                        receipts=tuple(receipts.get(deployment_id, ())),
+                    )
+                )
+            workers = self._rows("SELECT record FROM workers ORDER BY worker_id")
+            keys = self._rows(
+                "SELECT key, body_digest, deployment_id FROM idempotency_keys ORDER BY key"
+            )
+            tokens = self._rows("SELECT record FROM tokens ORDER BY token_id")
+            loaded = Kept(
+                deployments=tuple(deployments),
+                workers=tuple(Worker.model_validate_json(raw) for (raw,) in workers),
+                keys=tuple(KeepKey(*row) for row in keys),
+                tokens=tuple(TokenRecord.model_validate_json(raw) for (raw,) in tokens),
+            )
+            self._unsure = False
+        return loaded
+
+    def revision(self) -> int:
+        """Return how many transactions changed the file."""
+        return int(self._one("SELECT revision FROM counters")[0])
+
+    def wait(self, after: int, timeout_s: float) -> int:
+        """Look ten times a second whether the file changed."""
+        until_s = time.monotonic() + timeout_s
+        while (now := self.revision()) <= after and (left := until_s - time.monotonic()) > 0:
+            time.sleep(min(LOOK_S, left))
+        return now
+
+    # --- the ledger of stages --------------------------------------------------------------------
+
+    def stage(self, stage: str, input_digest: str) -> StageRecord | None:
+        """Return the ledger's record, or None."""
+        row = self._one(
+            "SELECT record FROM ledger WHERE stage = ? AND input_digest = ?", (stage, input_digest)
+        )
+        return None if row is None else StageRecord.model_validate_json(row[0])
+
+    def keep_stage(self, term: Term, record: StageRecord, told: Observed) -> list[Event]:
+        """Put ``record`` into the ledger and return what to tell."""
+        raw = record.model_dump_json()
+        with self._fenced(term):
+            self._require_room()
+            self._db.execute(
+                "INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?)",
+                (record.stage, record.input_digest, term.epoch, raw),
+            )
+            return [self._tell(told, term.epoch)]
+
+    # --- the outbox of events --------------------------------------------------------------------
+
+    def outbox(self) -> Outbox:
+        """Return the numbers between which events wait."""
+        return Outbox(*self._one("SELECT shipped, last FROM counters"))
+
+    def events_after(self, seq: int, limit: int) -> list[Event]:
+        """Return up to ``limit`` kept events after ``seq``."""
+        query = f"SELECT {_EVENT} FROM outbox WHERE seq > ? ORDER BY seq LIMIT ?"  # noqa: S608
+        with self._lock, self._translated():
+            return [read_event(row) for row in self._db.execute(query, (seq, limit))]
+
+    def trim_events(self, term: Term, seq: int) -> None:
+        """Note what was shipped, and drop what is neither waiting nor recent."""
+        with self._fenced(term):
+            self._db.execute(
+                "UPDATE counters SET shipped = MAX(shipped, MIN(last, ?)) WHERE id = 1", (seq,)
+            )
+            self._db.execute(
+                "DELETE FROM outbox WHERE seq <= (SELECT shipped FROM counters) AND seq <="
+                " (SELECT last FROM counters) - ?",
+                (RECENT_EVENTS,),
+            )
+
+    def number_after(self, term: Term, seq: int) -> None:
+        """Leave the numbers up to ``seq`` out, if nothing waits for a number there."""
+        with self._fenced(term):
+            self._db.execute(
+                "UPDATE counters SET shipped = CASE WHEN shipped = last THEN ?1 ELSE shipped END,"
+                " last = ?1 WHERE last < ?1",
+                (seq,),
+            )
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _keep(self, effect: Effect, epoch: int) -> Event | None:
+        execute = self._db.execute
+        match effect:
+            case KeepDeployment(deployment, memo, manifest):
+                values = (epoch, deployment.model_dump_json(), write_memo(memo), self._boot_id)
+                identity = deployment.deployment_id
+                execute(
+                    "UPDATE deployments SET epoch = ?, record = ?, memo = ?, boot_id = ?"
+                    " WHERE deployment_id = ?",
+                    (*values, identity),
+                )
+                if manifest is not None:
+                    execute(
+                        "INSERT INTO deployments (deployment_id, epoch, record, memo, boot_id,"
+                        " manifest) VALUES (?, ?, ?, ?, ?, ?)"
+                        " ON CONFLICT (deployment_id) DO UPDATE SET manifest = excluded.manifest",
+                        (identity, *values, manifest.to_bytes()),
+                    )
+            case KeepPlan(plan):
+                execute(
+                    "INSERT OR REPLACE INTO plans VALUES (?, ?, ?, ?)",
+                    (plan.deployment_id, plan.epoch, epoch, plan.model_dump_json()),
+                )
+                execute(
+                    "DELETE FROM plans WHERE deployment_id = ? AND plan_epoch <= ?",
+                    (plan.deployment_id, plan.epoch - KEPT_PLANS),
+                )
+            case KeepReceipt(receipt):
+                execute(
+                    "INSERT OR REPLACE INTO receipts VALUES (?, ?, ?, ?)",
+                    (receipt.deployment_id, receipt.worker_id, epoch, receipt.model_dump_json()),
+                )
+            case KeepWorker(worker):
+                execute(
+                    "INSERT OR REPLACE INTO workers VALUES (?, ?, ?)",
+                    (worker.worker_id, epoch, worker.model_dump_json()),
+                )
+            case KeepKey(key, body_digest, deployment_id):
+                execute(
+                    "INSERT OR REPLACE INTO idempotency_keys VALUES (?, ?, ?, ?)",
+                    (key, body_digest, deployment_id, epoch),
+                )
+            case KeepToken(token):
+                execute(
+                    "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?)",
+                    (token.token_id, epoch, token.model_dump_json()),
+                )
+            case DropToken(token_id):
+                execute("DELETE FROM tokens WHERE token_id = ?", (token_id,))
+            case DropDeployment(deployment_id):
+                for table in ("deployments", "plans", "receipts", "idempotency_keys"):
+                    execute(f"DELETE FROM {table} WHERE deployment_id = ?", (deployment_id,))  # noqa: S608
+            case Observed():
+                return self._tell(effect, epoch)
+            case _:
+                raise AssertionError(f"nothing to keep in {effect}")
+        return None
+
+    def _tell(self, told: Observed, epoch: int) -> Event:
+        self._db.execute("UPDATE counters SET last = last + 1")
+        event = Event(
+            seq=self._db.execute("SELECT last FROM counters").fetchone()[0],
+            name=told.name,
+            at=told.at,
+            deployment_id=told.deployment_id,
+            worker_id=told.worker_id,
+            data=told.data,
+        )
+        self._db.execute("INSERT INTO outbox VALUES (?, ?, ?, ?, ?, ?, ?)", event_row(event, epoch))
+        return event
+
+    def _require_room(self) -> None:
+        shipped, last = self._db.execute("SELECT shipped, last FROM counters").fetchone()
+        if last - shipped >= OUTBOX_EVENTS:
+            raise outbox_is_full(last - shipped)
+
+    @contextlib.contextmanager
+    def _fenced(self, term: Term) -> Iterator[None]:
+        """A transaction that proves that ``term`` leads; none where something failed before."""
+        with self._lock:
+            if self._unsure:
+                raise load_first(self.path)
+            try:
+                with self._writing():
+                    newest, replica_id = self._db.execute(
+                        "SELECT epoch, replica_id FROM leader"
+                    ).fetchone()
+                    if newest != term.epoch or not replica_id:
+                        self._lost.add(term.epoch)
+                        raise stale(term, newest, self.path)
+                    yield
+            except BaseException:
+                self._unsure = True
+                raise
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        with self._lock, self._translated():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("UPDATE counters SET revision = revision + 1")
+                self._db.execute("COMMIT")
+            except BaseException:
+                self._roll_back()
+                raise
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._lock, self._translated():
+            self._db.execute("BEGIN")
+            try:
+                yield
+            finally:
+                self._roll_back()
+
+    def _roll_back(self) -> None:
+        with contextlib.suppress(sqlite3.Error):  # a failed COMMIT may have ended it already
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            # Full, locked or gone: nothing was acknowledged, and the same call may work later.
+            raise ServiceUnavailable(
+                "the coordinator's file cannot be used",
+                got=f"{type(error).__name__}: {error}",
+                where=self.path,
+                do="Check the disk and its space.",
+            ) from error
+
+    def _one(self, query: str, values: tuple[object, ...] = ()) -> Any:
+        with self._lock, self._translated():
+            return self._db.execute(query, values).fetchone()
+
+    def _rows(self, query: str) -> list[Any]:
+        return self._db.execute(query).fetchall()
+
+
+def event_row(event: Event, epoch: int) -> tuple[object, ...]:
+    """Return ``event`` as a row of ``outbox`` and of ``audit``."""
+    names = (event.deployment_id, event.worker_id)
+    return (event.seq, epoch, event.name.value, event.at, *names, json.dumps(event.data))
+
+
+def read_event(row: tuple[Any, ...]) -> Event:
+    """Return the event in a row of (seq, name, at, deployment_id, worker_id, data)."""
+    fields = ("seq", "name", "at", "deployment_id", "worker_id", "data")
+    return Event.model_validate(dict(zip(fields, (*row[:5], json.loads(row[5])), strict=True)))
