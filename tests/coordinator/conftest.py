@@ -14,6 +14,7 @@ from paceline.coordinator.messages import (
     FetchLanes,
     Observed,
     Register,
+    Rollback,
     Tick,
 )
 from paceline.coordinator.settings import Patience
@@ -123,8 +124,23 @@ class World:
     def cancel(self, deployment_id: str):
         return self.give(Cancel(deployment_id=deployment_id))
 
-    def activate(self, deployment_id: str):
-        return self.give(Activate(deployment_id=deployment_id))
+    def activate(self, deployment_id: str, *ready: str, **more):
+        """Ask for the switch; whoever is ``ready`` shows at once that it holds the version."""
+        answer = self.give(Activate(deployment_id=deployment_id, at=self.now_s, **more))
+        self.show(deployment_id, *ready)
+        return answer
+
+    def show(self, deployment_id: str, *workers: str, **more):
+        """Let workers say that they hold a version, and a tick pass."""
+        if workers:
+            self.finish(deployment_id, *workers, **more)
+            self.tick()
+
+    def roll_back(self, deployment_id: str):
+        return self.give(Rollback(deployment_id=deployment_id, at=self.now_s))
+
+    def switch(self, deployment_id: str):
+        return self.state.switch_of(deployment_id)
 
     def entry(self, deployment_id: str, worker_id: str, pieces: int = 0, **more) -> DeploymentBeat:
         plan = self.state.run(deployment_id).plan

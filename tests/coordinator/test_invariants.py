@@ -9,7 +9,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from paceline.coordinator.memo import Memo
 from paceline.coordinator.messages import (
+    DropDeployment,
     KeepDeployment,
     KeepKey,
     KeepPlan,
@@ -46,11 +48,15 @@ def read_back(kept: list[object]) -> Kept:
             keys[each.key] = each
         elif isinstance(each, KeepReceipt):
             receipts[each.receipt.deployment_id, each.receipt.worker_id] = each.receipt
+        elif isinstance(each, DropDeployment):
+            gone = each.deployment_id
+            del deployments[gone]
+            keys = {name: key for name, key in keys.items() if key.deployment_id != gone}
     return Kept(
         deployments=tuple(
             KeptDeployment(
                 deployment=each.deployment,
-                memo=each.memo,
+                memo=Memo.from_json(each.memo.to_json()),
                 manifest=manifests[name],
                 plan=plans.get(name),
                 receipts=tuple(r for (d, _), r in receipts.items() if d == name),

@@ -31,8 +31,6 @@ def advance(
 ) -> list[Effect]:
     """Judge and replan where that is called for, then let the facts decide the status."""
     tally = run.tally(fleet.alive)
-    if run.final:
-        return _finish_activation(run, tally, at)
     effects: list[Effect] = list(_judge(run, fleet, at, now_s))
     rescue(run, tally, now_s, patience)
     free_tails(run, tally)
@@ -95,7 +93,7 @@ def _replan(
     first = run.plan is None
     if first and not everybody_here(run, tally, now_s, patience):
         return []
-    if not tally.pending or not (first or run.replan):
+    if not tally.pending or not (first or run.replan) or run.unheard:
         return []
     if run.replanned_s is not None:
         stands_s = patience.replan_interval_s(len(run.parts))
@@ -114,19 +112,3 @@ def _replan(
         "changed": changed,
     }
     return [KeepPlan(plan), Observed(name, at, plan.deployment_id, None, data)]
-
-
-def _finish_activation(run: DeploymentRun, tally: Tally, at: float) -> list[Effect]:
-    if run.memo.activated_told or not tally.living:
-        return []
-    if any(not run.parts[each].activated for each in tally.living):
-        return []
-    run.memo = replace(run.memo, activated_told=True)
-    data: dict[str, object] = {
-        "model_id": run.deployment.model_id,
-        "version": run.deployment.version,
-        "workers": len(tally.living),
-    }
-    identity = run.deployment.deployment_id
-    told = Observed(EventName.DEPLOYMENT_ACTIVATED, at, identity, None, data)
-    return [KeepDeployment(run.deployment, run.memo), told]

@@ -6,12 +6,13 @@ nor how plans are made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import floor
 
-from paceline.coordinator.messages import KeepReceipt, Memo, Observed
+from paceline.coordinator.memo import Memo
+from paceline.coordinator.messages import KeepReceipt, Observed
 from paceline.coordinator.parts import Part, Tally, tally_of
 from paceline.coordinator.settings import Patience
 from paceline.coordinator.standing import Standings
@@ -26,6 +27,7 @@ from paceline.wire.records import (
     Failure,
     Receipt,
     Worker,
+    WorkerProgress,
     WorkerStatus,
 )
 
@@ -67,6 +69,10 @@ class DeploymentRun:
         self.rescues = 0  # plans made because of that
         self.tails_freed = False  # the line is complete, and those behind it were planned for that
         self.stage: DeploymentStatus | None = None  # None: to be found out again
+        self.asking: set[str] = set()  # to show that they hold it, see ``switching``
+        self.calling: set[str] = set()  # to make it their active version
+        # After a restart: who has yet to say where it is. Until then nothing is judged by silence.
+        self.unheard: set[str] = set()
         self._tally: Tally | None = None
         self._chunks_seen: set[int] = set()
 
@@ -115,6 +121,9 @@ class DeploymentRun:
         """Take note that a target is silent (or was never there)."""
         self.parts[worker_id].dead_since_s = now_s
         self._tally = None
+        self.unheard.discard(worker_id)
+        # What it read last would be told by nobody again, should this process end too.
+        self.unkept = self.unkept or self.origin_bytes > self.deployment.origin_bytes
         if worker_id in self.lanes:
             self.replan = True
 
@@ -165,6 +174,45 @@ class DeploymentRun:
         if part.receipt is not None:
             return not part.ready
         return worker_id not in self.fresh
+
+    def raise_budget(self, extra_bytes: int) -> None:
+        """Let this deployment read more from the origin, and share that out in a new plan."""
+        self.memo = replace(self.memo, extra_bytes=self.memo.extra_bytes + extra_bytes)
+        self.replan, self.short_since_s, self.rescues = True, None, 0
+
+    def resume(self, alive: Callable[[str], bool], address: Callable[[str], str]) -> None:
+        """Go on as an earlier coordinator left it; progress comes back with the beats.
+
+        Nobody is told anything new before it was heard, unless it is elsewhere than the plan says.
+        """
+        plan = self.plan
+        if plan is None or self.final:
+            return
+        planned = {
+            lane.source.worker_id: lane.source.address
+            for each in plan.workers
+            for lane in each.lanes
+            if lane.source.worker_id is not None
+        }
+        for worker_id, part in self.parts.items():
+            if part.receipt is not None or not alive(worker_id):
+                continue
+            if worker_id in self.memo.failures:
+                continue
+            self.unheard.add(worker_id)
+            elsewhere = planned.get(worker_id) not in (None, address(worker_id))
+            if worker_id not in self.lanes or elsewhere:
+                self.fresh.add(worker_id)  # it returned, and the plan that says so was not made
+                self.replan = True
+
+    def recall(self, known: Mapping[str, WorkerProgress]) -> None:
+        """Show what others remember of targets that have not been heard since a restart."""
+        for worker_id, each in known.items():
+            part = self.parts.get(worker_id)
+            if part is None or part.receipt is not None or part.incarnation:
+                continue
+            part.pieces_held, part.bytes_held = each.pieces_held, each.bytes_held
+            part.chunks = each.chunks_received
 
     def follow(self, plan: Plan) -> None:
         """Take a plan as the one in force, newly made or as it was kept."""
@@ -217,11 +265,9 @@ class DeploymentRun:
         self.deployment = self.shown().model_copy(update=update)
         self.unkept = False
 
-    def set_activating(self, activating: bool) -> None:
-        """Begin (or give up) the switch to this version."""
-        self.memo = replace(self.memo, activating=activating, activated_told=False)
-        for part in self.parts.values():
-            part.activated = part.command_sent = False
+    def holders(self) -> set[str]:
+        """Return the targets that verified the whole model."""
+        return {worker_id for worker_id, part in self.parts.items() if part.receipt is not None}
 
     def allowed_dead(self) -> int:
         """Return how many targets may be lost for good."""
@@ -242,13 +288,13 @@ class DeploymentRun:
         if beat.epoch and part.lanes_s is None:
             part.ready, part.lanes_s, self.stage = True, now_s, None
         self._count(part, beat)
-        part.activated = beat.activated and part.command_sent
         if beat.origin_bytes:
             # By process, not incarnation: one that was thought lost goes on where it was.
             self._spend(part, f"{worker_id} {worker.address} {worker.pid}", beat.origin_bytes)
         if beat.edges:
             self.standings.take(worker_id, beat.edges, now_s)
         if self.final:
+            self._show(part, worker_id, beat)
             return []
         effects = self._pass_on(part, worker_id, beat, at)
         if part.receipt is not None:
@@ -269,6 +315,18 @@ class DeploymentRun:
         elif self.short:
             self.short.discard(worker_id)
         return effects
+
+    def _show(self, part: Part, worker_id: str, beat: DeploymentBeat) -> None:
+        """Take what a worker says of a version that it holds: whether it does, and whether it is
+        the active one; an older word than the newest command counts for nothing.
+        """
+        part.failure = beat.failure
+        part.seen_whole = beat.status is WorkerStatus.COMPLETE and beat.receipt is not None
+        if worker_id in self.calling:
+            if not (beat.activated and part.command_sent):
+                return
+            self.calling.discard(worker_id)
+        part.activated = beat.activated
 
     def _count(self, part: Part, beat: DeploymentBeat) -> None:
         total = self.deployment.total_pieces

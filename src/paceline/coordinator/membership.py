@@ -81,6 +81,16 @@ class Membership:
         member = self._members.get(worker_id)
         return None if member is None else member.record
 
+    def address(self, worker_id: str) -> str:
+        """Return where peers reach the worker, empty where that is not known."""
+        member = self._members.get(worker_id)
+        return "" if member is None else member.registered.address
+
+    def knows(self, worker_id: str, incarnation: int) -> bool:
+        """Return whether this incarnation of the worker is the registered one, and heard of."""
+        member = self._members.get(worker_id)
+        return member is not None and member.alive and member.registered.incarnation == incarnation
+
     def alive(self, worker_id: str) -> bool:
         """Return whether the worker is registered and heard of."""
         member = self._members.get(worker_id)

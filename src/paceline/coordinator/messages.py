@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel
 
+from paceline.coordinator.memo import Memo
 from paceline.manifest import Manifest
 from paceline.wire.access import CreateJoinToken, CreateToken, TokenRecord
 from paceline.wire.calls import CreateDeployment, Heartbeat, RegisterWorker
 from paceline.wire.events import EventName
 from paceline.wire.plan import Plan
-from paceline.wire.records import Deployment, Failure, Receipt, Worker
+from paceline.wire.records import Deployment, Receipt, Worker
 
 # --- events -------------------------------------------------------------------------------------
 
@@ -79,6 +80,22 @@ class Activate(_Event):
     """Somebody wants the fleet to switch to this version."""
 
     deployment_id: str
+    allow_older: bool = False  # than the one that is active
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollback(_Event):
+    """Somebody wants the fleet to go back from this version to the one that was active before."""
+
+    deployment_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RaiseBudget(_Event):
+    """Somebody lets a deployment read more from the origin than its fuse allows."""
+
+    deployment_id: str
+    extra_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,31 +160,14 @@ Event = (
     | FetchLanes
     | Cancel
     | Activate
+    | Rollback
+    | RaiseBudget
     | FlowTold
     | Tick
     | TokenEvent
 )
 
 # --- effects ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Memo:
-    """What a deployment must remember across a restart beyond its public record."""
-
-    created_s: float  # monotonic; means nothing after a reboot
-    seed: int = 0
-    planned_s: float | None = None
-    done_s: float | None = None  # the last verified rename seen so far
-    activating: bool = False
-    activated_told: bool = False
-    # Origin bytes by agent process: a restarted one counts from zero again.
-    spent: dict[str, int] = field(default_factory=dict)
-    failures: dict[str, Failure] = field(default_factory=dict)  # by worker, as they reported
-    auto: bool = False  # the topology was chosen here, not asked for
-    order: tuple[str, ...] = ()  # of the line, where the plan lacks some who are gone
-    demoted: dict[str, str] = field(default_factory=dict)  # standings that were judged, by worker
-    late: dict[str, int] = field(default_factory=dict)  # pieces missing when a worker came back
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ class Part:
     failure: Failure | None = None
     receipt: Receipt | None = None
     activated: bool = False
+    seen_whole: bool = False  # its newest word: the version is on its disk
     lanes_s: float | None = None  # when this incarnation first took lanes
     dead_since_s: float | None = None
     told: frozenset[str] = frozenset()  # sources it reported lost or corrupt, already passed on
@@ -38,7 +39,7 @@ class Part:
         self.held_before = max(self.held_before, self.pieces_held)
         self.pieces_held = self.bytes_held = 0
         self.chunks, self.failure, self.lanes_s = (), None, None
-        self.activated, self.told, self.command_sent = False, frozenset(), False
+        self.seen_whole, self.told, self.command_sent = False, frozenset(), False
 
     @property
     def pieces_known(self) -> int:

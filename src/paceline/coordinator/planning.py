@@ -126,7 +126,7 @@ def next_plan(
         seed=run.memo.seed,
         external_mbit=patience.external_mbit,
         oversubscription=patience.oversubscription,
-        origin_spent_bytes=run.origin_bytes,
+        origin_spent_bytes=run.origin_bytes - run.memo.extra_bytes,
         order=run.order,
     )
     places = {

@@ -4,15 +4,22 @@ It follows every deployment, notices what a loss or a return means for it, repla
 there, and answers calls. It has no clock, no socket, no file and no thread: the driver gives it the
 time and carries out what it returns, so tests and simulations run exactly this code. An event that
 is refused raises a PacelineError and has changed nothing.
+
+Where to look: ``course`` and ``verdict`` (what follows from a deployment's facts), ``switching``
+(which version is active), ``answers`` (what agents are told), ``pruning`` (what is forgotten).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 
+from paceline.coordinator.answers import CLOSED, answer_to, register_first
+from paceline.coordinator.book import Book
 from paceline.coordinator.course import advance, turn
 from paceline.coordinator.deployment import DeploymentRun
 from paceline.coordinator.membership import Membership
+from paceline.coordinator.memo import Memo
 from paceline.coordinator.messages import (
     Activate,
     AdmitWorker,
@@ -29,33 +36,30 @@ from paceline.coordinator.messages import (
     KeepKey,
     KeepWorker,
     Kept,
+    KeptDeployment,
     Listen,
-    Memo,
     Observed,
+    RaiseBudget,
     Register,
     RevokeToken,
+    Rollback,
     Tick,
     TokensUsed,
 )
 from paceline.coordinator.parts import tally_of
 from paceline.coordinator.planning import new_deployment
+from paceline.coordinator.pruning import LOOK_S, prune
 from paceline.coordinator.settings import Patience
 from paceline.coordinator.shown import progress_of, view_of
+from paceline.coordinator.switching import Switches
 from paceline.coordinator.tokens import TokenBook
-from paceline.errors import (
-    Cancelled,
-    Conflict,
-    DeploymentFailed,
-    NotFound,
-)
+from paceline.errors import Cancelled, Conflict, DeploymentFailed, NotFound
 from paceline.wire.calls import (
-    Command,
     CreatedDeployment,
-    DeploymentBeat,
     DeploymentView,
-    HeartbeatAnswer,
     Registered,
     Success,
+    SwitchView,
 )
 from paceline.wire.events import EventName
 from paceline.wire.plan import Plan
@@ -67,7 +71,6 @@ from paceline.wire.records import (
     WorkerStatus,
 )
 
-CLOSED = (DeploymentStatus.CANCELLED, DeploymentStatus.FAILED)
 RESTORED_CLOSED = (
     20  # after a restart, so many of the newest closed deployments are still announced
 )
@@ -81,12 +84,10 @@ class CoordinatorState:
         self.leader_epoch = leader_epoch
         self.fleet = Membership(self.patience)
         self.tokens = TokenBook()
-        self._runs: dict[str, DeploymentRun] = {}
-        self._keys: dict[str, KeepKey] = {}
-        # Which deployments a worker may still hear about, and which the passing of time may change.
-        self._open: dict[str, set[str]] = {}
-        self._ticking: set[str] = set()
+        self._book = Book()
+        self._switches = Switches(self._book, self.fleet, self.patience)
         self._last_s: float | None = None
+        self._pruned_s = float("-inf")
         self.beats = self.beats_refused = 0  # since this process began
 
     @classmethod
@@ -99,22 +100,21 @@ class CoordinatorState:
         state.tokens.restore(kept.tokens)
         newest = {each.deployment.deployment_id for each in kept.deployments[-RESTORED_CLOSED:]}
         for each in kept.deployments:
-            deployment = each.deployment
-            run = DeploymentRun(deployment, each.manifest, each.memo, state.patience)
-            if each.plan is not None:
-                run.follow(each.plan)
-            for receipt in each.receipts:
-                part = run.parts[receipt.worker_id]
-                part.receipt, part.status = receipt, WorkerStatus.COMPLETE
-                part.pieces_held = deployment.total_pieces
-                part.bytes_held = deployment.total_bytes
-            announced = deployment.status not in CLOSED or deployment.deployment_id in newest
+            run = _restored(each, state.patience)
+            known = each.deployment.deployment_id in newest
+            announced = known or each.deployment.status not in CLOSED
             state._follow(run, now_s, announced=announced)
-        state._keys = {each.key: each for each in kept.keys}
+            run.resume(state.fleet.alive, state.fleet.address)
+        for key in kept.keys:
+            state._book.keep_key(key)
+        state._switches.restore()
         return state
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Take one event and return what must be kept, told and answered."""
+        return [self._stamped(effect, now_s) for effect in self._handle(event, now_s)]
+
+    def _handle(self, event: Event, now_s: float) -> list[Effect]:
         match event:
             case Beat():
                 return self._beat(event, now_s)
@@ -131,24 +131,43 @@ class CoordinatorState:
             case Cancel():
                 return self._cancel(event)
             case Activate():
-                return self._activate(event)
+                run = self.run(event.deployment_id)
+                older = event.allow_older
+                effects = self._switches.activate(run, event.at, now_s, allow_older=older)
+                return [*effects, Answer(Success())]
+            case Rollback():
+                run = self.run(event.deployment_id)
+                effects = self._switches.roll_back(run, event.at, now_s)
+                return [*effects, Answer(Success())]
+            case RaiseBudget():
+                return self._raise_budget(event)
             case FlowTold():
                 return self._flow_told(event)
             case IssueToken() | RevokeToken() | AdmitWorker() | TokensUsed():
                 return self.tokens.handle(event)
 
+    def _stamped(self, effect: Effect, now_s: float) -> Effect:
+        """Return ``effect`` with the time at which a deployment is kept, and first was final."""
+        if not isinstance(effect, KeepDeployment):
+            return effect
+        run = self._book.find(effect.deployment.deployment_id)
+        if run is None:
+            return effect
+        closed_s = run.memo.closed_s
+        if run.final and closed_s is None:
+            closed_s = now_s
+        run.memo = replace(run.memo, kept_s=now_s, closed_s=closed_s)
+        return replace(effect, memo=run.memo)
+
     # --- reading ---------------------------------------------------------------------------------
 
     def run(self, deployment_id: str) -> DeploymentRun:
         """Return the deployment's facts; raises NotFound."""
-        run = self._runs.get(deployment_id)
-        if run is None:
-            raise NotFound("no such deployment", got=deployment_id[:200])
-        return run
+        return self._book.run(deployment_id)
 
     def deployments(self) -> list[Deployment]:
         """Return every deployment, oldest first."""
-        return [run.shown() for run in self._runs.values()]
+        return [run.shown() for run in self._book]
 
     def view(self, deployment_id: str) -> DeploymentView:
         """Return the deployment and how far it is."""
@@ -171,6 +190,17 @@ class CoordinatorState:
             )
         return plan
 
+    def switch_of(self, deployment_id: str) -> SwitchView:
+        """Return the newest switch to or from this deployment; raises NotFound where none was."""
+        view = self._switches.view(self.run(deployment_id))
+        if view is None:
+            raise NotFound(
+                "the deployment was never activated",
+                got=deployment_id,
+                do="Activate it once it is complete.",
+            )
+        return view
+
     def unstopped(self, deployment_id: str) -> list[str]:
         """Return the living targets that may still publish a cancelled deployment."""
         run = self.run(deployment_id)
@@ -183,19 +213,19 @@ class CoordinatorState:
             and self.fleet.alive(worker_id)
         ]
 
+    def recall(self, deployment_id: str, parts: Mapping[str, WorkerProgress]) -> None:
+        """Show what the progress store knows of workers that have not beaten to this process yet.
+
+        Nothing is decided by it: the next beat of each overwrites it.
+        """
+        run = self._book.find(deployment_id)
+        if run is not None:
+            run.recall(parts)
+
     def known_key(self, key: str | None, body_digest: str) -> CreatedDeployment | None:
         """Return what this idempotency key was answered; raises Conflict for another body."""
-        kept = self._keys.get(key) if key is not None else None
-        if kept is None:
-            return None
-        if kept.body_digest != body_digest:
-            raise Conflict(
-                "this Idempotency-Key was used with another request",
-                got=key,
-                wanted=f"the body that made {kept.deployment_id}, or a new key",
-                do="Use a new key for a new request.",
-            )
-        return _created(self._runs[kept.deployment_id].deployment)
+        run = self._book.known_key(key, body_digest)
+        return None if run is None else _created(run.deployment)
 
     # --- the fleet -------------------------------------------------------------------------------
 
@@ -206,7 +236,7 @@ class CoordinatorState:
         answer = Answer(Registered(worker_id=call.worker_id, incarnation=call.incarnation))
         if old is not None and old.alive and old.incarnation == call.incarnation:
             return [KeepWorker(worker), answer]
-        for run in self._open_runs(call.worker_id):
+        for run in self._book.open_runs(call.worker_id):
             run.returned(call.worker_id, call.incarnation)
         name = EventName.WORKER_REGISTERED if old is None else EventName.WORKER_RETURNED
         data: dict[str, object] = {"incarnation": call.incarnation, "address": call.address}
@@ -222,59 +252,32 @@ class CoordinatorState:
         effects: list[Effect] = []
         listed = {each.deployment_id: each for each in beat.deployments}
         for deployment_id, each in listed.items():
-            run = self._runs.get(deployment_id)
+            run = self._book.find(deployment_id)
             if run is None or beat.worker_id not in run.parts:
                 continue
             effects += run.report(worker, each, now_s, event.at)
             for key in each.lost_sources:
                 self.fleet.suspect(key)
-        return [*effects, self._answer(beat.worker_id, listed)]
+        answer = answer_to(
+            self._book,
+            beat.worker_id,
+            listed,
+            epoch=self.leader_epoch,
+            next_beat_s=self.fleet.beat_interval_s(),
+        )
+        effects.append(answer)
+        return effects
 
     def _listen(self, event: Listen) -> list[Effect]:
-        worker = self.fleet.find(event.worker_id)
-        if worker is None or not worker.alive or worker.incarnation != event.incarnation:
+        if not self.fleet.knows(event.worker_id, event.incarnation):
             return [self._stranger()]
-        return [self._answer(event.worker_id, {})]
-
-    def _answer(self, worker_id: str, listed: Mapping[str, DeploymentBeat]) -> Answer:
-        commands = []
-        for run in list(self._open_runs(worker_id)):
-            entry = listed.get(run.deployment.deployment_id)
-            moving = entry is not None and entry.status is WorkerStatus.RECEIVING
-            command = self._command(run, worker_id, moving)
-            if command is not None:
-                commands.append(command)
-        return Answer(
-            HeartbeatAnswer(
-                epoch=self.leader_epoch,
-                next_beat_s=self.fleet.beat_interval_s(),
-                commands=tuple(commands),
-            )
-        )
+        interval_s = self.fleet.beat_interval_s()
+        epoch = self.leader_epoch
+        return [answer_to(self._book, event.worker_id, {}, epoch=epoch, next_beat_s=interval_s)]
 
     def _stranger(self) -> Answer:
-        """Return what has an agent register (again)."""
         interval_s = self.fleet.beat_interval_s()
-        stranger = {"continue": False, "epoch": self.leader_epoch, "next_beat_s": interval_s}
-        return Answer(HeartbeatAnswer.model_validate(stranger))
-
-    def _command(self, run: DeploymentRun, worker_id: str, moving: bool) -> Command | None:
-        deployment, part = run.deployment, run.parts[worker_id]
-        if deployment.status in CLOSED:
-            told, part.command_sent = part.command_sent, True
-            if part.receipt is None and (moving or not told):
-                return _command("cancel", deployment)
-            # It beat again after it was told, and does not move: it publishes nothing from here on.
-            part.stopped = True
-            self._close(worker_id, deployment.deployment_id)
-            return None
-        if deployment.status is DeploymentStatus.COMPLETE:
-            if run.memo.activating and part.receipt is not None and not part.activated:
-                part.command_sent = True
-                return _command("activate", deployment)
-            self._close(worker_id, deployment.deployment_id)
-            return None
-        return _command("fetch_lanes", deployment) if run.behind(worker_id) else None
+        return register_first(epoch=self.leader_epoch, next_beat_s=interval_s)
 
     def _fetch_lanes(self, event: FetchLanes, now_s: float) -> list[Effect]:
         run = self.run(event.deployment_id)
@@ -303,15 +306,18 @@ class CoordinatorState:
         known = self.known_key(event.key, event.body_digest)
         if known is not None:
             return [Answer(known)]
+        if not call.allow_older:
+            targets = set(call.target_workers)
+            self._switches.require_not_older(call.version, call.model_id, targets)
         deployment = new_deployment(event, self.fleet, self.patience)
-        run = DeploymentRun(
-            deployment, manifest, Memo(created_s=now_s, seed=call.seed), self.patience
-        )
+        memo = Memo(created_s=now_s, seed=call.seed, allow_older=call.allow_older)
+        run = DeploymentRun(deployment, manifest, memo, self.patience)
         self._follow(run, now_s, announced=True)
         effects: list[Effect] = [KeepDeployment(deployment, run.memo, manifest)]
         if event.key is not None:
-            self._keys[event.key] = KeepKey(event.key, event.body_digest, event.deployment_id)
-            effects.append(self._keys[event.key])
+            key = KeepKey(event.key, event.body_digest, event.deployment_id)
+            self._book.keep_key(key)
+            effects.append(key)
         data: dict[str, object] = {
             "model_id": call.model_id,
             "version": call.version,
@@ -329,45 +335,34 @@ class CoordinatorState:
             raise Conflict(
                 "the deployment is complete already",
                 got=event.deployment_id,
-                do="Activate another version to switch back.",
+                do="Roll it back, or activate another version.",
             )
         if run.final:
             return [Answer(Success())]
         reason = Failure(code="Cancelled", message="cancelled by a caller")
-        self._ticking.discard(event.deployment_id)
-        return [*turn(run, DeploymentStatus.CANCELLED, reason, event.at), Answer(Success())]
+        effects = turn(run, DeploymentStatus.CANCELLED, reason, event.at)
+        self._book.retime(run)
+        return [*effects, Answer(Success())]
 
-    def _activate(self, event: Activate) -> list[Effect]:
+    def _raise_budget(self, event: RaiseBudget) -> list[Effect]:
         run = self.run(event.deployment_id)
-        deployment = run.deployment
-        if deployment.status is not DeploymentStatus.COMPLETE:
+        if run.final or not run.fused:
             raise Conflict(
-                "only a complete deployment can be activated",
-                got=deployment.status.value,
-                wanted=DeploymentStatus.COMPLETE.value,
+                "this deployment has no origin budget to raise",
+                got=run.deployment.status.value if run.final else run.deployment.topology.value,
+                wanted="one that is under way and under the fuse",
                 where=event.deployment_id,
-                do="Wait until it is complete.",
+                do="Begin another deployment: what is on the disks already is not read again.",
             )
-        if run.memo.activating and not run.memo.activated_told:
-            return [Answer(Success())]  # on its way; once it was told, asking again repeats it
-        effects: list[Effect] = []
-        for other in self._runs.values():
-            # One version of a model is active on a worker: a late agent must not switch back.
-            same = other.deployment.model_id == deployment.model_id
-            if (
-                other is not run
-                and same
-                and other.memo.activating
-                and not run.parts.keys().isdisjoint(other.parts)
-            ):
-                other.set_activating(False)
-                self._ticking.discard(other.deployment.deployment_id)
-                effects.append(KeepDeployment(other.deployment, other.memo))
-        run.set_activating(True)
-        self._ticking.add(event.deployment_id)
-        for worker_id in run.parts:
-            self._open.setdefault(worker_id, set()).add(event.deployment_id)
-        return [*effects, KeepDeployment(deployment, run.memo), Answer(Success())]
+        run.raise_budget(event.extra_bytes)
+        data: dict[str, object] = {
+            "extra_bytes": event.extra_bytes,
+            "extra_bytes_in_all": run.memo.extra_bytes,
+            "origin_bytes": run.origin_bytes,
+        }
+        name = EventName.BUDGET_RAISED
+        told = Observed(name, event.at, event.deployment_id, None, data)
+        return [KeepDeployment(run.shown(), run.memo), told, Answer(Success())]
 
     def _flow_told(self, event: FlowTold) -> list[Effect]:
         run = self.run(event.deployment_id)
@@ -393,40 +388,40 @@ class CoordinatorState:
             data: dict[str, object] = {"incarnation": worker.incarnation}
             lost = EventName.WORKER_LOST
             effects.append(Observed(lost, event.at, None, worker.worker_id, data))
-            for run in self._open_runs(worker.worker_id):
+            for run in self._book.open_runs(worker.worker_id):
                 run.lost(worker.worker_id, now_s)
-        for deployment_id in sorted(self._ticking):
-            effects += self._advance(self._runs[deployment_id], event.at, now_s)
+        for deployment_id in sorted(self._book.ticking):
+            effects += self._advance(self._book.run(deployment_id), event.at, now_s)
+        if now_s - self._pruned_s >= LOOK_S:
+            self._pruned_s = now_s
+            effects += prune(self._book, self.patience, event.at, now_s)
         return effects
 
     def _advance(self, run: DeploymentRun, at: float, now_s: float) -> list[Effect]:
+        if run.final:
+            return self._switches.advance(run, at, now_s)
         effects = advance(run, self.fleet, self.patience, at, now_s)
-        if not _ticks(run):
-            self._ticking.discard(run.deployment.deployment_id)
+        self._book.retime(run)
         return effects
 
     def _follow(self, run: DeploymentRun, now_s: float, *, announced: bool) -> None:
-        identity = run.deployment.deployment_id
-        self._runs[identity] = run
-        if _ticks(run):
-            self._ticking.add(identity)
+        self._book.add(run, announced=announced)
         for worker_id in run.parts:
             if not self.fleet.alive(worker_id):
                 run.lost(worker_id, now_s)
-            if announced:
-                self._open.setdefault(worker_id, set()).add(identity)
-
-    def _open_runs(self, worker_id: str) -> Iterator[DeploymentRun]:
-        for deployment_id in sorted(self._open.get(worker_id, ())):
-            yield self._runs[deployment_id]
-
-    def _close(self, worker_id: str, deployment_id: str) -> None:
-        self._open[worker_id].discard(deployment_id)
 
 
-def _ticks(run: DeploymentRun) -> bool:
-    """Return whether the passing of time may change the deployment."""
-    return not run.final or (run.memo.activating and not run.memo.activated_told)
+def _restored(kept: KeptDeployment, patience: Patience) -> DeploymentRun:
+    deployment = kept.deployment
+    run = DeploymentRun(deployment, kept.manifest, kept.memo, patience)
+    if kept.plan is not None:
+        run.follow(kept.plan)
+    for receipt in kept.receipts:
+        part = run.parts[receipt.worker_id]
+        part.receipt, part.status = receipt, WorkerStatus.COMPLETE
+        part.pieces_held = deployment.total_pieces
+        part.bytes_held = deployment.total_bytes
+    return run
 
 
 def _created(deployment: Deployment) -> CreatedDeployment:
@@ -434,10 +429,4 @@ def _created(deployment: Deployment) -> CreatedDeployment:
         deployment_id=deployment.deployment_id,
         status=deployment.status,
         estimated_time_seconds=deployment.predicted_seconds,
-    )
-
-
-def _command(kind: str, deployment: Deployment) -> Command:
-    return Command.model_validate(
-        {"kind": kind, "deployment_id": deployment.deployment_id, "epoch": deployment.epoch}
     )

@@ -38,6 +38,8 @@ def assess(
             return DeploymentStatus.FAILED, _too_many(run, expired, tally.failed, allowed)
     if run.plan is None:
         return DeploymentStatus.INIT, None
+    if run.unheard:
+        return run.deployment.status, run.deployment.failure  # as the coordinator before left it
     if stall is not None:
         return DeploymentStatus.STALLED, stall
     if run.stage is None:
@@ -58,6 +60,8 @@ def rescue(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -
     For a moment that is normal: the head died, and its heir has a small share until the loss is
     noticed. Then a new plan shares out what the fuse still allows.
     """
+    if run.unheard:
+        return
     if _short(run, tally) is None:
         run.short_since_s = None
     elif run.short_since_s is None:
@@ -93,7 +97,7 @@ def _stage(run: DeploymentRun, tally: Tally) -> DeploymentStatus:
 
 
 def _stall(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -> Failure | None:
-    fuse = origin_cap_bytes(run.deployment.total_bytes)
+    fuse = origin_cap_bytes(run.deployment.total_bytes) + run.memo.extra_bytes
     read = run.origin_bytes
     if run.fused and read > fuse:
         message = f"the origin fuse: got {read} bytes read, wanted at most {fuse}"

@@ -8,13 +8,17 @@ GET    /deployments/{id}/workers                             → WorkerProgressL
 GET    /deployments/{id}/manifest                            → the manifest's bytes
 GET    /deployments/{id}/lanes?worker_id=W                   → WorkerLanes
 GET    /deployments/{id}/plan                                → Plan
-POST   /deployments/{id}/activate                            → Success (at the next beat)
+POST   /deployments/{id}/activate?allow_older=B             → Success (once a quorum is ready)
+POST   /deployments/{id}/rollback                            → Success (likewise)
+GET    /deployments/{id}/switch                              → SwitchView
+POST   /deployments/{id}/budget          RaiseOriginBudget  → Success
 POST   /workers/register                 RegisterWorker     → Registered
 POST   /workers/heartbeat?wait_s=S       Heartbeat          → HeartbeatAnswer (long poll)
 GET    /workers                                              → WorkerList
 GET    /ledger/{stage}/{input_digest}                        → StageRecord | 404
 PUT    /ledger/{stage}/{input_digest}    StageRecord        → StageRecord
 GET    /events?after=N&wait_s=S                              → EventList (long poll)
+GET    /events/stream?deployment=ID                          → wire.stream's items (SSE)
 GET    /healthz, /readyz, /metrics, /fleet (page)
 
 Every call but /healthz and /readyz carries ``Authorization: Bearer TOKEN``.
@@ -23,6 +27,7 @@ Errors are RFC 9457 problem documents (``Problem``) with the error's class name 
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Literal
 
 from pydantic import Field
@@ -51,6 +56,7 @@ class CreateDeployment(Record):
     topology: Topology = Topology.AUTO
     max_failed: float = Field(default=0.05, ge=0, le=1)
     seed: int = 0
+    allow_older: bool = False  # than the version that is active on a target; else a Conflict
     flow_run_id: str | None = Field(default=None, max_length=64)
     run_id: str | None = Field(default=None, max_length=64)
 
@@ -82,6 +88,53 @@ class WorkerProgressList(Record):
 
 class Success(Record):
     success: bool = True
+
+
+class RaiseOriginBudget(Record):
+    """Let a deployment read so many bytes more from the origin than its fuse allows."""
+
+    extra_bytes: int = Field(gt=0, le=2**60)
+
+
+class SwitchKind(StrEnum):
+    """Which way the fleet goes."""
+
+    ACTIVATE = "activate"  # to the deployment's version
+    ROLLBACK = "rollback"  # from it, to what was active before
+
+
+class SwitchPhase(StrEnum):
+    """How far a switch is; nobody switches before a quorum has said that it can."""
+
+    PREPARING = "preparing"  # workers are asked whether they hold what they are to switch to
+    SWITCHING = "switching"  # decided: they are told, and who returns late is told then
+    SWITCHED = "switched"  # every living worker has, or a quorum when the time was up
+    REFUSED = "refused"  # no quorum in time, or another switch came between; nobody was told
+    SUPERSEDED = "superseded"  # another switch was decided before everybody had
+
+
+class WorkerSwitch(Record):
+    """What became of one worker in a switch."""
+
+    worker_id: Name
+    # other: another version has become active there, or nothing was before.
+    state: Literal["waiting", "ready", "told", "switched", "failed", "lost", "other"]
+    deployment_id: str | None = None  # what it switches to
+    version: str | None = None
+    failure: Failure | None = None
+
+
+class SwitchView(Record):
+    """The newest switch of a deployment, worker by worker."""
+
+    deployment_id: str
+    kind: SwitchKind
+    phase: SwitchPhase
+    quorum: int = Field(ge=0)  # workers that must be ready before anybody is told
+    ready: int = Field(ge=0)
+    switched: int = Field(ge=0)
+    failure: Failure | None = None
+    workers: tuple[WorkerSwitch, ...]
 
 
 class RegisterWorker(Record):

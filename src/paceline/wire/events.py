@@ -19,7 +19,13 @@ class EventName(StrEnum):
     DEPLOYMENT_PLANNED = "deployment.planned"
     DEPLOYMENT_REPLANNED = "deployment.replanned"
     DEPLOYMENT_STATUS_CHANGED = "deployment.status_changed"
+    DEPLOYMENT_SWITCHING = "deployment.switching"  # a quorum is ready: everybody is told
+    DEPLOYMENT_SWITCH_REFUSED = "deployment.switch_refused"  # nobody was told
+    DEPLOYMENT_SWITCH_LATE = "deployment.switch_late"  # told long ago, and no quorum has yet
     DEPLOYMENT_ACTIVATED = "deployment.activated"
+    DEPLOYMENT_ROLLED_BACK = "deployment.rolled_back"
+    DEPLOYMENT_FORGOTTEN = "deployment.forgotten"
+    BUDGET_RAISED = "deployment.budget_raised"
     FLOW_STARTED = "deployment.flow_started"  # a Prefect flow run drives it
     FLOW_DELAYED = "deployment.flow_delayed"  # Prefect is away: the start is tried again
     FLOW_ENDED = "deployment.flow_ended"  # not well, while the deployment went on

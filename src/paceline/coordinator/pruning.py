@@ -1,0 +1,82 @@
+"""Which closed deployments may be forgotten, so that what is kept stays bounded.
+
+The newest are kept, and those that closed lately: their keys may still be asked for. Never
+forgotten is what is active on some worker, what a rollback would return to, and what a living
+worker has yet to stop.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from paceline.coordinator.book import Book
+from paceline.coordinator.deployment import DeploymentRun
+from paceline.coordinator.messages import DropDeployment, Effect, Observed
+from paceline.coordinator.settings import Patience
+from paceline.wire.events import EventName
+from paceline.wire.records import DeploymentStatus
+
+AT_ONCE = 8  # forgotten in one transaction
+LOOK_S = 60.0  # between two looks
+
+
+def prune(book: Book, patience: Patience, at: float, now_s: float) -> list[Effect]:
+    """Forget a few of those that may be forgotten."""
+    closed = [run for run in book if run.final and run.deployment.deployment_id not in book.ticking]
+    if len(closed) <= patience.kept_closed:
+        return []
+    needed = _needed(book)
+    old = closed[: len(closed) - patience.kept_closed]
+    surplus = len(closed) - patience.kept_at_most
+    effects: list[Effect] = []
+    leaving = (
+        run
+        for place, run in enumerate(old)
+        if run.deployment.deployment_id not in needed
+        and (place < surplus or _closed_for_s(run, now_s) > patience.kept_closed_s)
+        and not _unstopped(run)
+    )
+    for run in list(islice(leaving, AT_ONCE)):
+        book.drop(run)
+        deployment = run.deployment
+        data: dict[str, object] = {
+            "model_id": deployment.model_id,
+            "version": deployment.version,
+            "status": deployment.status.value,
+        }
+        identity = deployment.deployment_id
+        told = Observed(EventName.DEPLOYMENT_FORGOTTEN, at, identity, None, data)
+        effects += [DropDeployment(identity), told]
+    return effects
+
+
+def _closed_for_s(run: DeploymentRun, now_s: float) -> float:
+    closed_s = run.memo.closed_s
+    return 0.0 if closed_s is None else now_s - closed_s
+
+
+def _needed(book: Book) -> set[str]:
+    """Return what is active on some worker, or was before what is."""
+    needed: set[str] = set()
+    for model_id in {run.deployment.model_id for run in book if run.memo.number}:
+        once: set[str] = set()
+        twice: set[str] = set()
+        for run in book.history(model_id):
+            holders = run.holders()
+            if not holders <= twice:
+                needed.add(run.deployment.deployment_id)
+            twice |= once & holders
+            once |= holders
+    return needed
+
+
+def _unstopped(run: DeploymentRun) -> bool:
+    """Return whether it was cancelled and some worker has yet to stop, as far as it is known."""
+    return (
+        run.deployment.status is DeploymentStatus.CANCELLED
+        and run.plan is not None
+        and any(
+            part.receipt is None and not part.stopped and part.dead_since_s is None
+            for part in run.parts.values()
+        )
+    )
