@@ -9,6 +9,7 @@ size are compared here as well.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ from paceline.objects.patience import Patience
 from paceline.objects.translate import translated
 from paceline.objects.url import parse_url
 
-# urllib3 copies each read once; small steps keep that copy in the cache, and a slow server shows
-# signs of life.
-STEP = 256 * 1024
+# A step is what comes in about STEP_S. urllib3 copies each read once: larger steps leave the
+# cache; smaller ones cost calls.
+LEAST_STEP = 32 * 1024
+MOST_STEP = 256 * 1024
+STEP_S = 0.02
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
@@ -72,9 +75,11 @@ def _one_answer(
     body = answer["Body"]
     with closing(body):
         _check(answer, pinned, offset + done, len(target) - done)
+        step = LEAST_STEP
         while done < len(target):
+            began_s = time.monotonic()
             with translated(endpoint_url, pinned.url):
-                got = body.readinto(target[done : done + STEP])
+                got = body.readinto(target[done : done + step])
             if not got:
                 raise ServiceUnavailable(
                     "S3 sent a short body",
@@ -85,6 +90,11 @@ def _one_answer(
                 )
             done += got
             yield done
+            took_s = time.monotonic() - began_s  # the caller's time too, and it may rest
+            if took_s < STEP_S / 2:
+                step = min(2 * step, MOST_STEP)
+            elif took_s > 2 * STEP_S:
+                step = max(step // 2, LEAST_STEP)
 
 
 def _request(client: Any, pinned: PinnedObject, offset: int, length: int) -> dict[str, Any]:

@@ -38,14 +38,18 @@ from paceline.relay.session.events import (
     SourceFailed,
 )
 from paceline.relay.session.extents import Extent
+from paceline.relay.width import Width
 from paceline.relay.wires.counters import Counters
+from paceline.relay.wires.lull import Lull
 from paceline.relay.wires.pacing import Pacer
 from paceline.wire.plan import Source
 
 MIB = 1024 * 1024
-PARALLEL_RANGES = 4
 FIRST_RANGE = 256 * 1024  # doubles with each range: the line starts to move at once
 MAX_RANGE = 16 * MIB
+# All ranges under way together span this much of the stream. A peer asks for a second's worth in
+# order: of ranges that span more it would see one, at a fraction of the link.
+SPREAD_S = 0.5
 STEP = 1 * MIB  # of a local file
 AHEAD = 3  # files whose objects are looked up before a range of them is wanted
 ALIVE_S = 0.2  # how often a range under way is said to move
@@ -232,9 +236,9 @@ class OriginStream:
         self._range_bytes = min(FIRST_RANGE, self._most_bytes)
         self._at_file = -1
         self._busy = _Busy()
-        self._threads = PARALLEL_RANGES if staging.manifest.piece_count > 1 else 1
-        for number in range(self._threads):
-            threading.Thread(target=self._run, name=f"origin-{number}", daemon=True).start()
+        self._width = Width(staging.manifest.piece_count)
+        self._threads = 0
+        self._start_threads()
         threading.Thread(target=self._look_ahead, name="origin-ahead", daemon=True).start()
 
     def request(self, extent: Extent) -> None:
@@ -252,20 +256,32 @@ class OriginStream:
             self._queue.clear()
             self._ready.notify_all()
 
-    def _next(self) -> Extent | None:
-        """Return the next run of pieces of one file, at most a range long; None when closed."""
+    def _start_threads(self) -> None:
+        while self._threads < self._width.now:
+            name, self._threads = f"origin-{self._threads}", self._threads + 1
+            threading.Thread(
+                target=self._run, args=(self._threads,), name=name, daemon=True
+            ).start()
+
+    def _next(self, number: int) -> Extent | None:
+        """Return the next run of pieces of one file, at most a range long, for thread ``number``
+        (from 1), which waits while fewer are enough; None when closed.
+        """
         manifest = self._staging.manifest
         with self._ready:
-            self._ready.wait_for(lambda: self._closed or self._queue)
+            self._ready.wait_for(
+                lambda: self._closed or (self._queue and number <= self._width.now)
+            )
             if self._closed:
                 return None
             first, stop = self._queue.popleft()
             head = manifest.piece_of(first)
             # An even share of what is asked for, so that no thread ends alone with a long range.
-            share = (stop - first) // self._threads
+            share = (stop - first) // self._width.now
             least = FIRST_RANGE // manifest.piece_bytes
             take = max(1, min(self._range_bytes // manifest.piece_bytes, max(share, least)))
-            self._range_bytes = min(2 * self._range_bytes, self._most_bytes)
+            most = int(self._width.rate * SPREAD_S / self._width.now) or self._most_bytes
+            self._range_bytes = min(2 * self._range_bytes, max(most, FIRST_RANGE), self._most_bytes)
             end = min(stop, first + take, manifest.file_pieces(head.file_index).stop)
             if end < stop:
                 self._queue.appendleft(Extent(end, stop))
@@ -274,11 +290,12 @@ class OriginStream:
                 self._ready.notify_all()
             return Extent(first, end)
 
-    def _run(self) -> None:
+    def _run(self, number: int) -> None:
+        lull = Lull()
         try:
             with self._staging.using():
-                while (extent := self._next()) is not None:
-                    self._read(extent)
+                while (extent := self._next(number)) is not None:
+                    self._read(extent, lull)
         except (StorageFull, StorageFailed) as error:
             self._report(LocalFailed(error))
         except PacelineError as error:
@@ -309,7 +326,7 @@ class OriginStream:
             self._ready.wait_for(lambda: self._closed or self._at_file != seen)
             return None if self._closed else self._at_file
 
-    def _read(self, extent: Extent) -> None:
+    def _read(self, extent: Extent, lull: Lull) -> None:
         manifest = self._staging.manifest
         pieces = deque(manifest.piece_of(piece) for piece in range(*extent))
         offset, size = pieces[0].file_offset, sum(piece.length for piece in pieces)
@@ -318,8 +335,9 @@ class OriginStream:
         data = memoryview(bytearray(size))
         done, alive_at = 0, time.monotonic()
         with self._busy.reading():
-            for filled in self._reader.stream(file, offset, data):
+            for filled in _unhurried(self._reader.stream(file, offset, data), lull):
                 self._counters.add(origin=filled - done)
+                self._arrived(filled - done)
                 while done < filled:
                     step = min(self._pacer.block_bytes, filled - done)
                     self._pacer.take(step)
@@ -335,6 +353,12 @@ class OriginStream:
                 if time.monotonic() - alive_at >= ALIVE_S:
                     alive_at = time.monotonic()
                     self._report(SourceAlive(self._source.key, self._stream, moving=True))
+
+    def _arrived(self, count: int) -> None:
+        with self._ready:
+            if self._width.arrived(count, time.monotonic()):
+                self._start_threads()
+                self._ready.notify_all()
 
     def _keep(self, piece: Piece, view: memoryview) -> None:
         key, staging = self._source.key, self._staging
@@ -388,6 +412,21 @@ class _Busy:
             lap = self._spent + (now - self._since if self._readers else 0.0)
             self._spent, self._since = 0.0, now
             return lap
+
+
+def _unhurried(steps: Iterator[int], lull: Lull) -> Iterator[int]:
+    """Yield what ``steps`` yields, with a rest before each in which its bytes may gather."""
+    done = step = 0
+    while True:
+        began_s = time.monotonic()
+        lull.sleep(step)
+        read_s = time.monotonic()
+        filled = next(steps, None)
+        if filled is None:
+            return
+        step, done = filled - done, filled
+        lull.read(step, began_s, time.monotonic() - read_s)
+        yield filled
 
 
 def range_bytes(manifest: Manifest) -> int:

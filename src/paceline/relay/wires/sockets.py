@@ -2,15 +2,18 @@
 
 A *channel* is a connected socket with whatever protects it; ``tls`` has the other kind. Plain
 timeouts are set in the kernel (SO_RCVTIMEO), so that one ``recv`` with MSG_WAITALL fills a whole
-sub-block: a system call a block, not one for each segment.
+sub-block, most of which has gathered by then (``lull``).
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import socket
 import struct
+import sys
+import termios
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +21,7 @@ from typing import Protocol
 
 from paceline.errors import InvalidFrame, PeerLost
 from paceline.relay.wires.frames import HEADER, Header, Kind, decode
+from paceline.relay.wires.lull import Lull
 from paceline.relay.wires.pacing import Pacer
 
 IO_TIMEOUT_S = 10.0  # the longest any single read or write may make no progress at all
@@ -61,6 +65,7 @@ class PlainChannel:
 
     def __init__(self, sock: socket.socket, timeout_s: float = IO_TIMEOUT_S) -> None:
         self._sock = sock
+        self._lull = Lull()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         sock.setblocking(True)
@@ -72,12 +77,13 @@ class PlainChannel:
         self, view: memoryview, deadline_s: float, on_some: Callable[[], None] | None = None
     ) -> None:
         """Fill ``view``; see Channel."""
-        done = 0
+        done, began_s, read_s = 0, time.monotonic(), 0.0
         while done < len(view):
             try:
-                # SO_RCVLOWAT would save wake-ups, but a blocked recv that took a part waits for
-                # as much again: the last piece came 0.25 s late on every hop.
-                got = self._sock.recv_into(view[done:], 0, socket.MSG_WAITALL)
+                close = self._lull.sleep(len(view) - done - waiting_bytes(self._sock))
+                read_s = time.monotonic()
+                flags = socket.MSG_WAITALL if close else 0
+                got = self._sock.recv_into(view[done:], 0, flags)
             except (BlockingIOError, InterruptedError):
                 got = -1
             except OSError as error:
@@ -89,6 +95,7 @@ class PlainChannel:
                 on_some()
             if done < len(view) and time.monotonic() > deadline_s:
                 raise PeerLost("the peer went silent", got=f"{done} bytes", wanted=len(view))
+        self._lull.read(len(view), began_s, time.monotonic() - read_s)
 
     def send(self, data: bytes, more: bool = False) -> None:
         """Send all of ``data``; see Channel."""
@@ -138,6 +145,12 @@ def read_frame(channel: Channel, deadline_s: float, *expected: Kind) -> tuple[He
         wanted = " or ".join(kind.name for kind in expected)
         raise InvalidFrame("unexpected frame", got=header.kind.name, wanted=wanted)
     return header, bytes(payload)
+
+
+def waiting_bytes(sock: socket.socket) -> int:
+    """Return how many bytes the kernel has for ``sock`` that nobody has read."""
+    told = fcntl.ioctl(sock, termios.FIONREAD, bytes(4))
+    return int.from_bytes(told, sys.byteorder)
 
 
 def shut(sock: socket.socket) -> None:

@@ -27,13 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import AccessDenied, InvalidInput, PacelineError, PeerLost
+from paceline.relay.wires.lull import Lull
 from paceline.relay.wires.sockets import IO_TIMEOUT_S, broken, shut
 from paceline.wire.base import NAME
 
 URI = "paceline://worker/"
 SEND_BLOCK = 256 * 1024  # 64 KiB blocks cost 15 % more CPU, 512 KiB no less
-WAKE_BYTES = 64 * 1024  # a reader is not woken for less, where more is still to come
-MAX_RECORD = 17 * 1024  # of TLS, as it travels
 _NAME = re.compile(NAME)
 _LINGER_S = 0.5  # so that an alert is read before the connection is reset
 _SAME = "Set [security] peer_tls the same on every worker."
@@ -123,7 +122,7 @@ class TlsChannel:
         self._lock = threading.Lock()  # held for one call that does not block
         self._sending = threading.Lock()  # held for one frame: records of two may not mix
         self._block = memoryview(bytearray(SEND_BLOCK))
-        self._wakes_at = 1
+        self._lull = Lull()
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
         self._writable.register(sock, select.POLLOUT)
@@ -138,16 +137,19 @@ class TlsChannel:
         self, view: memoryview, deadline_s: float, on_some: Callable[[], None] | None = None
     ) -> None:
         """Fill ``view``; see Channel."""
-        done, told_s = 0, time.monotonic()
+        done, blocked_s = 0, 0.0
+        began_s = told_s = time.monotonic()
         while done < len(view):
             try:
                 with self._lock:
                     got = self._sock.recv_into(view[done:])
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
-                # Part of a record may be in OpenSSL's hands already; the rest must wake us.
-                self._wake_at(min(WAKE_BYTES, len(view) - done - MAX_RECORD))
+                # Nothing was there a moment ago: what a block takes from here on is the link's.
+                self._lull.sleep(len(view) - done)
+                wait_s = time.monotonic()
                 self._wait(error, self.timeout_s)
                 now = time.monotonic()
+                blocked_s = max(blocked_s, now - wait_s)
                 if done and on_some is not None and now - told_s >= self.timeout_s:
                     told_s = now
                     on_some()
@@ -161,6 +163,7 @@ class TlsChannel:
             if got == 0:
                 raise PeerLost("the peer closed the connection")
             done += got
+        self._lull.read(len(view), began_s, blocked_s)
 
     def send(self, data: bytes | memoryview, more: bool = False) -> None:  # noqa: ARG002
         """Send all of ``data``, at once: records are not gathered; see Channel."""
@@ -190,7 +193,6 @@ class TlsChannel:
         with self._lock:
             if self._sock.pending():
                 return True
-        self._wake_at(1)
         return bool(self._readable.poll(wait_s * 1000))
 
     def shut(self) -> None:
@@ -201,16 +203,6 @@ class TlsChannel:
         """Free the descriptor."""
         with self._lock:
             self._sock.close()
-
-    def _wake_at(self, count: int) -> None:
-        """Let the kernel wake a reader at ``count`` bytes: on a slow link each segment would, 45
-        times a piece of 64 KiB. More than that would cap the receive window.
-        """
-        count = max(1, count)
-        if count != self._wakes_at:
-            self._wakes_at = count
-            with suppress(OSError):
-                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def _wait(self, why: ssl.SSLError, timeout_s: float) -> bool:
         poll = self._writable if isinstance(why, ssl.SSLWantWriteError) else self._readable
