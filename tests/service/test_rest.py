@@ -17,8 +17,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", UserWarning)
     from starlette.testclient import TestClient
 
+BASE = "http://127.0.0.1"
 DIGEST = "0" * 64
-FILL = {"deployment_id": "dep-1", "stage": "train", "input_digest": DIGEST}
+FILL = {
+    "deployment_id": "dep-1",
+    "stage": "train",
+    "input_digest": DIGEST,
+    "token_id": "0" * 16,
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +34,7 @@ def rest(tmp_path_factory):
     runtime = make_runtime(state_dir)
     app = create_app(runtime)
     token = runtime.secrets.coordinator_token
-    with TestClient(app, raise_server_exceptions=False) as client:
+    with TestClient(app, BASE, raise_server_exceptions=False) as client:
         client.headers["Authorization"] = f"Bearer {token}"
         client.source_url, _ = make_model(state_dir)
         yield client
@@ -42,6 +48,8 @@ def calls(app):
             filled = path
             for name, value in FILL.items():
                 filled = filled.replace("{" + name + "}", value)
+            if path == "/events/stream":
+                filled += "?for_s=0.02"  # it has no end of its own
             found.append((method.upper(), filled))
     return found
 
@@ -59,7 +67,11 @@ def create_body(rest, **more):
 def test_every_route_and_method_refuses_without_the_token(rest):
     known = calls(rest.app)
     assert len(known) >= 17, "the walk must see the routes"
-    paths = {path for _, path in known} | {"/openapi.json", "/nowhere", "/metrics"}
+    paths = {path.partition("?")[0] for _, path in known} | {
+        "/openapi.json",
+        "/nowhere",
+        "/metrics",
+    }
     right = rest.headers["Authorization"]
     bare = right.removeprefix("Bearer ")
     wrong = ["", "Bearer ", "Bearer wrong", right + "x", f"Basic {bare}", bare]
@@ -74,7 +86,7 @@ def test_every_route_and_method_refuses_without_the_token(rest):
 
 
 def test_no_authorization_header_at_all_is_refused(rest):
-    other = TestClient(rest.app, raise_server_exceptions=False)
+    other = TestClient(rest.app, BASE, raise_server_exceptions=False)
     for method, path in calls(rest.app):
         if path not in OPEN_PATHS:
             assert other.request(method, path).status_code == 401, (method, path)
@@ -94,11 +106,12 @@ def test_open_paths_hold_no_data(rest, path):
 
 
 def test_the_calls_are_those_that_the_wire_documents(rest):
-    import paceline.wire.calls as contract
+    from paceline.wire import access
+    from paceline.wire import calls as contract
 
     documented = {
         (line.split()[0], line.split()[1].split("?")[0])
-        for line in contract.__doc__.splitlines()
+        for line in (contract.__doc__ + access.__doc__).splitlines()
         if line.startswith(("GET", "POST", "PUT", "DELETE")) and "," not in line.split()[1]
     }
     names = {"{deployment_id}": "{id}"}

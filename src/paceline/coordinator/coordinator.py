@@ -10,13 +10,14 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from paceline.coordinator.bell import Bell
+from paceline.coordinator.callers import audited
 from paceline.coordinator.messages import (
     Activate,
     Answer,
@@ -31,10 +32,12 @@ from paceline.coordinator.ring import RING_EVENTS, EventRing
 from paceline.coordinator.settings import Patience
 from paceline.coordinator.state import CoordinatorState
 from paceline.coordinator.store import CoordinatorStore
+from paceline.coordinator.tokens import TokenBook
 from paceline.errors import PacelineError, ServiceUnavailable, StaleEpoch
 from paceline.manifest import Manifest
 from paceline.wire import digest_of
 from paceline.wire.calls import CreatedDeployment, CreateDeployment, EventList
+from paceline.wire.events import Event as Told
 from paceline.wire.events import EventName
 from paceline.wire.records import StageRecord
 
@@ -105,7 +108,7 @@ class Coordinator:
             self._require_usable()
             effects = self._state.handle(event, self._monotonic())
             try:
-                told = self._store.commit(effects)
+                told = self._store.commit(audited(effects, self._wall()))
             except PacelineError as error:
                 raise self._undo(error) from error
             self._ring.extend(told)
@@ -183,6 +186,24 @@ class Coordinator:
             except PacelineError as error:
                 raise self._undo(error) from error
         return record
+
+    def tell(self, observed: Sequence[Observed]) -> None:
+        """Commit rows of the history that change nothing else."""
+        with self._lock:
+            self._require_usable()
+            try:
+                self._ring.extend(self._store.commit(observed))
+            except PacelineError as error:
+                raise self._undo(error) from error
+
+    def history(self, **question: Any) -> list[Told]:
+        """Return what the audit history has; see ``Audit.query``."""
+        return self._store.history(**question)
+
+    @property
+    def tokens(self) -> TokenBook:
+        """Return the tokens; they may be read without a lock."""
+        return self._state.tokens
 
     @property
     def bell(self) -> Bell:

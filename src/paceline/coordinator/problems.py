@@ -1,31 +1,26 @@
-"""Errors as RFC 9457 problem documents, and the two guards before every route.
-
-The only place that knows which error is which HTTP status.
-"""
+"""Errors as RFC 9457 problem documents: the only place that knows which error is which status."""
 
 from __future__ import annotations
 
-import hmac
 import logging
-from collections.abc import Collection
 from http import HTTPStatus
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from paceline import errors
-from paceline.errors import AccessDenied, InvalidInput, NotFound, PacelineError
+from paceline.errors import InvalidInput, NotFound, PacelineError
 from paceline.wire.calls import Problem
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 4 * 1024 * 1024
 RETRY_AFTER_S = 1
 LONGEST_FIELD = 500
 STATUS: dict[type[PacelineError], int] = {
+    errors.TooManyCalls: 429,
     errors.TemporaryError: 503,
     errors.InvalidInput: 422,
     errors.AccessDenied: 403,
@@ -34,6 +29,20 @@ STATUS: dict[type[PacelineError], int] = {
     # What is asked for does not fit what is there; nothing is wrong with the server.
     errors.PermanentError: 409,
 }
+
+
+class ProblemResponse(Response):
+    """A problem document; leaves its code in the scope, for whoever records what was refused."""
+
+    media_type = "application/problem+json"
+
+    def __init__(self, problem: Problem, headers: dict[str, str]) -> None:
+        super().__init__(problem.model_dump_json(exclude_none=True), problem.status, headers)
+        self._code = problem.code
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["paceline.code"] = self._code
+        await super().__call__(scope, receive, send)
 
 
 def status_of(error: PacelineError) -> int:
@@ -61,8 +70,7 @@ def problem_response(
         where=_clean(error.where),
         do=_clean(error.do),
     )
-    body = problem.model_dump_json(exclude_none=True)
-    return Response(body, status, sent, media_type="application/problem+json")
+    return ProblemResponse(problem, sent)
 
 
 def add_problem_handlers(app: FastAPI) -> None:
@@ -101,72 +109,6 @@ def add_problem_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, malformed)
     app.add_exception_handler(StarletteHTTPException, http)
     app.add_exception_handler(Exception, broken)
-
-
-class TokenGuard:
-    """Lets nothing pass without the bearer token, except to ``open_paths``."""
-
-    def __init__(self, app: ASGIApp, *, token: str, open_paths: Collection[str]) -> None:
-        if not token:
-            raise InvalidInput(
-                "the coordinator has no token",
-                got="an empty one",
-                wanted="Secrets.coordinator_token",
-                do="Start it with `paceline up`, which makes one.",
-            )
-        self._app = app
-        self._wanted = f"Bearer {token}".encode()
-        self._open = frozenset(open_paths)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] in self._open:
-            await self._app(scope, receive, send)
-            return
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) == 1 and hmac.compare_digest(given[0], self._wanted):
-            await self._app(scope, receive, send)
-            return
-        denied = AccessDenied(
-            "the token is not accepted" if given else "no token was given",
-            wanted="Authorization: Bearer TOKEN",
-            do="Use the coordinator token of this installation.",
-        )
-        await problem_response(denied, 401)(scope, receive, send)
-
-
-class BodyLimit:
-    """Refuses bodies over the limit, by their announced length or as they arrive."""
-
-    def __init__(self, app: ASGIApp, *, max_bytes: int = MAX_BODY_BYTES) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        for name, value in scope["headers"]:
-            if name == b"content-length" and self._too_long(value):
-                error = InvalidInput(
-                    "the body is too long", wanted=f"at most {self._max_bytes} bytes"
-                )
-                await problem_response(error, 413)(scope, receive, send)
-                return
-        arrived = 0
-
-        async def counted() -> Message:
-            nonlocal arrived
-            message = await receive()
-            arrived += len(message.get("body", b""))
-            if arrived > self._max_bytes:
-                raise HTTPException(413, f"the body is longer than {self._max_bytes} bytes")
-            return message
-
-        await self._app(scope, counted, send)
-
-    def _too_long(self, value: bytes) -> bool:
-        # Digits only: servers refuse anything else, and 10,000 of them are no number to compute.
-        return not value.isdigit() or len(value) > 18 or int(value) > self._max_bytes
 
 
 def _clean(value: object) -> str | None:

@@ -1,7 +1,7 @@
 """The coordinator's REST: each route is one question to the state or one event for it.
 
-The calls, their records and who may make them stand in ``wire.calls``. It decides nothing, keeps
-nothing, and knows neither tokens nor limits (``problems`` guards those before it).
+The calls and their records stand in ``wire.calls``. It decides nothing and keeps nothing; which
+token opens which route, and how often, is decided before it (``service.guard``).
 """
 
 from __future__ import annotations
@@ -14,8 +14,18 @@ from fastapi import APIRouter, Header, Path, Query, Response
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
+from paceline.coordinator.callers import require_worker
 from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.messages import Activate, Beat, Event, FetchLanes, Listen, Register
+from paceline.coordinator.messages import (
+    Activate,
+    Beat,
+    Event,
+    FetchLanes,
+    Listen,
+    RaiseBudget,
+    Register,
+    Rollback,
+)
 from paceline.errors import InvalidInput, NotFound, ServiceUnavailable
 from paceline.wire.base import Name, Sha256
 from paceline.wire.calls import (
@@ -26,9 +36,11 @@ from paceline.wire.calls import (
     EventList,
     Heartbeat,
     HeartbeatAnswer,
+    RaiseOriginBudget,
     Registered,
     RegisterWorker,
     Success,
+    SwitchView,
     WorkerList,
     WorkerProgressList,
 )
@@ -96,6 +108,7 @@ def _add_deployments(router: APIRouter, coordinator: Coordinator) -> None:
     @router.get("/deployments/{deployment_id}/lanes", tags=["deployments"])
     def get_lanes(deployment_id: DeploymentId, worker_id: Annotated[Name, Query()]) -> WorkerLanes:
         """One worker's part of the newest plan; asking acknowledges the manifest."""
+        require_worker(worker_id)
         event = FetchLanes(deployment_id=deployment_id, worker_id=worker_id)
         return _answer(coordinator, event, WorkerLanes)
 
@@ -104,10 +117,33 @@ def _add_deployments(router: APIRouter, coordinator: Coordinator) -> None:
         """The newest plan."""
         return coordinator.read(lambda state: state.plan(deployment_id))
 
+    _add_switching(router, coordinator)
+
+
+def _add_switching(router: APIRouter, coordinator: Coordinator) -> None:
     @router.post("/deployments/{deployment_id}/activate", tags=["deployments"])
-    def activate_deployment(deployment_id: DeploymentId) -> Success:
-        """Have every worker switch to this version at its next beat."""
-        event = Activate(deployment_id=deployment_id, at=coordinator.now())
+    def activate_deployment(deployment_id: DeploymentId, allow_older: bool = False) -> Success:
+        """Have the fleet switch to this version as one, once a quorum is ready."""
+        event = Activate(deployment_id=deployment_id, allow_older=allow_older, at=coordinator.now())
+        return _answer(coordinator, event, Success)
+
+    @router.post("/deployments/{deployment_id}/rollback", tags=["deployments"])
+    def roll_back_deployment(deployment_id: DeploymentId) -> Success:
+        """Have the fleet go back from this version to the one before; nothing is transferred."""
+        event = Rollback(deployment_id=deployment_id, at=coordinator.now())
+        return _answer(coordinator, event, Success)
+
+    @router.get("/deployments/{deployment_id}/switch", tags=["deployments"])
+    def get_switch(deployment_id: DeploymentId) -> SwitchView:
+        """The newest switch of this deployment, worker by worker."""
+        return coordinator.read(lambda state: state.switch_of(deployment_id))
+
+    @router.post("/deployments/{deployment_id}/budget", tags=["deployments"])
+    def raise_budget(deployment_id: DeploymentId, call: RaiseOriginBudget) -> Success:
+        """Let a stalled deployment read more from the origin, and go on."""
+        event = RaiseBudget(
+            deployment_id=deployment_id, extra_bytes=call.extra_bytes, at=coordinator.now()
+        )
         return _answer(coordinator, event, Success)
 
 
@@ -115,6 +151,7 @@ def _add_workers(router: APIRouter, coordinator: Coordinator) -> None:
     @router.post("/workers/register", tags=["workers"])
     def register_worker(call: RegisterWorker) -> Registered:
         """Make a worker known, or its next incarnation."""
+        require_worker(call.worker_id)
         return _answer(coordinator, Register(call=call, at=coordinator.now()), Registered)
 
     @router.post("/workers/heartbeat", tags=["workers"])
@@ -123,6 +160,7 @@ def _add_workers(router: APIRouter, coordinator: Coordinator) -> None:
         wait_s: Annotated[float, Query(ge=0, le=LONGEST_POLL_S, allow_inf_nan=False)] = 0.0,
     ) -> HeartbeatAnswer:
         """Take a worker's report and answer what it should do, waiting for the first command."""
+        require_worker(beat.worker_id)
         event = Beat(beat=beat, at=coordinator.now())
         answer = await run_in_threadpool(_answer, coordinator, event, HeartbeatAnswer)
         listen = Listen(worker_id=beat.worker_id, incarnation=beat.incarnation)

@@ -8,42 +8,64 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from pathlib import Path
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
 
 from paceline import __version__
 from paceline.coordinator import Coordinator, Patience
-from paceline.coordinator.problems import BodyLimit, TokenGuard, add_problem_handlers
+from paceline.coordinator.problems import add_problem_handlers
 from paceline.coordinator.rest import make_router
-from paceline.errors import InvalidInput
-from paceline.manifest import Manifest, fetch_manifest
-from paceline.manifest.signing import TrustPolicy, verify_signature
 from paceline.profile import Runtime
-from paceline.relay.origin import below_roots
+from paceline.service.access import make_access_router
+from paceline.service.admission import Admission
+from paceline.service.clerk import Clerk
+from paceline.service.guard import Doorman, Guard
+from paceline.service.limits import HostGuard, SizeGuard
 from paceline.service.observation import add_observation
+from paceline.service.openapi import describe
+from paceline.service.origins import manifest_at
+from paceline.service.protection import protection_of
+from paceline.service.routes import paths_open, require_declared
 from paceline.service.serving import serve_app
 
-LOG_FILE = "coordinator.log"
+REPLICA_ID = "coordinator"  # of the only (or first) replica; the log is named after it
 DATABASE = "coordinator.sqlite"
-# Served without a token: the probes, and pages that hold no data and ask for the token themselves.
-OPEN_PATHS = ("/healthz", "/readyz", "/fleet", "/docs")
+OPEN_PATHS = paths_open()  # served without a token
 
 
-def create_app(runtime: Runtime, *, patience: Patience | None = None) -> FastAPI:
-    """Return the app of ``runtime``; its coordinator runs from start-up to shutdown."""
+def create_app(
+    runtime: Runtime,
+    *,
+    url: str = "",
+    replica_id: str = REPLICA_ID,
+    patience: Patience | None = None,
+    names: tuple[str, ...] = (),
+) -> FastAPI:
+    """Return the app of ``runtime``; its coordinator runs from start-up to shutdown.
+
+    ``url`` is where clients and other replicas reach it; ``names`` is what else they may call it,
+    beside loopback's names and the profile's.
+    """
     coordinator = Coordinator(
         runtime.state_dir / DATABASE,
-        fetch_manifest=lambda url: _fetch(url, runtime),
+        fetch_manifest=lambda url: manifest_at(url, runtime),
         patience=patience or Patience.of(runtime.profile),
     )
+
+    doorman = Doorman(runtime.secrets, lambda: coordinator.tokens)
+    clerk = Clerk(coordinator, doorman.seen)
+    admission = Admission(runtime, coordinator, urls=lambda: _urls(runtime))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         coordinator.start()
+        clerk.start()
         try:
             yield
         finally:
+            await run_in_threadpool(clerk.stop)
             coordinator.stop()
 
     app = FastAPI(
@@ -53,25 +75,44 @@ def create_app(runtime: Runtime, *, patience: Patience | None = None) -> FastAPI
         docs_url=None,  # the stock pages load scripts from elsewhere; /docs here is our own
         redoc_url=None,
     )
-    app.state.coordinator = coordinator
+    app.state.coordinator, app.state.replica_id = coordinator, replica_id
     app.include_router(make_router(coordinator))
     add_observation(app, coordinator)
+    app.include_router(make_access_router(coordinator, admission, doorman))
     add_problem_handlers(app)
-    app.add_middleware(BodyLimit)
-    app.add_middleware(TokenGuard, token=runtime.secrets.coordinator_token, open_paths=OPEN_PATHS)
+    describe(app)
+    require_declared(app)
+    security = runtime.profile.security
+    # The last one added is asked first.
+    app.add_middleware(Guard, doorman=doorman, security=security, refused=clerk.refused)
+    app.add_middleware(SizeGuard)
+    app.add_middleware(HostGuard, names=(*names, urlsplit(url).hostname or "localhost"))
     return app
 
 
-def serve(runtime: Runtime, host: str, port: int, ready_fd: int | None = None) -> int:
+def serve(
+    runtime: Runtime,
+    host: str,
+    port: int,
+    ready_fd: int | None = None,
+    *,
+    replica_id: str = REPLICA_ID,
+    advertise: str = "",
+) -> int:
     """Serve the coordinator of ``runtime`` until SIGTERM or SIGINT; return the exit status.
 
     Once it accepts connections it writes ``{"url": …}`` and a newline to ``ready_fd`` and closes
-    it. Port 0 takes a free one. Raises PortInUse, and InvalidInput for a host that others can
-    reach: the bearer token would cross the network in the clear.
+    it. Port 0 takes a free one. Raises PortInUse, and InvalidProfile naming what is missing where
+    others can reach ``host`` and tokens would cross the network in the clear. ``advertise`` is the
+    URL that others know it by, where that is not the one it listens at.
     """
+    protection = protection_of(runtime, host)
     return serve_app(
-        lambda: create_app(runtime),
-        log_file=runtime.state_dir / LOG_FILE,
+        lambda url: create_app(
+            runtime, url=advertise or url, replica_id=replica_id, names=protection.names
+        ),
+        tls=protection.tls,
+        log_file=runtime.state_dir / f"{replica_id}.log",
         host=host,
         port=port,
         ready_fd=ready_fd,
@@ -79,23 +120,7 @@ def serve(runtime: Runtime, host: str, port: int, ready_fd: int | None = None) -
     )
 
 
-def _fetch(url: str, runtime: Runtime) -> Manifest:
-    """Return the manifest at ``url``: an S3 URL, or a directory that may be a source.
-
-    Raises UntrustedManifest where the profile wants a signature that it has not.
-    """
-    if "\0" in url:
-        raise InvalidInput("not a source URL", got="a NUL in it", wanted="s3://bucket/prefix")
-    security = runtime.profile.security
-    trust = TrustPolicy.of(security.trusted_publishers, required=security.require_signature)
-    if url.startswith("s3://"):
-        from paceline.objects import ObjectStore
-
-        manifest = fetch_manifest(url, ObjectStore.from_runtime(runtime))
-    else:
-        if "://" in url or not Path(url).is_absolute():
-            raise InvalidInput("not a source URL", got=url, wanted="s3://bucket/prefix")
-        directory = below_roots(Path(url), (runtime.state_dir, *security.source_roots))
-        manifest = fetch_manifest(str(directory), None)
-    verify_signature(manifest, trust, where=url)
-    return manifest
+def _urls(runtime: Runtime) -> tuple[str, ...]:
+    """Return where a node that joins finds the coordinator; none: where it asked."""
+    known = runtime.endpoints
+    return known.coordinator_urls or ((known.coordinator_url,) if known.coordinator_url else ())

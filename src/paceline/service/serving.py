@@ -6,12 +6,12 @@ It knows sockets, signals and uvicorn; the app it serves could be any.
 from __future__ import annotations
 
 import errno
-import ipaddress
 import json
 import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Callable
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -20,7 +20,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from paceline.errors import InvalidInput, PortInUse
+from paceline.errors import PortInUse
 
 log = logging.getLogger(__name__)
 
@@ -30,34 +30,42 @@ GRACE_S = 5  # for requests in progress when the process is asked to stop
 
 
 def serve_app(
-    make_app: Callable[[], FastAPI],
+    make_app: Callable[[str], FastAPI],
     *,
     log_file: Path,
     host: str,
     port: int,
     ready_fd: int | None,
+    tls: ssl.SSLContext | None = None,
     end_waits: Callable[[FastAPI], None],
 ) -> int:
-    """Serve the app that ``make_app`` returns until SIGTERM or SIGINT; return the exit status."""
-    _require_loopback(host)
+    """Serve the app that ``make_app`` returns until SIGTERM or SIGINT; return the exit status.
+
+    Over TLS where ``tls`` is given. Whether ``host`` may be served plain is the caller's decision.
+    """
     _log_to(log_file)
     listener = _bind(host, port)
     with listener:
         address = listener.getsockname()
         shown = f"[{address[0]}]" if listener.family == socket.AF_INET6 else address[0]
-        url = f"http://{shown}:{address[1]}"
-        app = make_app()
+        url = f"{'https' if tls else 'http'}://{shown}:{address[1]}"
+        app = make_app(url)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=GRACE_S,
+            timeout_keep_alive=75,  # longer than any beat, so that agents keep their connection
+            h11_max_incomplete_event_size=64 * 1024,
+            backlog=BACKLOG,
+            proxy_headers=False,  # who calls is what the socket says, whatever a header claims
+            server_header=False,
+        )
+        config.load()
+        config.ssl = tls
         server = _Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="on",
-                timeout_graceful_shutdown=GRACE_S,
-                timeout_keep_alive=75,  # longer than any beat, so that agents keep their connection
-                h11_max_incomplete_event_size=64 * 1024,
-                backlog=BACKLOG,
-            ),
+            config,
             end_waits=lambda: end_waits(app),
             announce=lambda: _announce(ready_fd, url),
         )
@@ -94,20 +102,6 @@ class _Server(uvicorn.Server):
         self._end_waits()
         self.force_exit = self.should_exit
         self.should_exit = True
-
-
-def _require_loopback(host: str) -> None:
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise InvalidInput(
-            "the coordinator speaks plain HTTP and carries a token",
-            got=f"host {host}",
-            wanted="a loopback address such as 127.0.0.1",
-            do="Put a proxy with TLS before it to reach it from other machines.",
-        )
 
 
 def _bind(host: str, port: int) -> socket.socket:

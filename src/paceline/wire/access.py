@@ -3,6 +3,15 @@
 A token is ``pl_<token_id>_<secret>``: the id is public, the secret 256 random bits. Only the
 SHA-256 of the whole is kept, which is enough for a secret of that size. A join token starts an
 agent's membership: it is spent once, for a certificate and a token bound to one worker id.
+
+POST   /tokens                           CreateToken        → CreatedToken
+POST   /tokens/join                      CreateJoinToken    → CreatedToken
+GET    /tokens                                               → TokenList
+DELETE /tokens/{token_id}                                    → Success
+POST   /workers/join                     JoinWorker         → WorkerIdentity (by a join token)
+POST   /workers/renew                    JoinWorker         → WorkerIdentity
+GET    /audit?after=N&name=…                                 → EventList
+GET    /ca.pem                                               → the authority's certificate
 """
 
 from __future__ import annotations

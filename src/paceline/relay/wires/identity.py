@@ -1,14 +1,19 @@
 """Who a worker is, as a certificate says it: a cluster's authority and the identities it issues.
 
 A worker's certificate carries its id as the URI ``paceline://worker/<id>``. gRPC can only compare
-host names, so the same id is there as a DNS name too (hashed, since ids are not host names). Keys
-are P-256, files are readable by their owner only. Who may have which identity is not decided here.
+host names, so the same id is there as a DNS name too (hashed, since ids are not host names). A
+server's certificate carries its host names and no worker's id, so neither passes for the other.
+Keys are P-256, files are readable by their owner only. Who may have which identity is not decided
+here.
 """
 
 from __future__ import annotations
 
 import datetime
+import fcntl
+import ipaddress
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,9 +62,30 @@ def make_authority(directory: Path, name: str = "paceline cluster") -> Authority
     )
     made = Authority(cert=directory / "ca.pem", key=directory / "ca-key.pem")
     directory.mkdir(parents=True, exist_ok=True)
-    _write_private(made.key, _key_pem(key))
-    _write_private(made.cert, _certificate_pem(certificate))
+    write_private(made.key, _key_pem(key))
+    write_private(made.cert, _certificate_pem(certificate))
     return made
+
+
+def ensure_authority(directory: Path) -> Authority:
+    """Return the CA in ``directory``, made by the first of all processes that ask."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        known = Authority(cert=directory / "ca.pem", key=directory / "ca-key.pem")
+        # The certificate is written last: it vouches for the key.
+        return known if known.cert.is_file() else make_authority(directory)
+
+
+def fingerprint(certificate_pem: bytes) -> str:
+    """Return the SHA-256 of a PEM certificate's DER; raises InvalidInput where it is none."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+
+    try:
+        return x509.load_pem_x509_certificate(certificate_pem).fingerprint(hashes.SHA256()).hex()
+    except ValueError as error:
+        raise InvalidInput("not a certificate", got=error, wanted="PEM") from error
 
 
 def issue_identity(
@@ -74,14 +100,110 @@ def issue_identity(
 
     Raises InvalidInput where the id is not a name or the authority cannot be read.
     """
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = _issue(
+        authority, worker_id, key.public_key(), _worker_names(worker_id), valid_from, valid_days
+    )
+    made = TlsSettings(
+        ca=authority.cert,
+        cert=directory / f"{worker_id}.pem",
+        key=directory / f"{worker_id}-key.pem",
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    write_private(made.key, _key_pem(key))
+    write_private(made.cert, certificate)
+    return made
+
+
+def issue_for_request(
+    authority: Authority, worker_id: str, request_pem: bytes, *, valid_days: float = IDENTITY_DAYS
+) -> bytes:
+    """Return ``worker_id``'s certificate (PEM) for the public key of a PKCS #10 request.
+
+    Nothing else of the request is taken over. Raises InvalidInput where it is not one, is not
+    signed with its own key, or its key is not P-256.
+    """
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    wanted = "a PKCS #10 request (PEM) signed with its own P-256 key"
+    try:
+        request = x509.load_pem_x509_csr(request_pem)
+        key = request.public_key()
+        signed = request.is_signature_valid
+    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as error:
+        raise InvalidInput("not a certificate request", got=error, wanted=wanted) from error
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise InvalidInput("the request's key is of another kind", wanted=wanted)
+    if not signed:
+        raise InvalidInput("the request is not signed with its own key", wanted=wanted)
+    return _issue(authority, worker_id, key, _worker_names(worker_id), None, valid_days)
+
+
+def issue_server(
+    authority: Authority, hosts: Iterable[str], directory: Path, *, valid_days: float
+) -> tuple[Path, Path]:
+    """Make a server's certificate for ``hosts`` (names and addresses) and its key; return both."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    names: list[x509.GeneralName] = []
+    for host in dict.fromkeys(hosts):
+        try:
+            names.append(x509.IPAddress(ipaddress.ip_address(host.strip("[]"))))
+        except ValueError:
+            names.append(x509.DNSName(host))
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = _issue(
+        authority, "paceline coordinator", key.public_key(), names, None, valid_days
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    made = directory / "server.pem", directory / "server-key.pem"
+    write_private(made[1], _key_pem(key))
+    write_private(made[0], certificate)
+    return made
+
+
+def new_request(worker_id: str) -> tuple[bytes, bytes]:
+    """Return a new private key and a request for its certificate, both PEM."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = x509.CertificateSigningRequestBuilder().subject_name(_name(worker_id[:64]))
+    return _key_pem(key), builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+
+
+def _worker_names(worker_id: str) -> list[x509.GeneralName]:
+    from cryptography import x509
+
+    if not valid_name(worker_id):
+        raise InvalidInput("not a worker id", got=repr(worker_id), wanted="letters, digits, . _ -")
+    return [
+        x509.UniformResourceIdentifier(worker_uri(worker_id)),
+        x509.DNSName(worker_host_name(worker_id)),
+    ]
+
+
+def _issue(
+    authority: Authority,
+    common_name: str,
+    public_key: ec.EllipticCurvePublicKey,
+    names: list[x509.GeneralName],
+    valid_from: datetime.datetime | None,
+    valid_days: float,
+) -> bytes:
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
-    if not valid_name(worker_id):
-        raise InvalidInput("not a worker id", got=repr(worker_id), wanted="letters, digits, . _ -")
     try:
         issuer = x509.load_pem_x509_certificate(authority.cert.read_bytes())
         issuer_key = load_pem_private_key(authority.key.read_bytes(), password=None)
@@ -91,18 +213,13 @@ def issue_identity(
         ) from error
     if not isinstance(issuer_key, ec.EllipticCurvePrivateKey):
         raise InvalidInput("not an authority's key", where=authority.key, wanted="a P-256 key")
-    key = ec.generate_private_key(ec.SECP256R1())
     start = valid_from or datetime.datetime.now(datetime.UTC) - _SKEW
-    names = [
-        x509.UniformResourceIdentifier(worker_uri(worker_id)),
-        x509.DNSName(worker_host_name(worker_id)),
-    ]
     both_sides = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     certificate = (
         x509.CertificateBuilder()
-        .subject_name(_name(worker_id[:64]))
+        .subject_name(_name(common_name[:64]))
         .issuer_name(issuer.subject)
-        .public_key(key.public_key())
+        .public_key(public_key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(start)
         .not_valid_after(start + datetime.timedelta(days=valid_days))
@@ -110,22 +227,14 @@ def issue_identity(
         .add_extension(_usage(issues=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage(both_sides), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
         .add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()),
             critical=False,
         )
         .sign(issuer_key, hashes.SHA256())
     )
-    directory.mkdir(parents=True, exist_ok=True)
-    made = TlsSettings(
-        ca=authority.cert,
-        cert=directory / f"{worker_id}.pem",
-        key=directory / f"{worker_id}-key.pem",
-    )
-    _write_private(made.key, _key_pem(key))
-    _write_private(made.cert, _certificate_pem(certificate))
-    return made
+    return _certificate_pem(certificate)
 
 
 def _name(common_name: str) -> x509.Name:
@@ -167,7 +276,8 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-def _write_private(path: Path, content: bytes) -> None:
+def write_private(path: Path, content: bytes) -> None:
+    """Write ``content`` so that only the owner can read it, whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:

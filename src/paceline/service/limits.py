@@ -1,0 +1,142 @@
+"""What a request may be, before anybody looks at what it says: its host, its size, its patience.
+
+Refused here: names this server is not called by (a page that makes a browser call us under a name
+of its own), addresses and headers beyond any use, and bodies that are too long or never end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Iterable
+
+from fastapi import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paceline.coordinator.problems import problem_response
+from paceline.errors import InvalidInput, PacelineError
+
+MAX_BODY_BYTES = 4 * 1024 * 1024
+MAX_TARGET_BYTES = 8 * 1024  # path and query
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 32 * 1024
+BODY_S = 30.0  # from the first byte to the last; long polls begin after it
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+class HostGuard:
+    """Lets a request pass whose Host is loopback or one of ``names``; the port does not matter."""
+
+    def __init__(self, app: ASGIApp, *, names: Iterable[str] = ()) -> None:
+        self._app = app
+        self._names = frozenset(name.lower().strip("[]") for name in (*LOOPBACK_NAMES, *names))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        given = [value for name, value in scope["headers"] if name == b"host"]
+        host = host_of(given[0].decode("latin-1")) if len(given) == 1 else None
+        if host is not None and (host in self._names or _is_loopback(host)):
+            await self._app(scope, receive, send)
+            return
+        error = InvalidInput(
+            "this server is not called by that name",
+            got=b", ".join(given).decode("latin-1") or "no Host",
+            wanted="one of its names in the Host header",
+            do="Call it by its own name, or add that name to [security] rest_hosts.",
+        )
+        await refuse(error, 421, scope, receive, send)
+
+
+class SizeGuard:
+    """Refuses targets and headers over the limit, and bodies by announced length or on the way."""
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int = MAX_BODY_BYTES) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await refuse(*refusal, scope, receive, send)
+            return
+        clock = asyncio.get_running_loop().time
+        until_s, arrived, ended = clock() + BODY_S, 0, False
+
+        async def counted() -> Message:
+            nonlocal arrived, ended
+            if ended:
+                return await receive()  # a disconnect, whenever it comes
+            try:
+                async with asyncio.timeout_at(until_s):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"the body took longer than {BODY_S:.0f} s") from None
+            arrived += len(message.get("body", b""))
+            ended = not message.get("more_body", False)
+            if arrived > self._max_bytes:
+                raise HTTPException(413, f"the body is longer than {self._max_bytes} bytes")
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _refusal(self, scope: Scope) -> tuple[PacelineError, int] | None:
+        target = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        if target > MAX_TARGET_BYTES:
+            what, wanted = "the address is too long", f"at most {MAX_TARGET_BYTES} bytes"
+            return InvalidInput(what, got=target, wanted=wanted), 414
+        headers = scope["headers"]
+        size = sum(len(name) + len(value) for name, value in headers)
+        if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
+            what = "the headers are too long"
+            wanted = f"at most {MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes"
+            return InvalidInput(what, got=f"{len(headers)}, {size} bytes", wanted=wanted), 431
+        for name, value in headers:
+            if name == b"content-length" and self._too_long(value):
+                wanted = f"at most {self._max_bytes} bytes"
+                return InvalidInput("the body is too long", wanted=wanted), 413
+        return None
+
+    def _too_long(self, value: bytes) -> bool:
+        # Digits only: servers refuse anything else, and 10,000 of them are no number to compute.
+        return not value.isdigit() or len(value) > 18 or int(value) > self._max_bytes
+
+
+async def refuse(
+    error: PacelineError,
+    status: int,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    headers: dict[str, str] | None = None,
+) -> None:
+    """Answer a request with a problem, or turn a socket away."""
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    await problem_response(error, status, headers)(scope, receive, send)
+
+
+def host_of(header: str) -> str | None:
+    """Return the name in a Host header, without its port; None for what is no host."""
+    text = header.strip().lower()
+    if text.startswith("["):
+        name, bracket, rest = text[1:].partition("]")
+        return name if bracket and (not rest or _is_port(rest)) else None
+    name, colon, port = text.partition(":")
+    return name if name and (not colon or _is_port(":" + port)) else None
+
+
+def _is_port(text: str) -> bool:
+    return text.startswith(":") and text[1:].isdigit() and len(text) <= 6
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
