@@ -362,6 +362,22 @@ def object_access(profile: Profile) -> ObjectAccess:
     )
 
 
+def named_secret(variable: str, needed_by: str | None = None) -> str:
+    """Return the secret in the environment's ``variable``, "" where it is not set.
+
+    Raises AccessDenied naming the variable where the setting ``needed_by`` cannot do without.
+    """
+    value = os.environ.get(variable, "") if variable else ""
+    if not value and needed_by is not None:
+        raise AccessDenied(
+            "a password is missing",
+            got=f"${variable} is not set",
+            wanted=f"the password that {needed_by} needs",
+            do="Set the variable for this process.",
+        )
+    return value
+
+
 RUNTIME_FILE = "runtime.json"
 
 

@@ -214,7 +214,7 @@ class SqliteCoordination:
 
     def trim_events(self, term: Term, seq: int) -> None:
         """Note what was shipped, and drop what is neither waiting nor recent."""
-        with self._fenced(term):
+        with self._fenced(term, decides=False):
             self._db.execute(
                 "UPDATE counters SET shipped = MAX(shipped, MIN(last, ?)) WHERE id = 1", (seq,)
             )
@@ -312,10 +312,10 @@ class SqliteCoordination:
             raise outbox_is_full(last - shipped)
 
     @contextlib.contextmanager
-    def _fenced(self, term: Term) -> Iterator[None]:
-        """A transaction that proves that ``term`` leads; none where something failed before."""
+    def _fenced(self, term: Term, *, decides: bool = True) -> Iterator[None]:
+        """A transaction that proves that ``term`` leads; none where a decision failed before."""
         with self._lock:
-            if self._unsure:
+            if self._unsure and decides:
                 raise load_first(self.path)
             try:
                 with self._writing():
@@ -327,7 +327,7 @@ class SqliteCoordination:
                         raise stale(term, newest, self.path)
                     yield
             except BaseException:
-                self._unsure = True
+                self._unsure = self._unsure or decides
                 raise
 
     @contextlib.contextmanager

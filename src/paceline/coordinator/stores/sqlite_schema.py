@@ -34,7 +34,7 @@ CREATE TABLE idempotency_keys (
 CREATE TABLE ledger (
   stage TEXT NOT NULL, input_digest TEXT NOT NULL, epoch INTEGER NOT NULL, record TEXT NOT NULL,
   PRIMARY KEY (stage, input_digest));
-CREATE TABLE audit (
+CREATE TABLE IF NOT EXISTS audit (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, epoch INTEGER NOT NULL, name TEXT NOT NULL,
   at REAL NOT NULL, deployment_id TEXT, worker_id TEXT, data TEXT NOT NULL);
 """

@@ -1,0 +1,80 @@
+"""Events as rows, and a question to the audit store as SQL: the same for SQLite and PostgreSQL."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.coordinator.stores.contracts import QUERY_EVENTS
+from paceline.errors import Conflict
+from paceline.wire.events import Event, EventName
+
+COLUMNS = "seq, name, at, deployment_id, worker_id, data"
+_FIELDS = tuple(COLUMNS.split(", "))
+
+
+def row_of(event: Event) -> tuple[object, ...]:
+    """Return ``event`` in the order of COLUMNS, its data as JSON."""
+    names = (event.deployment_id, event.worker_id)
+    return (event.seq, event.name.value, event.at, *names, json.dumps(event.data))
+
+
+def event_of(row: Sequence[Any]) -> Event:
+    """Return the event in a row of COLUMNS."""
+    data = json.loads(row[5]) if isinstance(row[5], str) else row[5]
+    return Event.model_validate(dict(zip(_FIELDS, (*row[:5], data), strict=True)))
+
+
+def require_same(kept: Event, told: Event, where: object) -> None:
+    """Raise Conflict where ``kept`` is not the event that came again under its number."""
+    if kept != told:
+        raise Conflict(
+            "the audit store has another event under this number",
+            got=f"event {told.seq}: {told.name.value}",
+            wanted=f"{kept.name.value}, told at {kept.at}",
+            where=where,
+            do="Give each installation an audit store of its own, or restore both stores alike.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What is asked of an audit store; see ``Audit.query``."""
+
+    after: int = 0
+    before: int | None = None
+    limit: int = QUERY_EVENTS
+    newest_first: bool = False
+    deployment_id: str | None = None
+    worker_id: str | None = None
+    names: Sequence[EventName] = ()
+    since: float | None = None
+    until: float | None = None
+
+    def sql(self, mark: str) -> tuple[str, list[object]]:
+        """Return the SELECT and its values; ``mark`` stands for a value (``?`` or ``%s``)."""
+        conditions: list[tuple[str, object]] = [("seq > ", self.after)]
+        for text, value in (
+            ("seq < ", self.before),
+            ("deployment_id = ", self.deployment_id),
+            ("worker_id = ", self.worker_id),
+            ("at >= ", self.since),
+            ("at < ", self.until),
+        ):
+            if value is not None:
+                conditions.append((text, value))
+        clauses = [text + mark for text, _ in conditions]
+        values = [value for _, value in conditions]
+        if self.names:
+            clauses.append(f"name IN ({', '.join([mark] * len(self.names))})")
+            values += [each.value for each in self.names]
+        values.append(max(0, min(self.limit, QUERY_EVENTS)))
+        order = "DESC" if self.newest_first else "ASC"
+        # Text of our own; the caller's values go apart from it.
+        return (
+            f"SELECT {COLUMNS} FROM audit WHERE {' AND '.join(clauses)}"  # noqa: S608
+            f" ORDER BY seq {order} LIMIT {mark}",
+            values,
+        )

@@ -1,0 +1,47 @@
+"""Progress within one process: enough for one replica, gone with it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from paceline.wire.records import WorkerProgress
+
+
+class MemoryProgress:
+    """Two dictionaries behind a lock, as the Progress contract wants it."""
+
+    backend = "memory"
+    healthy = True
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._parts: dict[str, dict[str, WorkerProgress]] = {}
+        self._beats: dict[str, float] = {}
+
+    def put(
+        self, parts: Mapping[tuple[str, str], WorkerProgress], beats: Mapping[str, float]
+    ) -> None:
+        """Note parts and beats."""
+        with self._lock:
+            for (deployment_id, worker_id), part in parts.items():
+                self._parts.setdefault(deployment_id, {})[worker_id] = part
+            self._beats.update(beats)
+
+    def get(self, deployment_id: str) -> dict[str, WorkerProgress]:
+        """Return the parts of one deployment."""
+        with self._lock:
+            return dict(self._parts.get(deployment_id, {}))
+
+    def beats(self) -> dict[str, float]:
+        """Return when each worker last beat."""
+        with self._lock:
+            return dict(self._beats)
+
+    def drop(self, deployment_id: str) -> None:
+        """Forget a deployment."""
+        with self._lock:
+            self._parts.pop(deployment_id, None)
+
+    def close(self) -> None:
+        """Nothing is held."""
