@@ -17,11 +17,12 @@ import pytest
 from mutmut.mutation.file_mutation import Mutation, create_mutations, deep_replace
 
 from paceline.relay import memory
-from paceline.relay.session import pulling, session
+from paceline.relay.session import flights, pulling, session
 from paceline.relay.session.budget import OriginBudget
 from paceline.relay.session.events import SessionAction
 from paceline.relay.session.extents import Extent
 from paceline.relay.session.feeds import Feed
+from paceline.relay.session.flights import Flights
 from paceline.relay.session.pulling import Puller
 from paceline.relay.session.repairs import Repairs
 from paceline.relay.session.session import RelaySession
@@ -63,11 +64,11 @@ def forwards_what_is_not_verified(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_what_was_in_flight(patch: pytest.MonkeyPatch) -> None:
-    def forget(self: Puller, feed: Feed, extent: Extent) -> None:
-        for work, part in self._works.parts(extent):
-            self._drop_from(feed, work, part)
+    def forget(self: Flights, feed: Feed, extent: Extent) -> None:
+        for work, part in self.works.parts(extent):
+            self.drop_from(feed, work, part)
 
-    patch.setattr(Puller, "_want_again", forget)
+    patch.setattr(Flights, "want_again", forget)
 
 
 def spends_more_than_its_budget(patch: pytest.MonkeyPatch) -> None:
@@ -75,7 +76,7 @@ def spends_more_than_its_budget(patch: pytest.MonkeyPatch) -> None:
 
 
 def believes_news_of_streams_it_gave_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Puller, "feed", lambda self, key, _stream: self._feeds.get(key))
+    patch.setattr(Flights, "feed", lambda self, key, _stream: self.feeds.get(key))
 
 
 def completes_before_all_is_durable(patch: pytest.MonkeyPatch) -> None:
@@ -132,16 +133,16 @@ def test_a_typical_protocol_bug_is_caught(plant: Plant, monkeypatch: pytest.Monk
 
 # ── by a tool: one small change to the source ────────────────────────────────────────────────────
 
-SOURCES = {"pulling": pulling, "session": session}
+SOURCES = {"flights": flights, "pulling": pulling, "session": session}
 # module, function, what stands there, what the tool makes of it
 MUTANTS = [
     (
         "pulling",
         "_request",
-        "self._budget.spent_bytes += self._pieces.bytes_of(extent)",
-        "self._budget.spent_bytes = self._pieces.bytes_of(extent)",
+        "self._choice.budget.spent_bytes += self._pieces.bytes_of(extent)",
+        "self._choice.budget.spent_bytes = self._pieces.bytes_of(extent)",
     ),
-    ("pulling", "_drop_from", "work.asked_pieces -= part.size", "work.asked_pieces += part.size"),
+    ("flights", "drop_from", "work.asked_pieces -= part.size", "work.asked_pieces += part.size"),
     ("pulling", "lose", "not feed.waiting", "feed.waiting"),
     (
         "session",
@@ -196,8 +197,10 @@ def test_a_mutant_of_the_session_is_caught(
     module: str, function: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, mutated = mutate(module, function, before, after)
-    changed = load(f"paceline.relay.{module}", mutated)
-    if module == "pulling":
+    changed = load(f"paceline.relay.session.{module}", mutated)
+    if module == "flights":
+        monkeypatch.setattr(pulling, "Flights", changed.Flights)
+    elif module == "pulling":
         monkeypatch.setattr(session, "Puller", changed.Puller)
     else:
         monkeypatch.setattr(memory, "RelaySession", changed.RelaySession)

@@ -32,7 +32,8 @@ DEADLINE_S = 1.0
 CALM_S = 10.0  # every fault has healed
 ALONE_S = 24.0  # until then the data plane had to help itself, where the coordinator was away
 BOUND_S = 70.0  # and by then everybody who lives is complete
-STUCK_S = 8.0  # without a piece, beside a source that has some
+STUCK_S = 8.0  # without a piece, beside a source that has some,
+TRY_S = 1.0  # and so long for each spare that was tried before it
 HERD = 16  # pieces read from the origin although others had them: two windows of an heir
 LOST_AFTER_S = 3.0  # without a beat
 
@@ -198,13 +199,14 @@ class World:
         """
         if self.away_s > CALM_S:
             return
-        long_ago_s = self.fleet.now_s - STUCK_S
         for name in self.fleet.unfinished():
             node = self.fleet.nodes[name]
-            if node.received_s > long_ago_s:
-                continue
             lanes = node.lanes.lanes if node.lanes is not None else ()
             for lane in lanes:
+                # Where a window is full of pieces that nobody has, it takes a round of its spares.
+                long_ago_s = self.fleet.now_s - STUCK_S - TRY_S * len(lane.spares)
+                if node.received_s > long_ago_s:
+                    continue
                 extent = piece_map().chunk_range(lane.first_chunk, lane.last_chunk)
                 # A window at least: behind pieces that nobody has, it waits like everybody else.
                 missing = list(islice(Extents(node.verified.gaps(extent)).pieces(), 4))

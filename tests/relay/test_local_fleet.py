@@ -14,8 +14,8 @@ from paceline.relay.local import LocalFleet
 from paceline.relay.origin import DirectoryReader
 from paceline.relay.session.extents import Extent
 from paceline.relay.session.feeds import Feed
+from paceline.relay.session.flights import Flights
 from paceline.relay.session.limits import SessionLimits
-from paceline.relay.session.pulling import Puller
 from paceline.wire.plan import Source, WorkerLanes
 from paceline.wire.records import Receipt, WorkerStatus
 from tests.relay.kit import DEPLOYMENT, damage, lanes, manifest_of, plan, worker, write_model
@@ -324,11 +324,11 @@ def test_two_deployments_of_one_model_at_once_do_not_mix(
 def test_a_planted_session_bug_is_caught_on_sockets_too(
     paced: LocalFleet, manifest: Manifest, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgets_what_was_in_flight(self: Puller, feed: Feed, extent: Extent) -> None:
-        for work, part in self._works.parts(extent):
-            self._drop_from(feed, work, part)
+    def forgets_what_was_in_flight(self: Flights, feed: Feed, extent: Extent) -> None:
+        for work, part in self.works.parts(extent):
+            self.drop_from(feed, work, part)
 
-    monkeypatch.setattr(Puller, "_want_again", forgets_what_was_in_flight)
+    monkeypatch.setattr(Flights, "want_again", forgets_what_was_in_flight)
     _, second, third, *_ = order(manifest)
     paced.deploy(manifest, chain(manifest, model, link_mbit=6)(paced.addresses))
     until(lambda: (beat := paced.beat(second, DEPLOYMENT)) is not None and beat.pieces_held > 10)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.relay.session.budget import OriginBudget
-from paceline.relay.session.pulling import Puller
+from paceline.relay.session.choosing import Choice
 from paceline.relay.session.repairs import Repairs
 from paceline.relay.session.session import RelaySession
 from paceline.simulate import Fault, Scenario, simulate
@@ -72,7 +72,7 @@ def test_a_session_that_publishes_too_early_is_caught(monkeypatch: pytest.Monkey
         self._verified.add(extent)
 
     monkeypatch.setattr(RelaySession, "_reject", believes_it)
-    report = simulate(scenario(6, 80, corrupt=0.05))
+    report = simulate(scenario(6, 80, corrupt=0.2, seed=1))
     assert any(each.startswith("I1") for each in report.violations)
 
 
@@ -88,7 +88,7 @@ def test_sessions_that_forget_the_origins_budget_are_caught(
 ) -> None:
     monkeypatch.setattr(OriginBudget, "left_bytes", 1 << 60)
     monkeypatch.setattr(
-        Puller, "_failures", lambda _self, source, _work: 0 if source.kind == "origin" else 1
+        Choice, "failures", lambda _self, source, _work: 0 if source.kind == "origin" else 1
     )
     report = simulate(scenario(6, 80, topology=Topology.CHAIN))
     assert any(each.startswith("I6") for each in report.violations)

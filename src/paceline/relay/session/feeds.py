@@ -82,6 +82,28 @@ class Health:
 
 
 @dataclass(slots=True, eq=False)
+class Probe:
+    """A piece asked on the side of the source that the plan names; see ``returning``."""
+
+    piece: Extent
+    asked_s: float
+    held: int  # pieces of the work that were here when it was asked,
+    due: int  # and that the spare has brought by when it would have brought this one
+
+
+@dataclass(slots=True, eq=False)
+class Away:
+    """What is remembered of a planned source for which a spare stands in, or stood in before."""
+
+    absent: bool = False  # whether a spare stands in now
+    next_s: float = 0.0  # when the planned source may be asked for a piece on the side
+    times: int = 0  # probes in vain, and returns
+    probe: Probe | None = None
+    behind: int | None = None  # pieces, by the first of two probes,
+    behind_at: int = 0  # and where the spare had brought us by then
+
+
+@dataclass(slots=True, eq=False)
 class Work:
     """One lane: the pieces it covers, and who may be asked for them, best first."""
 
@@ -98,6 +120,12 @@ class Work:
     active: str | None = None  # key of the source in use
     hurry_s: float = 0.0  # how long a spare may have nothing while others are left; 0: no hurry
     behind: dict[str, Health] = field(default_factory=dict)  # sources that had nothing for us
+    away: Away | None = None  # once a spare stood in for the planned source
+
+    @property
+    def held(self) -> int:
+        """Return how many pieces are here."""
+        return self.extent.size - self.missing
 
     @property
     def wanting(self) -> int:

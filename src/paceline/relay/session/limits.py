@@ -33,6 +33,9 @@ class SessionLimits:
     standstill_min_s: float = 4.0
     spare_standstill_s: float = 0.3  # of a spare, while another one is left to try
     spares_first: int = 4  # workers that had nothing or failed, before the origin is asked
+    return_s: float = 2.0  # a spare has stood in for so long: the planned source is asked again,
+    return_max_s: float = 60.0  # later each time,
+    return_pieces: int = 16  # while at least so many are wanted
     hedge_pieces: int = 16  # asked of two sources at once, at the end,
     hedge_share: float = 0.01  # and at most this share of all pieces in one plan,
     least_hedges: int = 16  # or so many of a small model

@@ -46,6 +46,11 @@ class Patience:
         least_s = max(self._limits.spare_standstill_s, SPARE_TIMES * piece_s)
         return least_s * (1 + self._random.random())
 
+    def standstill_s(self) -> float:
+        """Return how long the source that the plan names may live and have nothing for us."""
+        limits = self._limits
+        return max(limits.standstill_min_s, limits.standstill_factor * self.piece_deadline_s)
+
     def standstill_at_s(self, work: Work, feed: Feed | None) -> float:
         """Return when the source of ``work`` counts as having nothing for it.
 
@@ -54,8 +59,7 @@ class Patience:
         others are left to try: one that has our pieces sends at once, and one that is behind us
         would hold us up for as long as it is.
         """
-        limits = self._limits
-        wait_s = max(limits.standstill_min_s, limits.standstill_factor * self.piece_deadline_s)
+        wait_s = self.standstill_s()
         if feed is None:
             return work.progress_s + wait_s
         if feed.source.kind == "origin":

@@ -136,8 +136,9 @@ class Repairs:
         for source in fresh:
             if may_ask(source):
                 return source
-        if all(each.kind == "origin" for each in fresh):
-            repair.vain.clear()  # every worker was asked: another round
+        # Every worker was asked, or rests: another round. Who rests may be dead, and for as long as
+        # it is waited for, others that have got the pieces since would not be asked.
+        repair.vain.clear()
         self.later(repair, now_s)
         return None
 
