@@ -22,16 +22,30 @@ def distribute_model(
     stage_prefix: str = "",
     state_dir: str | None = None,
     run_id: str | None = None,
+    deployment_id: str | None = None,
+    allow_older: bool = False,
 ) -> dict[str, Any]:
     """Fetch the manifest, plan, relay to ``target_workers`` (default: every node), verify on every
-    node, and activate. Run twice, it moves nothing twice."""
+    node, and activate. Run twice, it moves nothing twice.
+
+    The coordinator starts it with the ``deployment_id`` of the record that it is to drive; without
+    one it makes its own. ``allow_older`` lets it bring what is older than the active version.
+    """
     run = Run.open(state_dir, run_id)
     with recorded(run, "distribute-model"):
         url = source_url or published_url(run, model_id, version)
         manifest = stages.fetch_model_manifest(run, url)
         targets = stages.start_agents(run, target_workers or None)
         plan = stages.plan_relay(run, manifest, url, targets)
-        relayed = stages.relay(run, manifest, url, targets, stage=f"{stage_prefix}relay")
+        relayed = stages.relay(
+            run,
+            manifest,
+            url,
+            targets,
+            stage=f"{stage_prefix}relay",
+            deployment_id=deployment_id,
+            allow_older=allow_older or not activate,  # to hold an older version hurts nobody
+        )
         holders = [each for each in targets if each not in relayed.output["workers_failed"]]
         verified = stages.verify_on_nodes(run, manifest, holders, stage=f"{stage_prefix}verify")
         activated = (
@@ -41,6 +55,7 @@ def distribute_model(
                 manifest,
                 holders,
                 stage=f"{stage_prefix}activate",
+                allow_older=allow_older,
             )
             if activate
             else None

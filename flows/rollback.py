@@ -28,6 +28,7 @@ def rollback_model(
             restored["version"],
             source_url=restored["url"],
             stage_prefix="rollback-",
+            allow_older=True,
             state_dir=run.state_dir,
             run_id=run.run_id,
         )

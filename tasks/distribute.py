@@ -7,26 +7,24 @@ the coordinator for a deployment and watches it.
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from typing import Any
 
 import pandas as pd
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.runtime import flow_run
 
-from paceline.coordinator import Patience
 from paceline.errors import (
-    Cancelled,
+    Conflict,
     CorruptData,
-    DeploymentFailed,
+    NotFound,
     NotReady,
-    OriginBudgetExceeded,
-    PacelineError,
     StorageFull,
     TemporaryError,
     WorkerLost,
 )
+from paceline.fleet import node_names
 from paceline.manifest import Manifest, TrustPolicy, fetch_manifest
 from paceline.plan import PlanWorker, make_plan
 from paceline.relay.disk.inspection import (
@@ -36,30 +34,17 @@ from paceline.relay.disk.inspection import (
     verify_copy,
 )
 from paceline.wire import digest_of
-from paceline.wire.calls import CreateDeployment, DeploymentView
-from paceline.wire.events import Event, EventName
+from paceline.wire.calls import CreateDeployment, DeploymentView, SwitchPhase
 from paceline.wire.plan import Topology
-from paceline.wire.records import Deployment, DeploymentStatus, WorkerProgress
-from tasks import artifacts
-from tasks.cancelling import cancelled_flow_run, stop_if_cancelled
+from paceline.wire.records import WorkerProgress
+from tasks import artifacts, deployment
+from tasks.cancelling import stop_if_cancelled
 from tasks.lineage import log_relay
 from tasks.run import BRIEFLY_S, Run, StageResult
 
-logger = logging.getLogger(__name__)
-
 POLL_S = 0.2
-
-# What of a deployment's events a person wants to read in the end.
 NAMED = 32  # workers that a sentence names
-NOTEWORTHY = {
-    EventName.WORKER_LOST: "lost",
-    EventName.WORKER_RETURNED: "returned",
-    EventName.PIECE_CORRUPT: "received a corrupt piece",
-    EventName.SOURCE_LOST: "closed the gap: its source was lost",
-    EventName.WORKER_SLOW: "is slow, and fed at the tail",
-    EventName.WORKER_QUARANTINED: "sends corrupt pieces, and is asked no more",
-    EventName.DEPLOYMENT_REPLANNED: "re-planned",
-}
+SWITCH_S = 60.0  # how long the fleet may take to switch
 
 
 @task(name="fetch-manifest", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=1)
@@ -80,9 +65,22 @@ def fetch_model_manifest(run: Run, url: str) -> Manifest:
 @task(name="start-agents", cache_policy=NO_CACHE)
 def start_agents(run: Run, nodes: list[str] | None = None, deadline_s: float = 60.0) -> list[str]:
     """Return ``nodes`` (default: all) once their agents run and have registered; start what is
-    missing. Raises NotFound for a node that the fleet does not have."""
-    with run.fleet() as fleet:
-        wanted = set(fleet.ensure_agents(None if nodes is None else list(dict.fromkeys(nodes))))
+    missing. An agent that is resident is taken as it is, whether Dask reaches its node or not.
+    Raises NotFound for a node that neither Dask nor the coordinator knows."""
+    wanted = set(node_names(run.runtime.profile) if nodes is None else nodes)
+    ours, resident = _reachable(run, sorted(wanted, key=_natural))
+    if resident:
+        known = {each.worker_id for each in run.patiently(run.coordinator.workers, BRIEFLY_S)}
+        if strangers := [each for each in resident if each not in known]:
+            raise NotFound(
+                "no such node",
+                got=", ".join(strangers),
+                wanted="a node of the profile, or one whose resident agent has registered",
+                do="Start its agent (deployments/systemd, deployments/kubernetes).",
+            )
+    if ours:
+        with run.fleet() as fleet:
+            fleet.ensure_agents(ours)
     deadline = time.monotonic() + deadline_s
     while True:
         alive = {each.worker_id for each in run.coordinator.workers() if each.alive}
@@ -153,12 +151,20 @@ def plan_relay(run: Run, manifest: Manifest, url: str, targets: list[str]) -> di
 
 @task(name="relay", cache_policy=NO_CACHE)
 def relay(
-    run: Run, manifest: Manifest, url: str, targets: list[str], stage: str = "relay"
+    run: Run,
+    manifest: Manifest,
+    url: str,
+    targets: list[str],
+    stage: str = "relay",
+    *,
+    deployment_id: str | None = None,
+    allow_older: bool = False,
 ) -> StageResult:
     """Have the agents relay the model to every target, and return what moved.
 
-    Raises DeploymentFailed, OriginBudgetExceeded, Cancelled; a coordinator that is away for a
-    moment is waited for, because the data keeps flowing without it.
+    With ``deployment_id`` it drives that record, and no other is made. Raises DeploymentFailed,
+    OriginBudgetExceeded, Cancelled; a coordinator that is away for a moment is waited for, because
+    the data keeps flowing without it.
     """
     profile = run.runtime.profile
 
@@ -167,29 +173,31 @@ def relay(
             f"{stage} {manifest.model_id}", f"{stage} to {len(targets)} nodes"
         )
         stop_if_cancelled()
-        seen = run.patiently(lambda: _last_event(run), BRIEFLY_S)
-        call = CreateDeployment(
-            model_id=manifest.model_id,
-            version=manifest.version,
-            source_url=url,
-            target_workers=tuple(targets),
-            topology=Topology(profile.relay.topology),
-            max_failed=profile.relay.max_failed,
-            run_id=run.run_id,
-        )
-        deployment_id = _begin(run, call, manifest.digest, stage)
-        try:
-            view = _watch(run, deployment_id, stage, page, seen)
-        except BaseException:
-            _cancel_with_us(run, deployment_id)
-            raise
+        seen = run.patiently(lambda: deployment.last_event(run), BRIEFLY_S)
+        if deployment_id is not None:
+            driven = deployment.take_up(run, deployment_id, manifest).deployment_id
+        else:
+            call = CreateDeployment(
+                model_id=manifest.model_id,
+                version=manifest.version,
+                source_url=url,
+                target_workers=tuple(targets),
+                topology=Topology(profile.relay.topology),
+                max_failed=profile.relay.max_failed,
+                allow_older=allow_older,
+                flow_run_id=flow_run.get_id() or None,
+                run_id=run.run_id,
+            )
+            driven = deployment.begin(run, call, manifest.digest, stage)
+        view = deployment.watch(run, driven, stage, page, seen)
         report = run.patiently(lambda: _relay_report(run, view))
         log_relay(run, stage, report)
         return report
 
     return run.stage(
         stage,
-        {"manifest": manifest.digest, "targets": sorted(targets), "url": url},
+        {"manifest": manifest.digest, "targets": sorted(targets), "url": url}
+        | ({} if deployment_id is None else {"deployment": deployment_id}),
         work,
         still_true=lambda _output: _holds_everywhere(run, manifest, targets),
         describe=lambda o: (
@@ -203,23 +211,36 @@ def relay(
 def verify_on_nodes(
     run: Run, manifest: Manifest, targets: list[str], stage: str = "verify"
 ) -> dict[str, Any]:
-    """Have every node read its own copy again and check every byte against the manifest."""
+    """Have every node read its own copy again and check every byte against the manifest.
+
+    A node that Dask does not reach is vouched for by its resident agent, which checked every byte
+    before it showed the model.
+    """
     began = time.monotonic()
-    with run.fleet() as fleet:
-        answers = fleet.map_nodes(
-            verify_copy,
-            targets,
-            run.state_dir,
-            manifest.model_id,
-            manifest.version,
-            manifest.digest,
-            timeout_s=run.runtime.profile.relay.deadline_s,
+    targets, resident = _reachable(run, targets)
+    with run.fleet() if targets else contextlib.nullcontext() as fleet:
+        answers = (
+            {}
+            if fleet is None
+            else fleet.map_nodes(
+                verify_copy,
+                targets,
+                run.state_dir,
+                manifest.model_id,
+                manifest.version,
+                manifest.digest,
+                timeout_s=run.runtime.profile.relay.deadline_s,
+            )
         )
     wrong = {node: answer for node, answer in answers.items() if isinstance(answer, BaseException)}
     away = {node: error for node, error in wrong.items() if isinstance(error, TemporaryError)}
     rows = [
         {"worker_id": node, "verified": node not in wrong, "detail": str(wrong.get(node, ""))}
         for node in targets
+    ]
+    rows += [
+        {"worker_id": node, "verified": True, "detail": "by its resident agent, as it arrived"}
+        for node in resident
     ]
     artifacts.table(f"verified {manifest.model_id}", rows, "Every byte read again on its node")
     if wrong and wrong.keys() == away.keys():
@@ -244,8 +265,13 @@ def verify_on_nodes(
             ),
         )
     message = f"{len(targets)} nodes verified {manifest.total_size} bytes each"
-    seconds = run.did(stage, began, message)
-    return {"verified": len(targets), "seconds": seconds, "manifest_digest": manifest.digest}
+    seconds = run.did(stage, began, message + (f", {len(resident)} vouched" if resident else ""))
+    return {
+        "verified": len(targets),
+        "vouched": len(resident),
+        "seconds": seconds,
+        "manifest_digest": manifest.digest,
+    }
 
 
 @task(name="activate", cache_policy=NO_CACHE)
@@ -255,37 +281,81 @@ def activate(
     manifest: Manifest,
     targets: list[str],
     stage: str = "activate",
-    deadline_s: float = 60.0,
+    deadline_s: float = SWITCH_S,
+    *,
+    allow_older: bool = False,
 ) -> dict[str, Any]:
     """Switch every node of a complete deployment to its version, and wait until each node's own
     disk says so."""
     began = time.monotonic()
     stop_if_cancelled()
-    run.patiently(lambda: run.coordinator.activate(deployment_id), BRIEFLY_S)
+    client = run.coordinator
+    run.patiently(lambda: client.activate(deployment_id, allow_older=allow_older), BRIEFLY_S)
     deadline = began + deadline_s
-    with run.fleet() as fleet:
-        while True:
+    _await_switch(run, deployment_id, deadline)
+    ours, _resident = _reachable(run, targets)
+    with run.fleet() if ours else contextlib.nullcontext() as fleet:
+        while fleet is not None:
             answers = fleet.map_nodes(
-                active_version, targets, run.state_dir, manifest.model_id, timeout_s=30.0
+                active_version, ours, run.state_dir, manifest.model_id, timeout_s=30.0
             )
-            waiting = [node for node in targets if answers.get(node) != manifest.version]
+            waiting = [node for node in ours if answers.get(node) != manifest.version]
             if not waiting:
                 break
             if time.monotonic() > deadline:
-                raise WorkerLost(
-                    "not every node switched to the new version",
-                    got=", ".join(f"{node} on {answers.get(node)}" for node in waiting),
-                    wanted=f"version {manifest.version}",
-                    where=f"deployment {deployment_id}",
-                    do="Run the same command again: activation is safe to repeat.",
+                raise _not_switched(
+                    ", ".join(f"{node} on {answers.get(node)}" for node in waiting),
+                    manifest.version,
+                    deployment_id,
                 )
             time.sleep(POLL_S)
     seconds = run.did(stage, began, f"v{manifest.version} is active on {len(targets)} nodes")
     return {"activated": targets, "seconds": seconds, "deployment_id": deployment_id}
 
 
+def _await_switch(run: Run, deployment_id: str, deadline: float) -> None:
+    """Return once the coordinator says that the fleet has switched."""
+    while True:
+        view = run.patiently(lambda: run.coordinator.switch(deployment_id))
+        if view.phase is SwitchPhase.SWITCHED:
+            return
+        why = view.failure.message if view.failure else f"{view.ready} of {view.quorum} ready"
+        if view.phase is SwitchPhase.REFUSED or view.phase is SwitchPhase.SUPERSEDED:
+            raise Conflict(
+                f"the switch was {view.phase}",
+                got=why,
+                wanted=f"{view.quorum} workers that hold the version",
+                where=f"deployment {deployment_id}",
+                do="See `paceline status`, mend what is named, and activate again.",
+            )
+        if time.monotonic() > deadline:
+            raise _not_switched(why, "the new version", deployment_id)
+        time.sleep(POLL_S)
+
+
+def _not_switched(got: str, wanted: str, deployment_id: str) -> WorkerLost:
+    return WorkerLost(
+        "not every node switched to the new version",
+        got=got,
+        wanted=wanted,
+        where=f"deployment {deployment_id}",
+        do="Run the same command again: activation is safe to repeat.",
+    )
+
+
+def _reachable(run: Run, nodes: list[str]) -> tuple[list[str], list[str]]:
+    """Return which of ``nodes`` Dask reaches, and which have a resident agent or nothing."""
+    profile, endpoints = run.runtime.profile, run.runtime.endpoints
+    known = set(node_names(profile)) if endpoints.scheduler_address else set()
+    return [each for each in nodes if each in known], [each for each in nodes if each not in known]
+
+
 def _require_room(run: Run, manifest: Manifest, targets: list[str]) -> None:
-    """Raise StorageFull before a byte moves where a target's disk cannot hold the model."""
+    """Raise StorageFull before a byte moves where a target's disk cannot hold the model; a resident
+    agent says so itself."""
+    targets, _resident = _reachable(run, targets)
+    if not targets:
+        return
     with run.fleet() as fleet:
         answers = fleet.map_nodes(
             missing_room,
@@ -307,99 +377,6 @@ def _require_room(run: Run, manifest: Manifest, targets: list[str]) -> None:
             where=f"{manifest.model_id} v{manifest.version}",
             do="Free room there, or leave the node out with --to.",
         )
-
-
-def _begin(run: Run, call: CreateDeployment, manifest_digest: str, stage: str) -> str:
-    """Return the deployment to watch: the one that is under way for the same, else a new one.
-
-    One that has ended is never taken up again: it failed, was cancelled, or its nodes have lost
-    since what it brought. The same attempt asked for twice is one deployment.
-    """
-
-    def is_same(each: Deployment) -> bool:
-        return (
-            each.manifest_digest == manifest_digest
-            and each.source_url == call.source_url
-            and set(each.target_workers) == set(call.target_workers)
-        )
-
-    earlier = [each for each in run.patiently(run.coordinator.deployments) if is_same(each)]
-    under_way = [each for each in earlier if not each.status.is_final]
-    if under_way:
-        logger.info("deployment %s is under way, following it", under_way[-1].deployment_id)
-        return under_way[-1].deployment_id
-    attempt = digest_of({"call": call.model_dump(mode="json"), "after": len(earlier)})
-    key = f"{run.run_id}-{stage}-{attempt[:16]}"
-    return run.patiently(lambda: run.coordinator.create(call, idempotency_key=key)).deployment_id
-
-
-def _cancel_with_us(run: Run, deployment_id: str) -> None:
-    """Cancel the deployment where our flow run was cancelled in Prefect; a mere interruption
-    leaves it to whoever goes on. Never raises: something else ended the relay."""
-    try:
-        ours = run.coordinator.deployment(deployment_id).deployment.run_id == run.run_id
-        if ours and cancelled_flow_run() is not None:
-            run.coordinator.cancel(deployment_id)
-    except Exception as error:  # noqa: BLE001 - what ended the relay is what must be told
-        logger.warning("deployment %s could not be cancelled: %s", deployment_id, error)
-
-
-def _watch(
-    run: Run, deployment_id: str, stage: str, page: artifacts.Progress, seen: int
-) -> DeploymentView:
-    began = time.monotonic()
-    away_since: float | None = None
-    while True:
-        try:
-            view = run.coordinator.deployment(deployment_id)
-            seen = _read_events(run, deployment_id, seen)
-            away_since = None
-        except PacelineError as error:
-            if error.exit_code != 75:
-                raise
-            away_since = away_since or time.monotonic()
-            if time.monotonic() - away_since > 60:
-                raise
-            time.sleep(1.0)
-            continue
-        done = len(view.workers_complete)
-        targets = len(view.deployment.target_workers)
-        run.tell(stage, view.progress, f"{view.status}: {done} of {targets} workers complete")
-        page.show(view.progress)
-        if view.status == DeploymentStatus.COMPLETE:
-            page.show(1.0)
-            return view
-        if view.status.is_final or view.status == DeploymentStatus.STALLED:
-            raise _why_not(view)
-        # As the coordinator counts: a large model may take longer than the profile's deadline.
-        patience = Patience.of(run.runtime.profile)
-        deadline_s = patience.deadline_of(view.deployment.predicted_seconds)
-        if time.monotonic() - began > deadline_s:
-            with contextlib.suppress(TemporaryError):  # decided, if not yet confirmed by all
-                run.coordinator.cancel(deployment_id)
-            raise DeploymentFailed(
-                "the relay missed its deadline",
-                got=f"{view.progress:.0%} after {deadline_s:.0f} s",
-                wanted=f"complete (bound {view.deployment.bound_seconds:.1f} s)",
-                where=f"deployment {deployment_id}",
-                do="Read the agents' logs; raise relay.deadline_s if the link is that slow.",
-            )
-        time.sleep(POLL_S)
-
-
-def _why_not(view: DeploymentView) -> PacelineError:
-    failure = view.deployment.failure
-    kinds: dict[DeploymentStatus, type[PacelineError]] = {
-        DeploymentStatus.CANCELLED: Cancelled,
-        DeploymentStatus.STALLED: OriginBudgetExceeded,
-    }
-    return kinds.get(view.status, DeploymentFailed)(
-        f"the deployment is {view.status}",
-        got=failure.message if failure else f"failed workers: {', '.join(view.workers_failed)}",
-        wanted="every target complete",
-        where=f"deployment {view.deployment_id}",
-        do="Mend what is named, then run the same command again: it resumes from what is on disk.",
-    )
 
 
 def _relay_report(run: Run, view: DeploymentView) -> dict[str, Any]:
@@ -447,31 +424,18 @@ def receipts_frame(progress: list[WorkerProgress]) -> pd.DataFrame:
 
 
 def _holds_everywhere(run: Run, manifest: Manifest, targets: list[str]) -> bool:
-    """Return whether each node still shows this very model at its final path (names, not bytes)."""
+    """Return whether each node still shows this very model at its final path (names, not bytes).
+
+    A resident agent is asked by way of another deployment, which moves nothing where all is there.
+    """
+    if _reachable(run, targets)[1]:
+        return False
     with run.fleet() as fleet:
         answers = fleet.map_nodes(
             shows_version, targets, run.state_dir, manifest.model_id, manifest.version,
             manifest.digest, timeout_s=60.0,
         )  # fmt: skip
     return all(answers.get(node) is True for node in targets)
-
-
-def _last_event(run: Run) -> int:
-    return run.coordinator.events(2**62, 0).last
-
-
-def _read_events(run: Run, deployment_id: str, seen: int) -> int:
-    news = run.coordinator.events(seen, 0)
-    for event in news.events:
-        if event.name in NOTEWORTHY and event.deployment_id in (None, deployment_id):
-            run.note(_sentence(event))
-    return news.last
-
-
-def _sentence(event: Event) -> str:
-    detail = ", ".join(f"{key} {value}" for key, value in event.data.items())
-    who = event.worker_id or f"deployment {event.deployment_id}"
-    return f"{who} {NOTEWORTHY[event.name]}" + (f" ({detail})" if detail else "")
 
 
 def _natural(name: str) -> tuple[str, int]:

@@ -15,7 +15,7 @@ from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.wire.calls import CreatedDeployment, CreateDeployment
 from paceline.wire.records import Deployment, DeploymentStatus, StageRecord
 from paceline.wire.training import RankEvent
-from tasks import distribute, run, train
+from tasks import deployment, run, train
 from tasks.lineage import recorded
 from tasks.promote import next_version
 from tasks.run import Run
@@ -62,7 +62,7 @@ class FakeCoordinator:
                 total_pieces=1,
                 epoch=1,
                 started_at=0.0,
-                **call.model_dump(exclude={"seed"}),
+                **call.model_dump(exclude={"seed", "allow_older"}),
             ),
         )
         self._answer()  # written, but the caller may see a timeout
@@ -160,7 +160,7 @@ def call_of(*targets: str) -> CreateDeployment:
 
 @pytest.fixture
 def begin(opened: Run) -> Callable[..., str]:
-    return lambda *targets: distribute._begin(opened, call_of(*targets), DIGEST, "relay")
+    return lambda *targets: deployment.begin(opened, call_of(*targets), DIGEST, "relay")
 
 
 def test_a_relay_under_way_is_followed_not_doubled(begin: Callable[..., str]) -> None:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
@@ -46,6 +46,7 @@ from paceline.wire.calls import (
     Registered,
     RegisterWorker,
     Success,
+    SwitchView,
     WorkerList,
     WorkerProgressList,
 )
@@ -73,7 +74,7 @@ class CoordinatorClient:
     ) -> None:
         """``ca`` is a PEM file to trust in place of the system's authorities."""
         self._replicas = Replicas([url] if isinstance(url, str) else url)
-        self._headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
+        self.use_token(token)
         self._timeout_s = timeout_s
         self._patience_s = patience_s
         self._tls = _trusting(ca) if ca else None
@@ -81,17 +82,29 @@ class CoordinatorClient:
 
     @classmethod
     def of(
-        cls, runtime: Runtime, timeout_s: float = 10.0, *, patience_s: float | None = None
-    ) -> CoordinatorClient:
+        cls,
+        runtime: Runtime,
+        timeout_s: float = 10.0,
+        *,
+        patience_s: float | None = None,
+        worker: bool = False,
+    ) -> Self:
         """Return a client of the installation's coordinator, whichever replica leads.
 
-        Where there are several, a call waits for a leader up to ``patience_s``.
+        Where there are several, a call waits for a leader up to ``patience_s``. As a ``worker`` it
+        shows the agents' token, which opens a worker's calls and nothing else.
         """
-        known = runtime.endpoints
+        known, secrets = runtime.endpoints, runtime.secrets
         urls = known.coordinator_urls or (known.coordinator_url,)
         if patience_s is None:
             patience_s = FAILOVER_S if len(urls) > 1 else 0.0
-        return cls(urls, runtime.secrets.coordinator_token, timeout_s, patience_s=patience_s)
+        token = secrets.for_agents if worker else secrets.coordinator_token
+        ca = runtime.state_dir / known.coordinator_ca if known.coordinator_ca else ""
+        return cls(urls, token, timeout_s, patience_s=patience_s, ca=ca)
+
+    def use_token(self, token: str) -> None:
+        """Show ``token`` from the next call on."""
+        self._headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
 
     @property
     def base_url(self) -> str:
@@ -162,9 +175,22 @@ class CoordinatorClient:
         """Stop the deployment for good; once this returns, no worker publishes it any more."""
         self._call(Success, "DELETE", _path(deployment_id))
 
-    def activate(self, deployment_id: str) -> None:
-        """Have every worker switch to this version; raises Conflict unless it is complete."""
-        self._call(Success, "POST", f"{_path(deployment_id)}/activate")
+    def activate(self, deployment_id: str, *, allow_older: bool = False) -> None:
+        """Have the fleet switch to this version, once a quorum is ready; see ``switch``.
+
+        Raises Conflict unless it is complete, and for an older version than the active one unless
+        that is allowed.
+        """
+        query = "?allow_older=true" if allow_older else ""
+        self._call(Success, "POST", f"{_path(deployment_id)}/activate{query}")
+
+    def rollback(self, deployment_id: str) -> None:
+        """Have the fleet return from this version to what was active before; see ``switch``."""
+        self._call(Success, "POST", f"{_path(deployment_id)}/rollback")
+
+    def switch(self, deployment_id: str) -> SwitchView:
+        """Return the deployment's newest switch; raises NotFound where there was none."""
+        return self._call(SwitchView, "GET", f"{_path(deployment_id)}/switch")
 
     def ledger_get(self, stage: str, input_digest: str) -> StageRecord | None:
         """Return what the stage gave for these inputs, or None where it never finished."""

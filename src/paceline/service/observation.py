@@ -19,7 +19,9 @@ STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
-def add_observation(app: FastAPI, coordinator: Coordinator) -> StreamHub:
+def add_observation(
+    app: FastAPI, coordinator: Coordinator, *, url: str = "", replica_id: str = ""
+) -> StreamHub:
     """Add /metrics, /events/stream, /fleet and /docs to ``app``; return the stream's hub, which its
     owner closes."""
     metrics = FleetMetrics(lambda: coordinator.read(_snapshot))
@@ -29,7 +31,7 @@ def add_observation(app: FastAPI, coordinator: Coordinator) -> StreamHub:
         """Everything for Prometheus, in its text format."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
-    hub = StreamHub(coordinator, lambda: _leader(coordinator))
+    hub = StreamHub(coordinator, lambda: _leader(coordinator, url, replica_id))
 
     @app.get(
         "/events/stream",
@@ -63,8 +65,15 @@ def add_observation(app: FastAPI, coordinator: Coordinator) -> StreamHub:
     return hub
 
 
-def _leader(coordinator: Coordinator) -> LeaderView:
-    return LeaderView(leads=True, epoch=coordinator.leader_epoch)
+def _leader(coordinator: Coordinator, url: str, replica_id: str) -> LeaderView:
+    leader = coordinator.leader
+    return LeaderView(
+        replica_id=replica_id,
+        url=url,
+        leads=coordinator.term is not None,
+        leader_url=None if leader is None else leader.url,
+        epoch=0 if leader is None else leader.epoch,
+    )
 
 
 def _snapshot(state: CoordinatorState) -> Snapshot:
