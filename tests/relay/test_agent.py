@@ -53,7 +53,7 @@ class Fleet:
             profile=Profile(security=SecuritySettings(source_roots=(str(state.parent),))),
             state_dir=state,
             endpoints=Endpoints(coordinator_url=coordinator.url),
-            secrets=Secrets(coordinator_token=TOKEN),
+            secrets=Secrets(worker_token=TOKEN),
         )
         save_runtime(runtime)
 

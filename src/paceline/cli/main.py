@@ -33,6 +33,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     ),
     "plan": ("planning", "plan", "Forecast what each topology would take, before a byte moves."),
     "simulate": ("simulating", "simulating", "Simulate a deployment, failures included."),
+    "tokens": ("tokens", "tokens", "Make, list and revoke tokens; let a node join."),
+    "audit": ("tokens", "audit", "Show who changed what, from where, and what was refused."),
     "keys": ("keys", "keys", "Make the keys that sign manifests."),
     "verify": ("flows", "verify", "Have every node check every byte of its copy."),
     "snapshot": ("flows", "snapshot", "Shard and digest text files into a data snapshot."),

@@ -36,6 +36,22 @@ STATE = click.option(
 @click.option("--listen", default="127.0.0.1:0", show_default=True, help="Peer port to listen on.")
 @click.option("--warm", is_flag=True, help="Load the S3 client at the start: 25 MB, 0.4 s sooner.")
 @click.option("--die-with-parent", is_flag=True, help="Exit when the process that started it dies.")
+@click.option(
+    "--join",
+    "join_token",
+    default="",
+    metavar="TOKEN",
+    help="Join with this one-time token (`paceline tokens join`), or @FILE that holds it; later"
+    " starts need it no more, and spend nothing.",
+)
+@click.option("--coordinator", "coordinator_url", default="", help="With --join: whom to ask.")
+@click.option(
+    "--ca",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    default=None,
+    help="With --join: what the coordinator's certificate is checked against, if not the authority"
+    " that the token names.",
+)
 def agent(
     state: Path,
     worker_id: str,
@@ -47,6 +63,9 @@ def agent(
     listen: str,
     warm: bool,
     die_with_parent: bool,
+    join_token: str,
+    coordinator_url: str,
+    ca: Path | None,
 ) -> int:
     """Hold this node's models, and relay their pieces to its peers.
 
@@ -56,6 +75,8 @@ def agent(
     """
     from paceline.relay.agent import AgentConfig, run_agent
 
+    if join_token or coordinator_url:
+        _join(state.absolute(), worker_id, coordinator_url, join_token, ca)
     return run_agent(
         AgentConfig(
             state_dir=state.absolute(),
@@ -72,13 +93,42 @@ def agent(
     )
 
 
+def _join(state: Path, worker_id: str, url: str, token: str, ca: Path | None) -> None:
+    from paceline.relay.joining import join
+
+    if not token or not url:
+        raise click.UsageError("--join and --coordinator belong together.")
+    if token.startswith("@"):
+        try:
+            token = Path(token[1:]).read_text(encoding="ascii").strip()
+        except (OSError, ValueError) as error:
+            raise click.BadParameter(f"cannot be read: {error}", param_hint="--join") from error
+    join(state, worker_id, url, token, ca=ca)
+
+
 @click.command()
 @STATE
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), required=True, help="Port to listen on.")
-def coordinator(state: Path, host: str, port: int) -> int:
-    """Keep the fleet's deployments and workers, and tell each agent its lanes."""
+@click.option(
+    "--replica-id",
+    default="coordinator",
+    show_default=True,
+    help="This replica's name among those that share a store; its log is named after it.",
+)
+@click.option(
+    "--advertise",
+    default="",
+    help="URL at which clients and the other replicas reach this one; default: where it listens.",
+)
+def coordinator(state: Path, host: str, port: int, replica_id: str, advertise: str) -> int:
+    """Keep the fleet's deployments and workers, and tell each agent its lanes.
+
+    With [control] coordination = "etcd" several may run, each with a --replica-id of its own: one
+    leads, the others answer reads, send writes on to the leader, and take over when it dies. A
+    replica that is asked to stop makes way at once.
+    """
     from paceline.profile import load_runtime
     from paceline.service.app import serve
 
-    return serve(load_runtime(state), host, port)
+    return serve(load_runtime(state), host, port, replica_id=replica_id, advertise=advertise)

@@ -118,7 +118,7 @@ class RevokeToken(_Event):
 class AdmitWorker(_Event):
     """An agent gets a token of its own: for a join token, which is spent, or for the one before.
 
-    The token before opens what it did for ``overlap_s`` seconds more, should the answer be lost.
+    The one before works on until it expires, since the answer may be lost; older ones end now.
     """
 
     spends: str  # the token_id that the agent showed
@@ -126,7 +126,6 @@ class AdmitWorker(_Event):
     token_id: str
     sha256: str
     expires_at: float
-    overlap_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -65,18 +65,6 @@ def sha256_of(token: str) -> str:
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def authority_in(join_token: str) -> str | None:
-    """Return the fingerprint that a join token ends with; raises InvalidInput for other texts."""
-    if not _FORM.fullmatch(join_token):
-        raise InvalidInput(
-            "not a join token",
-            wanted="the whole line that `paceline tokens join` printed",
-            do="Copy it again; a token works once.",
-        )
-    tail = join_token[-65:]
-    return tail[1:] if tail[0] == "_" and re.fullmatch(r"_[0-9a-f]{64}", tail) else None
-
-
 def scopes_of(record: TokenRecord) -> frozenset[Scope]:
     """Return every scope that ``record`` opens, included ones too."""
     return frozenset().union(*(INCLUDES[scope] for scope in record.scopes))
@@ -198,13 +186,11 @@ class TokenBook:
         effects = self._forget(at)
         if shown.kind == "join":
             effects.append(KeepToken(shown.model_copy(update={"used_at": at})))
-            # A node that joins again lost what it had; nobody else shall go on with it.
-            for other in self._of_worker(event.worker_id, at):
+        for other in self._of_worker(event.worker_id, at):
+            # A node that joins again lost what it had: nobody else shall go on with it. One that
+            # renews keeps what it showed, in case that this answer does not arrive.
+            if other.token_id != shown.token_id:
                 effects.append(KeepToken(other.model_copy(update={"revoked_at": at})))
-        else:
-            end = at + event.overlap_s
-            end = end if shown.expires_at is None else min(end, shown.expires_at)
-            effects.append(KeepToken(shown.model_copy(update={"expires_at": end})))
         self._require_room(sum(isinstance(each, DropToken) for each in effects))
         return [*self._apply([*effects, KeepToken(made)]), Answer(TokenView.of(made))]
 

@@ -40,6 +40,7 @@ from paceline.relay.assignments import Assignments, write_durably
 from paceline.relay.disk.room import StorePolicy
 from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
+from paceline.relay.joining import Renewal
 from paceline.relay.lifetime import PARENT_POLL_S, StopSignal
 from paceline.relay.origin import DirectoryReader, RangeReader, S3Reader
 from paceline.relay.report import ENDED, Report
@@ -107,7 +108,8 @@ class Agent:
             security.trusted_publishers, required=security.require_signature
         )
         host, port = _listen(config.listen)
-        transport = transport_for(runtime, host, config.worker_id)
+        self._transport = transport = transport_for(runtime, host, config.worker_id)
+        self._renewal = Renewal.of(runtime, on_renewed=self._go_on_as)
         self._link_mbit = config.link_mbit or runtime.profile.cluster.link_mbit
         self._sources = Sources(runtime)
         self._news = threading.Event()
@@ -122,7 +124,7 @@ class Agent:
             self._store.close()
             raise
         # Without patience of its own: between two rounds of asking, this loop has its own pause.
-        self._client = CoordinatorClient.of(runtime, CALL_TIMEOUT_S, patience_s=0.0)
+        self._client = CoordinatorClient.of(runtime, CALL_TIMEOUT_S, patience_s=0.0, worker=True)
         self._report = Report(config.worker_id, self.driver)
         self._assignments = Assignments(self._node_dir / "assignments")
         self._manifests: dict[str, Manifest] = {}
@@ -172,12 +174,16 @@ class Agent:
             log.info("goes on deployment=%s epoch=%d", lanes.deployment_id, lanes.epoch)
             self._manifests[lanes.deployment_id] = manifest
             self.driver.deploy(lanes, manifest)
+        if self._renewal is not None:
+            self._renewal.start()
         if self._config.warm:
             objects = self._sources.objects()
             threading.Thread(target=objects.warm_up, name="warm-up", daemon=True).start()
 
     def close(self) -> None:
         """Stop relaying; verified pieces are made durable first."""
+        if self._renewal is not None:
+            self._renewal.stop()
         self.driver.stop()
         (self._node_dir / AGENT_FILE).unlink(missing_ok=True)
 
@@ -306,6 +312,12 @@ class Agent:
         return manifest
 
     # ── identity ─────────────────────────────────────────────────────────────────────────────────
+
+    def _go_on_as(self, renewed: Runtime) -> None:
+        """Use the next token and certificate, for what begins from now on."""
+        self._client.use_token(renewed.secrets.for_agents)
+        if not self._transport.reload():
+            log.warning("restart this agent before its old certificate expires: gRPC keeps it")
 
     def _next_incarnation(self) -> int:
         path = self._node_dir / INCARNATION_FILE

@@ -25,7 +25,6 @@ from paceline.relay.wires.identity import (
 from paceline.wire.access import JoinWorker, WorkerIdentity
 
 RENEW_AT = 2 / 3  # of its life
-OVERLAP_S = 600.0  # how long the last token still works, should the answer be lost
 DAY_S = 86_400.0
 SERVERS_OWN = ("control", "services", "storage", "data", "training", "evaluation", "gate", "model")
 
@@ -53,7 +52,7 @@ class Admission:
         return fingerprint(self.ca_pem())
 
     def admit(self, asked: JoinWorker) -> WorkerIdentity:
-        """Return the caller's next identity; its join token is spent, an older one ends soon.
+        """Return the caller's next identity; a join token is spent by it.
 
         Raises AccessDenied where the caller's token is not bound to that worker, InvalidInput for
         a request that is none.
@@ -79,7 +78,6 @@ class Admission:
                 token_id=token.token_id,
                 sha256=token.sha256,
                 expires_at=expires_at,
-                overlap_s=OVERLAP_S,
                 at=now,
             )
         )
@@ -92,9 +90,19 @@ class Admission:
             token_expires_at=expires_at,
             renew_at=now + days * DAY_S * RENEW_AT,
             peer_token=self._runtime.secrets.for_peers,
+            rest_ca=self._rest_ca(),
             coordinator_urls=self._urls(),
             profile=_for_nodes(self._runtime.profile),
         )
+
+    def _rest_ca(self) -> str | None:
+        """Return what this port's certificate is checked against, where not by the system's CAs."""
+        security = self._runtime.profile.security
+        if security.rest_tls == "installation":
+            return self.ca_pem().decode()
+        if security.rest_tls == "files" and security.rest_ca:
+            return (self._runtime.state_dir / security.rest_ca).read_text(encoding="ascii")
+        return None
 
     def _authority(self) -> Authority:
         return ensure_authority(self._directory())

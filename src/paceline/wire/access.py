@@ -117,6 +117,7 @@ class WorkerIdentity(Record):
     worker_id: Name
     certificate: Pem
     ca: Pem
+    rest_ca: Pem | None = None  # of the coordinator's port; None: plain, or the system's CAs
     certificate_expires_at: float
     token: str  # of scope worker, bound to worker_id
     token_expires_at: float

@@ -52,3 +52,10 @@ class GrpcTransport:
     def pull(self, pull: Pull) -> GrpcStream:
         """Open a stream; see Transport."""
         return GrpcStream(pull, self._token, self._tls)
+
+    def reload(self) -> bool:
+        """Use the credentials' files as they are now; see Transport."""
+        if self._tls is None:
+            return True
+        self._tls.context(server=True)
+        return False  # each stream reads them; the server keeps those it began with

@@ -18,6 +18,7 @@ class TcpTransport:
 
     def __init__(self, token: str, tls: TlsSettings | None = None) -> None:
         self._token = token
+        self._tls = tls
         self._server_tls = tls.context(server=True) if tls else None
         self._client_tls = tls.context(server=False) if tls else None
 
@@ -51,3 +52,10 @@ class TcpTransport:
     def pull(self, pull: Pull) -> PeerStream:
         """Open a stream; see Transport."""
         return PeerStream(pull, self._token, self._client_tls)
+
+    def reload(self) -> bool:
+        """Use the credentials' files as they are now; see Transport."""
+        if self._tls is not None and self._server_tls is not None:
+            self._client_tls = self._tls.context(server=False)  # checks them
+            self._server_tls.load_cert_chain(self._tls.cert, self._tls.key)
+        return True

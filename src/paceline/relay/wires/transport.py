@@ -71,3 +71,10 @@ class Transport(Protocol):
     def pull(self, pull: Pull) -> PullStream:
         """Open a stream from a worker and return it at once."""
         ...
+
+    def reload(self) -> bool:
+        """Use the credentials' files as they are now, for what is opened from now on.
+
+        Returns whether that is so for the server too; raises InvalidInput where they are not good.
+        """
+        ...

@@ -1,0 +1,228 @@
+"""`paceline tokens` and `paceline audit`: who may call the coordinator, and who changed what."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+from pydantic import BaseModel
+
+from paceline.cli.options import json_option, state_directory, state_option
+from paceline.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from paceline.client.access import AccessClient
+    from paceline.wire.access import CreatedToken, TokenView
+    from paceline.wire.events import Event
+
+SCOPES = ("read", "deploy", "admin", "worker")
+Call = TypeVar("Call", bound=BaseModel)
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+class Duration(click.ParamType[float]):
+    """A time such as 90s, 15m, 12h or 30d, in seconds."""
+
+    name = "duration"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the seconds, or fail naming what is wanted."""
+        if isinstance(value, float):
+            return value
+        text = str(value)
+        try:
+            return float(text[:-1]) * UNITS[text[-1:]]
+        except (KeyError, ValueError):
+            self.fail(f"{text!r} is no duration; wanted a number and s, m, h or d.", param, ctx)
+
+
+@click.group()
+def tokens() -> None:
+    """Make, list and revoke the tokens that open the coordinator."""
+
+
+@tokens.command()
+@click.option("--name", required=True, help="Whom it is for, as audit rows will say.")
+@click.option(
+    "--scope",
+    "scopes",
+    type=click.Choice(SCOPES),
+    multiple=True,
+    required=True,
+    help="What it opens (repeatable); deploy includes read, admin includes all.",
+)
+@click.option("--ttl", type=Duration(), default=None, help="Its life, e.g. 30d; default: no end.")
+@click.option("--worker-id", default=None, help="It speaks for this worker only (scope worker).")
+@state_option
+@json_option
+def create(
+    name: str,
+    scopes: tuple[str, ...],
+    ttl: float | None,
+    worker_id: str | None,
+    state: Path | None,
+    as_json: bool,
+) -> int:
+    """Make a bearer token and print it, this once; only its hash is kept."""
+    from paceline.wire.access import CreateToken
+
+    given = {"name": name, "scopes": scopes, "ttl_seconds": ttl, "worker_id": worker_id}
+    made = _client(state).create_token(_checked(CreateToken, given))
+    _say_made(made, as_json)
+    return 0
+
+
+@tokens.command()
+@click.option("--worker-id", required=True, help="The worker that the node will be.")
+@click.option("--ttl", type=Duration(), default="1h", show_default=True, help="At most 7d.")
+@state_option
+@json_option
+def join(worker_id: str, ttl: float, state: Path | None, as_json: bool) -> int:
+    """Make a token with which one node may join, once, and print it.
+
+    On the node: paceline agent --state DIR --worker-id ID --coordinator URL --join TOKEN
+    """
+    from paceline.wire.access import CreateJoinToken
+
+    given = {"worker_id": worker_id, "ttl_seconds": ttl}
+    made = _client(state).create_join_token(_checked(CreateJoinToken, given))
+    _say_made(made, as_json)
+    return 0
+
+
+@tokens.command("list")
+@state_option
+@json_option
+def list_tokens(state: Path | None, as_json: bool) -> int:
+    """Show every token: what it opens, until when, and when it was last used."""
+    found = _client(state).tokens()
+    if as_json:
+        shown = [each.model_dump(mode="json") for each in found]
+        click.echo(json.dumps({"status": "complete", "tokens": shown}))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("id", "name", "kind", "scopes", "worker", "created", "state", "last used")
+    for each in found:
+        table.add_row(
+            each.token_id,
+            each.name,
+            each.kind,
+            ", ".join(each.scopes),
+            each.worker_id or "",
+            _at(each.created_at),
+            _state(each),
+            _at(each.last_used_at),
+        )
+    Console().print(table)
+    return 0
+
+
+@tokens.command()
+@click.argument("token_id")
+@state_option
+@json_option
+def revoke(token_id: str, state: Path | None, as_json: bool) -> int:
+    """Have the token with this id open nothing any more."""
+    _client(state).revoke_token(token_id)
+    if as_json:
+        click.echo(json.dumps({"status": "complete", "token_id": token_id}))
+    else:
+        click.echo(f"{token_id} opens nothing any more")
+    return 0
+
+
+@click.command()
+@click.option("--deployment", default=None, help="Of this deployment only.")
+@click.option("--worker-id", default=None, help="Of this worker only.")
+@click.option("--name", "names", multiple=True, help="Of this kind, e.g. change.refused.")
+@click.option("--since", type=Duration(), default=None, help="Of the last so long, e.g. 12h.")
+@click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True)
+@state_option
+@json_option
+def audit(
+    deployment: str | None,
+    worker_id: str | None,
+    names: tuple[str, ...],
+    since: float | None,
+    limit: int,
+    state: Path | None,
+    as_json: bool,
+) -> int:
+    """Show the newest of what happened: who changed what, from where, and what was refused."""
+    rows = _client(state).audit(
+        deployment_id=deployment,
+        worker_id=worker_id,
+        names=names,
+        since=None if since is None else max(0.0, time.time() - since),
+        limit=limit,
+        newest_first=True,
+    )
+    rows.reverse()
+    if as_json:
+        shown = [each.model_dump(mode="json") for each in rows]
+        click.echo(json.dumps({"status": "complete", "events": shown}))
+    else:
+        for each in rows:
+            click.echo(_line(each))
+    return 0
+
+
+def _client(state: Path | None) -> AccessClient:
+    from paceline.client.access import AccessClient
+    from paceline.profile import load_runtime
+
+    return AccessClient.of(load_runtime(state_directory(state)))
+
+
+def _checked(kind: type[Call], given: Mapping[str, object]) -> Call:
+    from pydantic import ValidationError
+
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = "--" + str(first["loc"][0] if first["loc"] else "").replace("_", "-")
+        raise InvalidInput(
+            "not a token that can be made",
+            got=f"{option.removesuffix('-seconds')} {first.get('input')!r}",
+            wanted=first["msg"],
+        ) from error
+
+
+def _say_made(made: CreatedToken, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"status": "complete", **made.model_dump(mode="json")}))
+        return
+    click.echo(made.token)
+    until = f"until {_at(made.record.expires_at)}" if made.record.expires_at else "without end"
+    click.echo(f"id {made.record.token_id}, {until}; it is shown this once", err=True)
+
+
+def _state(token: TokenView) -> str:
+    if token.revoked_at is not None:
+        return f"revoked {_at(token.revoked_at)}"
+    if token.used_at is not None:
+        return f"spent {_at(token.used_at)}"
+    if token.expires_at is None:
+        return "good"
+    ended = token.expires_at <= time.time()
+    return f"{'expired' if ended else 'good until'} {_at(token.expires_at)}"
+
+
+def _at(seconds: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds)) if seconds else ""
+
+
+def _line(event: Event) -> str:
+    on = {"deployment": event.deployment_id, "worker": event.worker_id} | event.data
+    told = " ".join(f"{key}={value}" for key, value in on.items() if value not in (None, ""))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event.at))
+    return f"{event.seq:>7} {when} {event.name.value} {told}"

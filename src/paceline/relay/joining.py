@@ -1,0 +1,274 @@
+"""How a node becomes a worker, and stays one: ``join`` with a one-time token, ``Renewal`` after.
+
+The node makes its key and keeps it; the coordinator answers a request for a certificate with that,
+a token for this worker, and what of the profile an agent needs. All of it lies in the node's state
+directory, readable by its owner only: ``identity/`` and ``runtime.json``, from which the agent then
+starts like any other.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import json
+import logging
+import random
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from paceline.client.access import AccessClient
+from paceline.client.connection import Endpoint
+from paceline.errors import AccessDenied, Conflict, InvalidInput, PacelineError, ServiceUnavailable
+from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
+from paceline.relay.wires.identity import fingerprint, new_request, write_private
+from paceline.wire.access import JoinWorker, WorkerIdentity
+
+log = logging.getLogger(__name__)
+
+DIRECTORY = "identity"
+NODE_FILE = "node.pem"  # the key and its certificate in one file, so that they change together
+CA_FILE = "ca.pem"
+REST_CA_FILE = "rest-ca.pem"
+ABOUT_FILE = "identity.json"
+MAX_CA_BYTES = 64 * 1024
+TIMEOUT_S = 10.0
+LOOK_S = 60.0  # between two looks at the clock; after a failure too
+FINGERPRINT_CHARACTERS = 64
+
+
+def join(
+    state_dir: Path, worker_id: str, coordinator_url: str, token: str, *, ca: Path | None = None
+) -> bool:
+    """Make this node ``worker_id``; return False where it is that already, and spend nothing.
+
+    ``ca`` is what the coordinator's certificate is checked against; without one, the authority that
+    the token names. Raises AccessDenied (the token was spent, expired, or is another worker's),
+    Conflict (the directory is another worker's), InvalidInput, ServiceUnavailable; nothing is left
+    behind then.
+    """
+    if _joined_as(state_dir) is not None:
+        _require_same(state_dir, worker_id)
+        return False
+    endpoint = Endpoint.of(coordinator_url)
+    if not endpoint.secure and not is_loopback_url(endpoint.url):
+        raise InvalidInput(
+            "a join token does not cross a network in the clear",
+            got=coordinator_url,
+            wanted="an https:// URL",
+            do='Set [security] rest_tls = "installation" where the coordinator runs.',
+        )
+    directory = state_dir / DIRECTORY
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    trusted = ca
+    if endpoint.secure and trusted is None:
+        trusted = directory / CA_FILE
+        write_private(trusted, _named_authority(endpoint, token))
+    key, request = new_request(worker_id)
+    client = AccessClient(endpoint.url, token, TIMEOUT_S, ca=trusted or "")
+    try:
+        identity = client.join(JoinWorker(worker_id=worker_id, csr=request.decode()))
+    finally:
+        client.close()
+    _keep(state_dir, identity, key, _runtime_of(state_dir, endpoint.url, identity))
+    log.info("joined worker=%s coordinator=%s", worker_id, endpoint.url)
+    return True
+
+
+class Renewal:
+    """Exchanges a joined node's identity for the next one, in good time, on a thread of its own."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        on_renewed: Callable[[Runtime], None],
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """``on_renewed`` is called with what the agent goes on with, on that thread."""
+        self._runtime, self._on_renewed, self._wall = runtime, on_renewed, wall
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="renewal", daemon=True)
+
+    @classmethod
+    def of(cls, runtime: Runtime, *, on_renewed: Callable[[Runtime], None]) -> Renewal | None:
+        """Return the renewal of a node that joined, None for any other."""
+        return cls(runtime, on_renewed=on_renewed) if _joined_as(runtime.state_dir) else None
+
+    def start(self) -> None:
+        """Begin to watch the clock."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; a renewal in progress is given up."""
+        self._stopping.set()
+
+    def renew_if_due(self) -> bool:
+        """Renew where it is time and return whether it was; raises what the coordinator says."""
+        about = _joined_as(self._runtime.state_dir)
+        if about is None or self._wall() < about["renew_at"]:
+            return False
+        worker_id = str(about["worker_id"])
+        key, request = new_request(worker_id)
+        client = AccessClient.of(self._runtime, TIMEOUT_S, patience_s=0.0, worker=True)
+        try:
+            identity = client.renew(JoinWorker(worker_id=worker_id, csr=request.decode()))
+        finally:
+            client.close()
+        base_url = self._runtime.endpoints.coordinator_url
+        renewed = _runtime_of(self._runtime.state_dir, base_url, identity)
+        _keep(self._runtime.state_dir, identity, key, renewed)
+        self._runtime = renewed
+        log.info("renewed worker=%s until=%d", worker_id, identity.certificate_expires_at)
+        self._on_renewed(renewed)
+        return True
+
+    def _work(self) -> None:
+        while not self._stopping.wait(LOOK_S * random.uniform(0.5, 1.0)):
+            try:
+                self.renew_if_due()
+            except PacelineError as error:
+                log.warning("the identity was not renewed (trying again): %s", error)
+            except OSError as error:
+                log.warning("the renewed identity cannot be kept (trying again): %s", error)
+
+
+def _named_authority(endpoint: Endpoint, token: str) -> bytes:
+    """Return the CA certificate that the coordinator shows, if it is the one the token names.
+
+    Nothing secret is sent and nothing else is believed on this connection: what makes the answer
+    good is its fingerprint.
+    """
+    wanted = token.rpartition("_")[2]
+    if len(wanted) != FINGERPRINT_CHARACTERS:
+        raise InvalidInput(
+            "the join token names no authority",
+            wanted="the whole line that `paceline tokens join` printed, or --ca FILE",
+        )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    connection = endpoint.connect(TIMEOUT_S, context)
+    where = f"{endpoint.url}/ca.pem"
+    try:
+        connection.request("GET", f"{endpoint.prefix}/ca.pem")
+        response = connection.getresponse()
+        found = response.read(MAX_CA_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise ServiceUnavailable(
+            "the coordinator does not answer", got=f"{type(error).__name__}: {error}", where=where
+        ) from error
+    finally:
+        connection.close()
+    if response.status != http.HTTPStatus.OK:
+        raise ServiceUnavailable(
+            "the coordinator shows no authority", got=f"HTTP {response.status}", where=where
+        )
+    got = fingerprint(found)
+    if got != wanted:
+        raise AccessDenied(
+            "this is not the coordinator that made the token",
+            got=f"authority {got}",
+            wanted=f"authority {wanted}",
+            where=where,
+            do="Check the URL: somebody else answers there.",
+        )
+    return found
+
+
+def _runtime_of(state_dir: Path, asked_url: str, identity: WorkerIdentity) -> Runtime:
+    try:
+        profile = Profile.model_validate(identity.profile)
+    except ValidationError as error:
+        raise InvalidInput(
+            "the coordinator's profile cannot be read here",
+            got=str(error).splitlines()[0],
+            do="Run the same version of Paceline on every node.",
+        ) from error
+    security = profile.security
+    if security.peer_tls != "plaintext-anywhere":
+        node = f"{DIRECTORY}/{NODE_FILE}"
+        security = security.model_copy(
+            update={
+                "peer_tls": "mtls",
+                "peer_ca": f"{DIRECTORY}/{CA_FILE}",
+                "peer_cert": node,
+                "peer_key": node,
+            }
+        )
+    urls = _reachable(identity.coordinator_urls, asked_url)
+    return Runtime(
+        profile=profile.model_copy(update={"security": security}),
+        state_dir=state_dir,
+        endpoints=Endpoints(
+            coordinator_url=urls[0],
+            coordinator_urls=urls if len(urls) > 1 else (),
+            coordinator_ca=f"{DIRECTORY}/{REST_CA_FILE}" if identity.rest_ca else "",
+        ),
+        secrets=Secrets(worker_token=identity.token, peer_token=identity.peer_token),
+    )
+
+
+def _reachable(urls: tuple[str, ...], asked_url: str) -> tuple[str, ...]:
+    """Return where this node finds the replicas: another machine's loopback is not ours."""
+    if is_loopback_url(asked_url):
+        return urls or (asked_url,)
+    others = tuple(url for url in urls if not is_loopback_url(url))
+    return others or (asked_url,)
+
+
+def is_loopback_url(url: str) -> bool:
+    """Return whether ``url`` leads to this machine by its loopback."""
+    host = Endpoint.of(url).host
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _keep(state_dir: Path, identity: WorkerIdentity, key: bytes, runtime: Runtime) -> None:
+    """Write everything down; what says when to renew comes last, since it vouches for the rest."""
+    directory = state_dir / DIRECTORY
+    write_private(directory / CA_FILE, identity.ca.encode())
+    if identity.rest_ca:
+        write_private(directory / REST_CA_FILE, identity.rest_ca.encode())
+    save_runtime(runtime)
+    write_private(directory / NODE_FILE, key + identity.certificate.encode())
+    about = {
+        "worker_id": identity.worker_id,
+        "renew_at": identity.renew_at,
+        "expires_at": identity.certificate_expires_at,
+    }
+    write_private(directory / ABOUT_FILE, json.dumps(about).encode())
+
+
+def _joined_as(state_dir: Path) -> dict[str, Any] | None:
+    try:
+        about = json.loads((state_dir / DIRECTORY / ABOUT_FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise InvalidInput(
+            "this node's identity cannot be read",
+            got=error,
+            where=state_dir / DIRECTORY / ABOUT_FILE,
+            do="Delete the directory and join again with a new token.",
+        ) from error
+    assert isinstance(about, dict)
+    return about
+
+
+def _require_same(state_dir: Path, worker_id: str) -> None:
+    about = _joined_as(state_dir)
+    if about is not None and about["worker_id"] != worker_id:
+        raise Conflict(
+            "this node joined as another worker",
+            got=worker_id,
+            wanted=about["worker_id"],
+            where=state_dir,
+            do="Use another --state, or delete this one to join again.",
+        )
