@@ -1,7 +1,9 @@
 """The driver: gives the state machine the time, commits what it wants kept, lets its answers out.
 
-One lock owns the state. Whatever cannot be committed is not answered: the caller gets an error that
-says "again", and the state is read back from the file. It decides nothing itself and knows no HTTP.
+One lock owns the state. While this replica leads, the state is its own: whatever cannot be
+committed is not answered, and after trouble the state is read back from the store. Otherwise the
+state is what the store said last, and answers reads only. Who leads is decided in ``replica``; this
+decides nothing and knows no HTTP.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -21,73 +22,139 @@ from paceline.coordinator.callers import audited
 from paceline.coordinator.messages import (
     Activate,
     Answer,
+    Beat,
     Cancel,
     Create,
+    Effect,
     Event,
     KeepPlan,
+    Kept,
+    Listen,
     Observed,
     Tick,
 )
 from paceline.coordinator.ring import RING_EVENTS, EventRing
 from paceline.coordinator.settings import Patience
 from paceline.coordinator.state import CoordinatorState
-from paceline.coordinator.store import CoordinatorStore
+from paceline.coordinator.stores.contracts import Audit, Coordination, Progress, Term
 from paceline.coordinator.tokens import TokenBook
-from paceline.errors import PacelineError, ServiceUnavailable, StaleEpoch
+from paceline.errors import NotFound, NotLeading, PacelineError, ServiceUnavailable, StaleEpoch
 from paceline.manifest import Manifest
 from paceline.wire import digest_of
-from paceline.wire.calls import CreatedDeployment, CreateDeployment, EventList
+from paceline.wire.calls import (
+    CreatedDeployment,
+    CreateDeployment,
+    EventList,
+    HeartbeatAnswer,
+)
 from paceline.wire.events import Event as Told
 from paceline.wire.events import EventName
 from paceline.wire.records import StageRecord
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.15
 STARVED_S = 5.0  # ticks this late mean that nobody decides anything
+CUT_OFF_S = 10.0  # a standby that heard nothing of the store for so long answers nothing any more
+TROUBLE_S = 0.5  # between two attempts to read a store that is away; calls between are refused
 CREATIONS_AT_ONCE = 8  # each reads a manifest from the origin and holds a thread meanwhile
+EVENTS_AT_ONCE = 1_000
 
 Read = TypeVar("Read")
 
 
 class Coordinator:
-    """The control plane of one fleet, without its REST."""
+    """The control plane of one fleet, without its REST: one replica of it."""
 
     def __init__(
         self,
-        path: Path,
+        coordination: Coordination,
         *,
+        progress: Progress,
+        audit: Audit,
         fetch_manifest: Callable[[str], Manifest],
         patience: Patience | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
+        self._coordination, self._progress, self._audit = coordination, progress, audit
         self._fetch_manifest = fetch_manifest
         self._patience = patience or Patience()
         self._monotonic, self._wall = monotonic, wall
         self._lock = threading.Lock()
         self._creations = threading.BoundedSemaphore(CREATIONS_AT_ONCE)
-        self._store = CoordinatorStore(path)
-        self.leader_epoch = self._store.leader_epoch
-        self._state = self._restored()
-        self._ring = EventRing(self._store.recent_events(RING_EVENTS))
-        self._trouble: PacelineError | None = None  # why nothing can be committed, if so
+        self._state = CoordinatorState(self._patience, leader_epoch=0)
+        self._ring = EventRing()
         self._bell = Bell()
+        self._term: Term | None = None  # while this replica leads
+        self._leader: Term | None = None  # who leads otherwise, as the store said last
+        self._heard_s: float | None = None  # when the store said so
+        self._epoch = 0  # the newest one seen
+        self._trouble: PacelineError | None = None  # why the state is not what was kept, if so
+        self._try_again_s = 0.0
         self._ticked_s = monotonic()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._tick_on, name="coordinator-tick", daemon=True)
 
-    def start(self) -> None:
-        """Begin to notice the passing of time."""
-        self._thread.start()
+    # --- who leads -------------------------------------------------------------------------------
 
-    def stop(self) -> None:
-        """Stop deciding and let the file go."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=10)
+    def lead(self, term: Term) -> None:
+        """Begin to decide, from what the store kept; raises ServiceUnavailable where it is away."""
+        state, ring = self._restored(term.epoch), self._remembered()
         with self._lock:
-            self._store.close()
+            self._state, self._ring = state, ring
+            self._term, self._leader, self._trouble = term, term, None
+            self._epoch = term.epoch
+            self._ticked_s = self._monotonic()
+        log.info("leads epoch=%d replica=%s", term.epoch, term.replica_id)
+
+    def step_down(self, term: Term, reason: str) -> None:
+        """Decide nothing any more in the name of ``term``; held answers are let go."""
+        with self._lock:
+            if self._term != term:
+                return
+            self._term = self._leader = None
+        log.warning("leads no more epoch=%d reason=%s", term.epoch, reason)
+        self._bell.ring()
+
+    def follow(self, leader: Term | None, kept: Kept | None) -> None:
+        """Take what the store says: who leads, and, where it changed, what is kept."""
+        epoch = max(self._epoch, leader.epoch if leader else 0)
+        state = None if kept is None else self._state_of(kept, epoch)
+        with self._lock:
+            if self._term is not None:
+                return  # it was asked of the store before this replica was elected
+            self._leader, self._heard_s = leader, self._monotonic()
+            self._epoch = max(self._epoch, leader.epoch if leader else 0)
+            if state is not None:
+                self._state, self._trouble = state, None
+        if kept is not None:
+            self._hear_events()
+
+    @property
+    def term(self) -> Term | None:
+        """Return this replica's term while it certainly leads; costs no I/O."""
+        term = self._term
+        return term if term is not None and self._coordination.is_leading(term) else None
+
+    @property
+    def leader(self) -> Term | None:
+        """Return who leads as far as this replica knows; None where it knows nobody."""
+        if (term := self.term) is not None:
+            return term
+        if self._term is not None:
+            return None  # its lease may have run out: somebody else may lead, it knows not who
+        return None if self._cut_off else self._leader
+
+    @property
+    def leader_epoch(self) -> int:
+        """Return the newest epoch that this replica knows."""
+        return self._epoch
+
+    @property
+    def late_s(self) -> float:
+        """Return for how long nobody has noticed the passing of time."""
+        return self._monotonic() - self._ticked_s
+
+    # --- stopping --------------------------------------------------------------------------------
 
     @property
     def stopping(self) -> bool:
@@ -99,40 +166,62 @@ class Coordinator:
         self._stopping.set()
         self._bell.ring()
 
+    # --- deciding --------------------------------------------------------------------------------
+
     def handle(self, event: Event) -> BaseModel | None:
         """Take one event to its end: decided, committed, told; return its answer.
 
-        Raises what the state refuses with, and ServiceUnavailable where nothing can be committed.
+        Raises what the state refuses with, NotLeading where another replica decides, and
+        ServiceUnavailable where nothing can be committed.
         """
         with self._lock:
-            self._require_usable()
+            term = self._require_leading()
             effects = self._state.handle(event, self._monotonic())
-            try:
-                told = self._store.commit(audited(effects, self._wall()))
-            except PacelineError as error:
-                raise self._undo(error) from error
-            self._ring.extend(told)
+            told = self._commit(term, audited(effects, self._wall()))
+            if not told and not self._coordination.is_leading(term):
+                raise self._not_leading()  # frozen meanwhile: another may lead, and have decided
         asked = isinstance(event, Activate | Cancel)
         if asked or any(isinstance(each, KeepPlan) for each in effects):
             self._bell.ring()
         for each in told:
-            _log_event(each.name, each.deployment_id, each.worker_id, each.data)
+            _log_event(each)
         return next((each.record for each in effects if isinstance(each, Answer)), None)
 
-    def read(self, question: Callable[[CoordinatorState], Read]) -> Read:
-        """Return what ``question`` finds in the state; it must not change anything."""
-        with self._lock:
-            self._require_usable()
-            return question(self._state)
+    def decide_now(self, event: Beat | Listen) -> HeartbeatAnswer | None:
+        """Return the answer to a worker, where that takes neither a wait nor a write.
 
-    def now(self) -> float:
-        """Return the wall's time, for the ``at`` of events."""
-        return self._wall()
+        None where it might take either: nothing has happened then, and ``handle`` is to be asked,
+        on a thread that may wait. Raises what ``handle`` does.
+        """
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            if self._trouble is not None:
+                return None
+            term = self._require_leading()
+            if isinstance(event, Beat) and not self._state.is_calm(event.beat):
+                return None
+            effects = self._state.handle(event, self._monotonic())
+            if not self._coordination.is_leading(term):
+                raise self._not_leading()
+        finally:
+            self._lock.release()
+        assert len(effects) == 1 and isinstance(effects[0], Answer), "calm, and yet to be kept"
+        assert isinstance(effects[0].record, HeartbeatAnswer)
+        return effects[0].record
+
+    def tick(self) -> None:
+        """Notice the passing of time, where this replica leads."""
+        if self.term is not None:
+            self.handle(Tick(at=self._wall()))
+        self._ticked_s = self._monotonic()
 
     def create(self, call: CreateDeployment, key: str | None) -> CreatedDeployment:
         """Create a deployment, or return the one that this key already made."""
         body_digest = digest_of(call)
-        known = self.read(lambda state: state.known_key(key, body_digest))
+        with self._lock:
+            self._require_leading()
+            known = self._state.known_key(key, body_digest)
         if known is not None:
             return known
         if not self._creations.acquire(blocking=False):
@@ -161,15 +250,6 @@ class Coordinator:
         """Decide the cancel; ``unstopped`` tells who has yet to confirm it."""
         self.handle(Cancel(deployment_id=deployment_id, at=self._wall()))
 
-    def events(self, after: int) -> EventList:
-        """Return the events after number ``after``."""
-        return self._ring.after(after)
-
-    def stage(self, stage: str, input_digest: str) -> StageRecord | None:
-        """Return the ledger's record, or None."""
-        with self._lock:
-            return self._store.stage(stage, input_digest)
-
     def keep_stage(self, record: StageRecord) -> StageRecord:
         """Put a record into the ledger."""
         data: dict[str, object] = {
@@ -179,30 +259,64 @@ class Coordinator:
             "output_digest": record.output_digest,
         }
         told = Observed(EventName.STAGE_FINISHED, self._wall(), None, None, data)
+        rows = [each for each in audited([told], self._wall()) if each is not told]
         with self._lock:
-            self._require_usable()
+            term = self._require_leading()
             try:
-                self._ring.extend(self._store.keep_stage(record, told))
+                events = self._coordination.keep_stage(term, record, told)
             except PacelineError as error:
-                raise self._undo(error) from error
+                raise self._undo(term, error) from error
+            self._ring.extend(events)
+            self._commit(term, rows)
         return record
 
     def tell(self, observed: Sequence[Observed]) -> None:
-        """Commit rows of the history that change nothing else."""
+        """Commit rows that tell of something which changed nothing, such as a refused attempt."""
         with self._lock:
-            self._require_usable()
-            try:
-                self._ring.extend(self._store.commit(observed))
-            except PacelineError as error:
-                raise self._undo(error) from error
+            self._commit(self._require_leading(), observed)
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def read(self, question: Callable[[CoordinatorState], Read]) -> Read:
+        """Return what ``question`` finds in the state; it must not change anything.
+
+        What a standby has not heard of yet it asks the store for.
+        """
+        try:
+            return self._read(question)
+        except NotFound:
+            if self._term is not None:
+                raise
+        self.follow(self._coordination.leader(), self._coordination.load(self._monotonic()))
+        return self._read(question)
+
+    def _read(self, question: Callable[[CoordinatorState], Read]) -> Read:
+        with self._lock:
+            if self._term is not None:
+                self._require_usable(self._term)
+            else:
+                self._require_heard()
+            return question(self._state)
+
+    def now(self) -> float:
+        """Return the wall's time, for the ``at`` of events."""
+        return self._wall()
+
+    def events(self, after: int) -> EventList:
+        """Return the events after number ``after``."""
+        return self._ring.after(after)
 
     def history(self, **question: Any) -> list[Told]:
-        """Return what the audit history has; see ``Audit.query``."""
-        return self._store.history(**question)
+        """Return what the audit store has; see ``Audit.query`` for the questions."""
+        return self._audit.query(**question)
+
+    def stage(self, stage: str, input_digest: str) -> StageRecord | None:
+        """Return the ledger's record, or None."""
+        return self._coordination.stage(stage, input_digest)
 
     @property
     def tokens(self) -> TokenBook:
-        """Return the tokens; they may be read without a lock."""
+        """Return who may call; it may be asked without the lock."""
         return self._state.tokens
 
     @property
@@ -211,45 +325,107 @@ class Coordinator:
         return self._bell
 
     def check_ready(self) -> None:
-        """Raise ServiceUnavailable where this process cannot decide or commit."""
+        """Raise ServiceUnavailable where this process can neither decide nor follow."""
         with self._lock:
-            self._require_usable()
-        late_s = self._monotonic() - self._ticked_s
-        if late_s > STARVED_S:
+            if self._term is None:
+                self._require_heard()
+                return
+            self._require_usable(self._term)
+        if self.late_s > STARVED_S:
             raise ServiceUnavailable(
-                "the coordinator's clock thread is late", got=f"{late_s:.1f} s"
+                "the coordinator's clock thread is late", got=f"{self.late_s:.1f} s"
             )
 
-    def _tick_on(self) -> None:
-        while not self._stopping.wait(TICK_S):
-            try:
-                self.handle(Tick(at=self._wall()))
-            except PacelineError as error:
-                log.warning("tick failed: %s", error)
-            except Exception:
-                # A defect must not silence the clock: say so each time, and go on deciding.
-                log.exception("tick failed")
-            self._ticked_s = self._monotonic()
+    @property
+    def _cut_off(self) -> bool:
+        return self._heard_s is None or self._monotonic() - self._heard_s > CUT_OFF_S
 
-    def _restored(self) -> CoordinatorState:
-        now_s = self._monotonic()
-        return CoordinatorState.restore(
-            self._store.load(now_s), now_s, self._patience, leader_epoch=self.leader_epoch
-        )
+    # --- with the lock held ----------------------------------------------------------------------
 
-    def _require_usable(self) -> None:
+    def _require_leading(self) -> Term:
+        term = self.term
+        if term is None:
+            raise self._not_leading()
+        self._require_usable(term)
+        return term
+
+    def _require_usable(self, term: Term) -> None:
         if self._trouble is None:
             return
-        if isinstance(self._trouble, StaleEpoch):
+        if self._monotonic() < self._try_again_s:
             raise _again(self._trouble) from self._trouble
         # The state ran ahead of what could be kept: begin again from what was.
-        self._state = self._restored()
+        try:
+            self._state = self._restored(term.epoch)
+        except PacelineError as error:
+            self._try_again_s = self._monotonic() + TROUBLE_S
+            raise self._undo(term, error) from error
         self._trouble = None
 
-    def _undo(self, error: PacelineError) -> ServiceUnavailable:
+    def _require_heard(self) -> None:
+        if self._trouble is not None:
+            raise _again(self._trouble) from self._trouble
+        if self._cut_off:
+            raise ServiceUnavailable(
+                "this replica is cut off from the store and may be out of date",
+                wanted=f"news of it within {CUT_OFF_S:.0f} s",
+                where=self._coordination.backend,
+                do="Ask another replica.",
+            )
+
+    def _commit(self, term: Term, effects: Sequence[Effect]) -> list[Told]:
+        try:
+            told = self._coordination.commit(term, effects)
+        except PacelineError as error:
+            raise self._undo(term, error) from error
+        self._ring.extend(told)
+        return told
+
+    def _undo(self, term: Term, error: PacelineError) -> ServiceUnavailable:
         self._trouble = error
         log.error("nothing was committed: %s", error)
+        if isinstance(error, StaleEpoch) and self._term == term:
+            self._term = self._leader = None
+            log.warning("leads no more epoch=%d reason=another does", term.epoch)
+            self._bell.ring()
+            return self._not_leading()
         return _again(error)
+
+    def _not_leading(self) -> NotLeading:
+        leader = self.leader
+        return NotLeading(
+            "this replica does not lead",
+            got=f"the leader is {leader.url}" if leader else "nobody leads now",
+            do="Ask the leader, or call again in a second.",
+        )
+
+    # --- the store -------------------------------------------------------------------------------
+
+    def _restored(self, epoch: int) -> CoordinatorState:
+        return self._state_of(self._coordination.load(self._monotonic()), epoch)
+
+    def _state_of(self, kept: Kept, epoch: int) -> CoordinatorState:
+        now_s = self._monotonic()
+        state = CoordinatorState.restore(kept, now_s, self._patience, leader_epoch=epoch)
+        for each in state.deployments():
+            if not each.status.is_final:
+                state.recall(each.deployment_id, self._progress.get(each.deployment_id))
+        return state
+
+    def _remembered(self) -> EventRing:
+        ring = EventRing()
+        self._page(ring, max(0, self._coordination.outbox().last - RING_EVENTS))
+        return ring
+
+    def _hear_events(self) -> None:
+        ring = self._ring
+        after = ring.last or max(0, self._coordination.outbox().last - RING_EVENTS)
+        self._page(ring, after)
+
+    def _page(self, ring: EventRing, after: int) -> None:
+        while page := self._coordination.events_after(after, EVENTS_AT_ONCE):
+            ring.extend(page)
+            after = page[-1].seq
 
 
 def _again(error: PacelineError) -> ServiceUnavailable:
@@ -258,9 +434,7 @@ def _again(error: PacelineError) -> ServiceUnavailable:
     )
 
 
-def _log_event(
-    name: EventName, deployment_id: str | None, worker_id: str | None, data: dict[str, object]
-) -> None:
-    fields = {"deployment": deployment_id, "worker": worker_id} | data
+def _log_event(event: Told) -> None:
+    fields = {"deployment": event.deployment_id, "worker": event.worker_id} | event.data
     text = " ".join(f"{key}={value}" for key, value in fields.items() if value is not None)
-    log.info("%s %s", name.value, text)
+    log.info("%s %s", event.name.value, text)

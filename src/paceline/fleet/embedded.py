@@ -27,7 +27,7 @@ def embedded_services(runtime: Runtime) -> tuple[ServiceSpec, ...]:
         _prefect_server(runtime),
         _mlflow(runtime),
         _dask(runtime),
-        _coordinator(runtime),
+        *_coordinators(runtime),
         _prefect_worker(runtime),
     )
 
@@ -191,19 +191,29 @@ def _dask(runtime: Runtime) -> ServiceSpec:
     )
 
 
-def _coordinator(runtime: Runtime) -> ServiceSpec:
-    port = port_of(runtime.endpoints.coordinator_url)
-    return ServiceSpec(
-        name="coordinator",
-        argv=(
+def _coordinators(runtime: Runtime) -> list[ServiceSpec]:
+    """Every replica of the coordinator; they find out among themselves who leads."""
+    urls = runtime.endpoints.coordinator_urls or (runtime.endpoints.coordinator_url,)
+    home = str(_directory(runtime, "coordinator"))
+    specs = []
+    for number, url in enumerate(urls, start=1):
+        name = "coordinator" if number == 1 else f"coordinator-{number}"
+        argv = (
             sys.executable, "-m", "paceline.cli.main", "coordinator",
-            "--state", str(runtime.state_dir), "--port", str(port),
-        ),
-        cwd=str(_directory(runtime, "coordinator")),
-        env={"PACELINE_STATE": str(runtime.state_dir)},
-        ready=Ready(kind="http", url=f"{runtime.endpoints.coordinator_url}/healthz", port=port),
-        stop_phase=1,
-    )  # fmt: skip
+            "--state", str(runtime.state_dir), "--port", str(port_of(url)),
+            "--replica-id", name, "--advertise", url,
+        )  # fmt: skip
+        specs.append(
+            ServiceSpec(
+                name=name,
+                argv=argv,
+                cwd=home,
+                env={"PACELINE_STATE": str(runtime.state_dir)},
+                ready=Ready(kind="http", url=f"{url}/healthz", port=port_of(url)),
+                stop_phase=1,
+            )
+        )
+    return specs
 
 
 def _directory(runtime: Runtime, name: str) -> Path:

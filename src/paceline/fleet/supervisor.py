@@ -179,13 +179,18 @@ class Supervisor:
             return self.ports[-1].number
 
         prefect = port("Prefect", profile.services.prefect_port)
-        coordinator = port("the coordinator", profile.services.coordinator_port)
+        replicas = tuple(
+            f"http://{host}:{port('the coordinator', wanted and wanted + number)}"
+            for wanted in (profile.services.coordinator_port,)
+            for number in range(profile.control.replicas)
+        )
         return Endpoints(
             prefect_api_url=f"http://{host}:{prefect}/api",
             prefect_ui_url=f"http://{host}:{prefect}",
             mlflow_url=f"http://{host}:{port('MLflow', profile.services.mlflow_port)}",
             s3_url=f"http://{host}:{port('S3', profile.services.s3_port)}",
-            coordinator_url=f"http://{host}:{coordinator}",
+            coordinator_url=replicas[0],
+            coordinator_urls=replicas,
             scheduler_address=f"tls://{host}:{port('Dask', profile.services.scheduler_port)}",
         )
 

@@ -7,7 +7,7 @@ directory, and returns the exit status. It makes no decisions; those are in ``co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
@@ -15,12 +15,24 @@ from starlette.concurrency import run_in_threadpool
 
 from paceline import __version__
 from paceline.coordinator import Coordinator, Patience
+from paceline.coordinator.beating import Beating
 from paceline.coordinator.problems import add_problem_handlers
+from paceline.coordinator.replica import Duty, Replica
+from paceline.coordinator.replica_gate import LeaderGate
 from paceline.coordinator.rest import make_router
+from paceline.coordinator.stores import (
+    Candidate,
+    Shipper,
+    Term,
+    open_audit,
+    open_coordination,
+    open_progress,
+)
 from paceline.profile import Runtime
 from paceline.service.access import make_access_router
 from paceline.service.admission import Admission
 from paceline.service.clerk import Clerk
+from paceline.service.flow_starter import FlowKeeper, PrefectStarter
 from paceline.service.guard import Doorman, Guard
 from paceline.service.limits import HostGuard, SizeGuard
 from paceline.service.observation import add_observation
@@ -31,7 +43,6 @@ from paceline.service.routes import paths_open, require_declared
 from paceline.service.serving import serve_app
 
 REPLICA_ID = "coordinator"  # of the only (or first) replica; the log is named after it
-DATABASE = "coordinator.sqlite"
 OPEN_PATHS = paths_open()  # served without a token
 
 
@@ -48,25 +59,41 @@ def create_app(
     ``url`` is where clients and other replicas reach it; ``names`` is what else they may call it,
     beside loopback's names and the profile's.
     """
+    coordination = open_coordination(runtime)
+    progress, audit = open_progress(runtime), open_audit(runtime)
     coordinator = Coordinator(
-        runtime.state_dir / DATABASE,
+        coordination,
+        progress=progress,
+        audit=audit,
         fetch_manifest=lambda url: manifest_at(url, runtime),
         patience=patience or Patience.of(runtime.profile),
     )
-
+    replica = Replica(
+        coordinator,
+        coordination,
+        progress,
+        Candidate(replica_id, url),
+        duties=[
+            lambda term: Shipper(coordination, audit, term),
+            *_flow_duties(runtime, coordinator),
+        ],
+    )
     doorman = Doorman(runtime.secrets, lambda: coordinator.tokens)
     clerk = Clerk(coordinator, doorman.seen)
     admission = Admission(runtime, coordinator, urls=lambda: _urls(runtime))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        coordinator.start()
+        await run_in_threadpool(replica.start)
         clerk.start()
         try:
             yield
         finally:
+            await hub.close()
             await run_in_threadpool(clerk.stop)
-            coordinator.stop()
+            await run_in_threadpool(replica.stop)
+            for store in (audit, progress, coordination):
+                store.close()
 
     app = FastAPI(
         title="Paceline coordinator",
@@ -75,19 +102,29 @@ def create_app(
         docs_url=None,  # the stock pages load scripts from elsewhere; /docs here is our own
         redoc_url=None,
     )
-    app.state.coordinator, app.state.replica_id = coordinator, replica_id
+    app.state.coordinator, app.state.replica = coordinator, replica
     app.include_router(make_router(coordinator))
-    add_observation(app, coordinator)
+    hub = add_observation(app, coordinator, url=url, replica_id=replica_id)
     app.include_router(make_access_router(coordinator, admission, doorman))
     add_problem_handlers(app)
     describe(app)
     require_declared(app)
     security = runtime.profile.security
     # The last one added is asked first.
+    app.add_middleware(Beating, coordinator=coordinator)
+    app.add_middleware(LeaderGate, coordinator=coordinator)
     app.add_middleware(Guard, doorman=doorman, security=security, refused=clerk.refused)
     app.add_middleware(SizeGuard)
     app.add_middleware(HostGuard, names=(*names, urlsplit(url).hostname or "localhost"))
     return app
+
+
+def _flow_duties(runtime: Runtime, coordinator: Coordinator) -> list[Callable[[Term], Duty]]:
+    """Return the duty of starting flow runs, where the profile wants them started."""
+    if runtime.profile.control.flow_starter == "off":
+        return []
+    starter = PrefectStarter.of(runtime)
+    return [lambda _term: FlowKeeper(coordinator, starter)]
 
 
 def serve(
@@ -116,7 +153,7 @@ def serve(
         host=host,
         port=port,
         ready_fd=ready_fd,
-        end_waits=lambda app: app.state.coordinator.end_waits(),
+        end_waits=lambda app: app.state.replica.resign(),
     )
 
 

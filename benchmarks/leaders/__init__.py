@@ -1,0 +1,1 @@
+"""What the failover benchmark is made of: a cluster to break, load with a history, bytes."""

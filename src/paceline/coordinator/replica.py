@@ -1,0 +1,219 @@
+"""A replica's life: follow the store, stand for election, lead, step down, and begin again.
+
+Three threads. One campaigns and, while this replica leads, watches that it still does: its lease by
+a clock that goes on in sleep, and its own clock thread, because a leader that decides nothing keeps
+nobody else from leading. One follows the store while somebody else leads. One ticks. A process that
+was frozen past its lease wakes as a standby: every call asks ``Coordinator.term`` first.
+It knows no HTTP and decides nothing about deployments.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from paceline.coordinator.coordinator import Coordinator
+from paceline.coordinator.stores.contracts import Candidate, Coordination, Progress, Term
+from paceline.errors import PacelineError
+from paceline.wire.records import WorkerProgress
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.15
+WATCH_S = 0.1  # between two looks at whether this replica still leads
+STUCK_S = 30.0  # a leader whose clock thread is so late makes way for another
+FOLLOW_S = 0.5  # between two readings of the store by a standby, at least,
+FOLLOW_SHARE = 0.2  # and of its time, at most
+LOOK_S = 0.1  # between two looks at who leads
+WAIT_S = 0.5
+RETRY_S = 1.0  # after a store that does not answer, jittered
+PROGRESS_S = 1.0  # between two tellings of progress, for each 1,000 parts
+STARTED_S = 5.0  # how long the start waits for this replica to have a role
+
+
+class Duty(Protocol):
+    """What the leader does on a thread of its own as long as one term lasts."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Replica:
+    """Keeps one ``Coordinator`` in its role; ``start`` and ``stop`` are called once."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        coordination: Coordination,
+        progress: Progress,
+        candidate: Candidate,
+        *,
+        duties: Sequence[Callable[[Term], Duty]] = (),
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._coordinator = coordinator
+        self._coordination, self._progress = coordination, progress
+        self._candidate = candidate
+        self._duties = duties
+        self._monotonic = monotonic
+        self._stopping = threading.Event()
+        self._has_role = threading.Event()
+        self._threads = [
+            threading.Thread(target=body, name=f"replica-{name}", daemon=True)
+            for name, body in (
+                ("campaign", self._campaign_on),
+                ("follow", self._follow_on),
+                ("tick", self._tick_on),
+            )
+        ]
+
+    def start(self) -> None:
+        """Begin, and return once this replica leads or follows, or after a few seconds without."""
+        for thread in self._threads:
+            thread.start()
+        if not self._has_role.wait(STARTED_S):
+            log.warning("no role yet replica=%s: the store does not answer", self._name)
+
+    def resign(self) -> None:
+        """Stand down now, for good: the next leader need not wait for a lease to run out."""
+        self._stopping.set()
+        self._coordinator.end_waits()
+
+    def stop(self) -> None:
+        """End the threads; raises nothing."""
+        self.resign()
+        until_s = self._monotonic() + 10.0
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=max(0.1, until_s - self._monotonic()))
+
+    @property
+    def _name(self) -> str:
+        return self._candidate.replica_id
+
+    # --- the leader ------------------------------------------------------------------------------
+
+    def _campaign_on(self) -> None:
+        while not self._stopping.is_set():
+            if self._coordinator.late_s > STUCK_S:
+                self._pause()  # it would decide nothing: its clock thread hangs
+                continue
+            try:
+                term = self._coordination.campaign(self._candidate, self._stopping.is_set)
+            except PacelineError as error:
+                log.warning("no election replica=%s: %s", self._name, error)
+                self._pause()
+                continue
+            except Exception:
+                # A defect must not end the campaign for good: say so, and stand again.
+                log.exception("the campaign broke replica=%s", self._name)
+                self._pause()
+                continue
+            if term is None:
+                return
+            duties = [make(term) for make in self._duties]
+            reason = self._lead(term, duties)
+            self._coordinator.step_down(term, reason)
+            self._coordination.resign(term)  # before anything that takes time: somebody waits
+            for duty in duties:
+                duty.stop()
+            if not self._coordination.standbys and not self._stopping.is_set():
+                log.error("another process has this store; this one answers nothing from here on")
+                return
+            self._pause()  # so that another comes first, whatever was wrong here
+
+    def _lead(self, term: Term, duties: Sequence[Duty]) -> str:
+        """Lead until the term is over and return why it is."""
+        try:
+            self._coordinator.lead(term)
+            for duty in duties:
+                duty.start()
+        except PacelineError as error:
+            return f"the state cannot be read: {error}"
+        except Exception as error:
+            log.exception("the state cannot be taken over")
+            return f"{type(error).__name__}: {error}"
+        self._has_role.set()
+        while not self._stopping.wait(WATCH_S):
+            if self._coordinator.term != term:
+                return "the lease ran out, or another leads"
+            if self._coordinator.late_s > STUCK_S:
+                return f"nothing was decided for {STUCK_S:.0f} s"
+        return "the process stops"
+
+    def _tick_on(self) -> None:
+        told_s = 0.0
+        while not self._stopping.wait(TICK_S):
+            try:
+                self._coordinator.tick()
+                if self._coordinator.term is not None and self._monotonic() >= told_s:
+                    parts = self._tell_progress()
+                    told_s = self._monotonic() + PROGRESS_S * max(1.0, parts / 1000)
+            except PacelineError as error:
+                log.warning("tick failed: %s", error)
+            except Exception:
+                # A defect must not silence the clock: say so each time, and go on deciding.
+                log.exception("tick failed")
+
+    def _tell_progress(self) -> int:
+        """Hand the progress store what standbys show; return how many parts that was."""
+        parts, beats = self._coordinator.read(
+            lambda state: (
+                {
+                    (deployment.deployment_id, part.worker_id): part
+                    for deployment in state.deployments()
+                    if not deployment.status.is_final
+                    for part in state.progress(deployment.deployment_id)
+                },
+                {each.worker_id: each.last_heartbeat for each in state.fleet.workers()},
+            )
+        )
+        self._progress.put(_moving(parts), beats)
+        return len(parts)
+
+    # --- the standby -----------------------------------------------------------------------------
+
+    def _follow_on(self) -> None:
+        seen, load_s, failing = -1, 0.0, False
+        while not self._stopping.is_set():
+            if self._coordinator.term is not None or not self._coordination.standbys:
+                seen = -1  # whatever was read before is old news after a term of its own
+                self._stopping.wait(WATCH_S)
+                continue
+            try:
+                newest = self._coordination.revision()
+                kept, began_s = None, self._monotonic()
+                if newest != seen and began_s >= load_s:
+                    kept = self._coordination.load(began_s)
+                self._coordinator.follow(self._coordination.leader(), kept)
+                self._has_role.set()
+                if kept is not None:
+                    seen, took_s = newest, self._monotonic() - began_s
+                    load_s = self._monotonic() + max(FOLLOW_S, took_s / FOLLOW_SHARE)
+                failing = False
+                if newest == seen:
+                    self._coordination.wait(newest, WAIT_S)
+                self._stopping.wait(LOOK_S)
+            except PacelineError as error:
+                level = logging.DEBUG if failing else logging.WARNING
+                log.log(level, "the store cannot be followed: %s", error)
+                failing = True
+                self._pause()
+            except Exception:
+                log.exception("following failed")
+                self._pause()
+
+    def _pause(self) -> None:
+        self._stopping.wait(RETRY_S * random.uniform(0.5, 1.0))
+
+
+def _moving(
+    parts: dict[tuple[str, str], WorkerProgress],
+) -> dict[tuple[str, str], WorkerProgress]:
+    """Leave out receipts and failures: those are kept in the coordination store already."""
+    return {key: part for key, part in parts.items() if part.receipt is None}

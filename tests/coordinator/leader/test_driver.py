@@ -1,0 +1,128 @@
+"""The driver on the embedded store: one transaction a command, fenced, read back equal."""
+
+import sqlite3
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from paceline.coordinator.coordinator import Coordinator
+from paceline.coordinator.messages import Register
+from paceline.coordinator.replica import Replica
+from paceline.coordinator.stores import Candidate
+from paceline.coordinator.stores.memory_progress import MemoryProgress
+from paceline.coordinator.stores.sqlite import SqliteCoordination
+from paceline.coordinator.stores.sqlite_audit import SqliteAudit
+from paceline.errors import Conflict, NotLeading, ServiceUnavailable
+from paceline.wire.calls import CreateDeployment, RegisterWorker
+from tests.coordinator.conftest import small_manifest
+
+
+def register(name="node-0"):
+    call = RegisterWorker(
+        worker_id=name, hostname="h", rack="r", available_storage=1, address="a:1"
+    )
+    return Register(call=call)
+
+
+@contextmanager
+def standing(path):
+    """The only replica of an installation."""
+    store, audit, progress = SqliteCoordination(path), SqliteAudit(path), MemoryProgress()
+    made = Coordinator(
+        store, progress=progress, audit=audit, fetch_manifest=lambda _: small_manifest()
+    )
+    replica = Replica(made, store, progress, Candidate("coordinator", "http://127.0.0.1:1"))
+    replica.start()
+    try:
+        yield made
+    finally:
+        replica.stop()
+        for each in (audit, progress, store):
+            each.close()
+
+
+@pytest.fixture
+def coordinator(tmp_path):
+    with standing(tmp_path / "c.sqlite") as made:
+        yield made
+
+
+def creation(**more):
+    fields = {"model_id": "m", "version": "v1", "source_url": "s3://b/m"}
+    return CreateDeployment(target_workers=("node-0",), **fields, **more)
+
+
+def again(what):
+    """Do it as a caller does who was told to call again."""
+    end_s = time.monotonic() + 30
+    while True:
+        try:
+            return what()
+        except ServiceUnavailable:
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+
+
+def test_newer_process_on_the_same_file_takes_over_for_good(tmp_path):
+    path = tmp_path / "c.sqlite"
+    with standing(path) as old:
+        old.handle(register())
+        with standing(path) as new:
+            assert new.leader_epoch == old.leader_epoch + 1
+            for _ in range(2):
+                with pytest.raises(NotLeading):
+                    old.handle(register("node-1"))
+            with pytest.raises(ServiceUnavailable):
+                old.check_ready()
+            new.check_ready()
+            new.handle(register("node-2"))
+            names = [each.worker_id for each in new.read(lambda state: state.fleet.workers())]
+            assert names == ["node-0", "node-2"]
+        with pytest.raises(NotLeading):
+            old.handle(register("node-1"))
+
+
+def test_what_cannot_be_committed_is_not_answered_and_not_remembered(coordinator, tmp_path):
+    coordinator.handle(register())
+    blocker = sqlite3.connect(tmp_path / "c.sqlite", isolation_level=None)
+    coordinator._coordination._db.execute("PRAGMA busy_timeout=50")
+    blocker.execute("BEGIN IMMEDIATE")
+    with pytest.raises(ServiceUnavailable):
+        coordinator.create(creation(), "k1")
+    blocker.execute("ROLLBACK")
+    blocker.close()
+    assert again(lambda: coordinator.read(lambda state: state.deployments())) == []
+    made = again(lambda: coordinator.create(creation(), "k1"))
+    assert coordinator.create(creation(), "k1").deployment_id == made.deployment_id
+    with pytest.raises(Conflict):
+        coordinator.create(creation(seed=1), "k1")
+
+
+def test_same_key_at_once_from_many_threads_makes_one_deployment(coordinator):
+    coordinator.handle(register())
+    made, gate = [], threading.Barrier(6)
+
+    def create():
+        gate.wait()
+        made.append(coordinator.create(creation(), "k1").deployment_id)
+
+    threads = [threading.Thread(target=create) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 6
+    assert len(set(made)) == 1
+
+
+def test_state_survives_being_closed_and_opened(tmp_path):
+    path = tmp_path / "c.sqlite"
+    with standing(path) as first:
+        first.handle(register())
+        made = first.create(creation(), None)
+        last = first.events(0).last
+    with standing(path) as second:
+        assert second.read(lambda state: state.plan(made.deployment_id)).epoch == 1
+        assert second.events(last - 1).events[0].seq == last

@@ -1,0 +1,235 @@
+"""Who leads, who follows, and what an old leader may still say: nothing."""
+
+import threading
+
+import pytest
+
+from paceline.coordinator.messages import Beat, Register
+from paceline.coordinator.replica import STUCK_S
+from paceline.errors import NotFound, NotLeading, ServiceUnavailable
+from paceline.wire.calls import CreateDeployment, Heartbeat, RegisterWorker
+from paceline.wire.records import WorkerStatus
+from tests.coordinator.leader.fakes import until
+
+CALL = CreateDeployment(
+    model_id="m", version="v1", source_url="s3://b/m", target_workers=("node-0",)
+)
+
+
+def registration(worker_id="node-0", incarnation=1):
+    return Register(
+        call=RegisterWorker(
+            worker_id=worker_id,
+            hostname="h",
+            rack="r",
+            available_storage=1,
+            address="127.0.0.1:1",
+            incarnation=incarnation,
+        )
+    )
+
+
+def beat(worker_id="node-0", incarnation=1):
+    return Beat(
+        beat=Heartbeat(worker_id=worker_id, status=WorkerStatus.IDLE, incarnation=incarnation)
+    )
+
+
+def deployments(node):
+    return [each.deployment_id for each in node.coordinator.read(lambda s: s.deployments())]
+
+
+def test_one_leads_and_the_others_follow_what_it_commits(three):
+    made = three.leader.coordinator.create(CALL, "key-1").deployment_id
+    three.follow_up()
+    for each in three.standbys:
+        assert deployments(each) == [made]
+        assert each.coordinator.leader.url == three.leader.url
+        assert [e.deployment_id for e in each.coordinator.events(0).events] == [made]
+        with pytest.raises(NotLeading) as caught:
+            each.coordinator.create(CALL, "key-2")
+        assert three.leader.url in str(caught.value)
+
+
+def test_standby_asks_the_store_before_it_says_that_something_is_not_there(three):
+    three.follow_up()
+    standby = three.standbys[0]
+    made = three.leader.coordinator.create(CALL, "key-1").deployment_id
+    assert standby.coordinator.read(lambda s: s.view(made)).deployment_id == made
+    with pytest.raises(NotFound):
+        standby.coordinator.read(lambda s: s.view("dep-none"))
+
+
+def test_next_leader_knows_everything_that_was_acknowledged(three):
+    old = three.leader
+    old.coordinator.handle(registration())
+    made = old.coordinator.create(CALL, "key-1")
+    old.link.lapsed = True
+    three.cluster.expire()
+    until(lambda: any(n.leads and n is not old for n in three.nodes), "another leader")
+    new = three.leader
+    assert new.coordinator.term.epoch > 1
+    assert new.coordinator.create(CALL, "key-1").deployment_id == made.deployment_id
+    assert new.coordinator.handle(beat()).go_on, "the worker need not register again"
+    assert deployments(new) == [made.deployment_id]
+
+
+def test_frozen_leader_answers_neither_writes_nor_beats_and_comes_back_as_a_standby(three):
+    old = three.leader
+    old.coordinator.handle(registration())
+    # Frozen: its threads stand still, its lease runs out, another is elected. Then it wakes.
+    with old.coordinator._lock:
+        old.link.lapsed = True
+        three.cluster.expire()
+        until(lambda: any(n.leads for n in three.nodes if n is not old), "another leader")
+    for event in (registration("node-1"), beat()):
+        with pytest.raises(NotLeading):
+            old.coordinator.handle(event)
+    until(lambda: old.coordinator.leader == three.leader.coordinator.term, "it follows")
+    made = three.leader.coordinator.create(CALL, "key-1").deployment_id
+    until(lambda: deployments(old) == [made], "the old leader shows what the new one did")
+    # And once more round, in the same process.
+    new = three.leader
+    with new.coordinator._lock:
+        new.link.lapsed = True
+        for each in three.nodes:
+            each.link.up = each is old
+        three.cluster.expire()
+        until(lambda: old.leads, "it leads again")
+    assert old.coordinator.create(CALL, "key-1").deployment_id == made
+
+
+def test_beat_answered_while_the_lease_ran_out_is_not_let_out(three):
+    leader = three.leader
+    leader.coordinator.handle(registration())
+    state = leader.coordinator._state
+    decide = state.handle
+
+    def slow(event, now_s):
+        effects = decide(event, now_s)
+        if isinstance(event, Beat):
+            leader.link.lapsed = True
+        return effects
+
+    state.handle = slow
+    with pytest.raises(NotLeading):
+        leader.coordinator.handle(beat())
+
+
+def test_leader_that_does_not_know_yet_is_refused_by_the_store_and_steps_down_at_once(three):
+    old = three.leader
+    epoch = old.coordinator.term.epoch
+    three.cluster.expire()
+    until(lambda: any(n.leads for n in three.nodes if n is not old), "another leader")
+    if old.leads:  # nothing told it so far: two believe that they lead, one of them can write
+        with pytest.raises(NotLeading):
+            old.coordinator.create(CALL, "key-1")
+    assert not old.leads
+    new = three.leader
+    assert new.coordinator.term.epoch > epoch
+    assert deployments(new) == []
+
+
+def test_write_whose_answer_got_lost_is_there_once(three):
+    leader = three.leader
+    leader.link.lost_answers = 1
+    with pytest.raises(ServiceUnavailable):
+        leader.coordinator.create(CALL, "key-1")
+
+    def again():
+        try:
+            return leader.coordinator.create(CALL, "key-1")
+        except ServiceUnavailable:
+            return None
+
+    until(again, "the store is tried again")
+    assert len(deployments(leader)) == 1
+
+
+def test_store_that_is_away_refuses_writes_quickly_and_everything_goes_on_after(three):
+    leader = three.leader
+    leader.coordinator.create(CALL, "key-1")
+    leader.link.up = False
+    loads = leader.link.loads
+    for _ in range(50):
+        with pytest.raises(ServiceUnavailable):
+            leader.coordinator.create(CALL, "key-2")
+    assert leader.link.loads == loads, "calls do not queue up behind a store that is away"
+    leader.link.up = True
+
+    def again():
+        try:
+            return leader.coordinator.create(CALL, "key-2")
+        except ServiceUnavailable:
+            return None
+
+    until(again, "the store is back")
+    assert len(deployments(leader)) == 2
+
+
+def test_standby_that_is_cut_off_from_the_store_stops_answering(three):
+    three.follow_up()
+    standby = three.standbys[0]
+    late = [0.0]
+    real = standby.coordinator._monotonic
+    standby.coordinator._monotonic = lambda: real() + late[0]
+    assert deployments(standby) == []
+    standby.link.up = False
+    late[0] = 3600.0
+    with pytest.raises(ServiceUnavailable):
+        standby.coordinator.read(lambda s: s.deployments())
+    with pytest.raises(ServiceUnavailable):
+        standby.coordinator.check_ready()
+    assert standby.coordinator.leader is None, "it sends nobody to a leader it knows nothing of"
+    standby.link.up = True
+    until(lambda: standby.coordinator.leader is not None, "it follows again")
+    standby.coordinator.check_ready()
+
+
+def test_leader_that_stops_makes_way_at_once(three):
+    old = three.leader
+    old.replica.resign()
+    until(lambda: three.cluster.holder not in (None, old.coordinator.term), "another leader")
+    until(lambda: not old.leads, "it stepped down")
+    with pytest.raises(NotLeading):
+        old.coordinator.handle(registration())
+
+
+def test_leader_whose_clock_thread_is_stuck_makes_way(three):
+    stuck = three.leader
+    real = stuck.coordinator._monotonic
+    gate = threading.Event()
+    stuck.coordinator.tick = lambda: gate.wait(60)
+    try:
+        until(lambda: any(t.name == "replica-tick" for t in stuck.replica._threads), "its thread")
+        stuck.coordinator._monotonic = lambda: real() + 2 * STUCK_S
+        until(lambda: any(n.leads for n in three.nodes if n is not stuck), "another leader")
+    finally:
+        gate.set()
+
+
+def test_wall_clock_that_jumps_an_hour_either_way_changes_nothing(three):
+    leader = three.leader
+    leader.coordinator.handle(registration())
+    made = leader.coordinator.create(CALL, "key-1").deployment_id
+    three.follow_up()
+    epoch = leader.coordinator.term.epoch
+    real = leader.coordinator._wall
+    for jump_s in (3600.0, -3600.0):
+        leader.coordinator._wall = lambda jump_s=jump_s: real() + jump_s
+        for _ in range(20):
+            leader.coordinator.tick()
+            assert leader.coordinator.handle(beat()).go_on
+    assert leader.coordinator.term.epoch == epoch
+    view = leader.coordinator.read(lambda s: s.view(made))
+    assert not view.deployment.status.is_final
+    alive = leader.coordinator.read(lambda s: [w.alive for w in s.fleet.workers()])
+    assert alive == [True]
+
+
+def test_held_answers_are_let_go_when_the_leader_steps_down(three):
+    leader = three.leader
+    rung = threading.Event()
+    leader.coordinator.bell.ring = rung.set
+    leader.link.lapsed = True
+    until(rung.is_set, "the bell")
