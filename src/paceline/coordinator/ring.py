@@ -40,10 +40,18 @@ class EventRing:
         """Return what came after number ``seq`` and is still held."""
         last = self._last
         if seq >= last:
-            return EventList(events=(), last=last)
+            return EventList(events=(), last=last, first=self._first())
         # Numbers have no gaps, so the place can be computed and need not be sought.
         held = list(self._events)
         start = max(0, len(held) - (held[-1].seq - seq)) if held else 0
         told = (e for e in islice(held, start, None) if e.seq > seq and e.name not in PRIVATE)
         newer = tuple(islice(told, MOST_AT_ONCE))
-        return EventList(events=newer, last=newer[-1].seq if newer else last)
+        return EventList(
+            events=newer, last=newer[-1].seq if newer else last, first=held[0].seq if held else 0
+        )
+
+    def _first(self) -> int:
+        try:
+            return self._events[0].seq
+        except IndexError:
+            return 0

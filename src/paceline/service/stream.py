@@ -169,9 +169,8 @@ class StreamHub:
         first, until = True, watcher.live_from
         while watcher.after < until:
             found = self._coordinator.events(watcher.after)
-            if first and found.events and found.events[0].seq > watcher.after + 1:
-                missed = Missed(after=watcher.after, first=found.events[0].seq)
-                yield _message(missed)
+            if first and found.first > watcher.after + 1:
+                yield _message(Missed(after=watcher.after, first=found.first))
             first = False
             for event in found.events:
                 if event.seq > until:

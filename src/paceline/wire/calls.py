@@ -226,6 +226,7 @@ class WorkerList(Record):
 class EventList(Record):
     events: tuple[Event, ...]
     last: int = Field(ge=0)  # give this as ``after`` in the next call
+    first: int = Field(default=0, ge=0)  # the oldest that is still held; before it: the history
 
 
 class Problem(Record):
