@@ -56,3 +56,15 @@ def test_a_small_model_never_has_more_ranges_than_pieces(pieces: int) -> None:
     width = Width(most=pieces)
     run(width, lambda ranges: ranges * 1e6, 10 * LOOK_S)
     assert 1 <= width.now <= max(1, pieces)
+
+
+def test_who_has_the_planned_rate_takes_nothing_from_others() -> None:
+    width, now_s = Width(most=10_000), 0.0
+    for _ in range(400):
+        now_s += 0.05
+        width.arrived(int(width.now * 1e6 * 0.05), now_s, expected_rate=2.1e6)
+        assert width.now == FEWEST
+    for _ in range(400):  # the plan counts on more: now it is worth a try
+        now_s += 0.05
+        width.arrived(int(width.now * 1e6 * 0.05), now_s, expected_rate=8e6)
+    assert width.now == 4 * FEWEST

@@ -288,6 +288,7 @@ class RelayDriver:
             pacer=self.nic_in,
             counters=share.counters,
             report=self._reporter(share),
+            expected_rate=lambda: share.expected_rate(source),
         )
 
     def _reporter(self, share: Share) -> Callable[[SessionEvent], None]:

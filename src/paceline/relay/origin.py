@@ -220,6 +220,7 @@ class OriginStream:
         pacer: Pacer,
         counters: Counters,
         report: Callable[[SessionEvent], None],
+        expected_rate: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._source = source
         self._stream = stream
@@ -229,6 +230,7 @@ class OriginStream:
         self._pacer = pacer
         self._counters = counters
         self._report = report
+        self._expected_rate = expected_rate  # bytes per second that the plan counts on; 0: unknown
         self._queue: deque[Extent] = deque()
         self._ready = threading.Condition()
         self._closed = False
@@ -356,7 +358,7 @@ class OriginStream:
 
     def _arrived(self, count: int) -> None:
         with self._ready:
-            if self._width.arrived(count, time.monotonic()):
+            if self._width.arrived(count, time.monotonic(), self._expected_rate()):
                 self._start_threads()
                 self._ready.notify_all()
 

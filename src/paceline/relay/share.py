@@ -19,7 +19,7 @@ from paceline.relay.session.session import RelaySession
 from paceline.relay.wires.counters import Counters
 from paceline.relay.wires.transport import PullStream
 from paceline.wire.calls import DeploymentBeat
-from paceline.wire.plan import WorkerLanes
+from paceline.wire.plan import Source, WorkerLanes
 from paceline.wire.records import Failure, Receipt, WorkerStatus
 
 
@@ -82,6 +82,10 @@ class Share:
     def deployment_id(self) -> str:
         """Return the deployment this is a part of."""
         return self.lanes.deployment_id
+
+    def expected_rate(self, source: Source) -> float:
+        """Return what the lanes count on from ``source``, in bytes per second; 0: unknown."""
+        return sum(each.expected_bytes_s for each in self.lanes.lanes if each.source == source)
 
     def close_streams(self) -> None:
         """Stop pulling from every source."""

@@ -10,11 +10,16 @@ FEWEST = 2  # one asks while the other one reads
 MOST = 16
 LOOK_S = 0.5
 WORTH_IT = 1.25  # what twice as many must bring
+ENOUGH = 0.9  # of what the plan counts on: more would come out of other readers' share
 HOLD_S = 10.0  # until the next try after one in vain, then twice that, …
 
 
 class Width:
-    """Twice as many ranges for as long as that brings a quarter more."""
+    """Twice as many ranges for as long as that brings a quarter more.
+
+    And only below the rate that the plan counts on: where several workers share the origin's link,
+    each would get more by more connections, all of them together nothing.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = max(1, min(MOST, most))
@@ -26,8 +31,11 @@ class Width:
         self._looks_from_s: float | None = None
         self._bytes = 0
 
-    def arrived(self, count: int, now_s: float) -> bool:
-        """Count bytes; return whether ``now`` has changed."""
+    def arrived(self, count: int, now_s: float, expected_rate: float = 0.0) -> bool:
+        """Count bytes; return whether ``now`` has changed.
+
+        ``expected_rate`` is the plan's, in bytes per second; 0: unknown.
+        """
         if self._looks_from_s is None:
             self._looks_from_s = now_s + LOOK_S  # connections are young: what they bring grows
         if now_s < self._looks_from_s:
@@ -47,7 +55,8 @@ class Width:
                 self._hold_s *= 2
                 return True
             self._hold_s = HOLD_S
-        if self.now < self._most and now_s >= self._try_at_s:
+        enough = 0 < ENOUGH * expected_rate <= self.rate
+        if self.now < self._most and now_s >= self._try_at_s and not enough:
             self._trial = self.now, self.rate
             self.now = min(2 * self.now, self._most)
         return self.now != was
