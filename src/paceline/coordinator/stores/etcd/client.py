@@ -1,0 +1,265 @@
+"""Calls to an etcd cluster: each has a deadline, and goes to another member where one fails.
+
+It knows the wire and nothing of what is kept. A call that is repeated may have been carried out the
+first time; transactions are written so that this does no harm (``coordination``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+
+from paceline.coordinator.stores.etcd.messages import CALLS, request
+from paceline.errors import AccessDenied, InvalidProfile, PacelineError, ServiceUnavailable
+
+log = logging.getLogger(__name__)
+
+ATTEMPT_S = 1.0  # one member's time to answer, before the next is asked
+CALL_S = 3.0  # all attempts of one call
+PAUSE_S = 0.1  # after every member failed at once
+_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),  # this module decides what comes next
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.keepalive_time_ms", 10_000),  # etcd closes on clients that ping every 5 s or less
+    ("grpc.keepalive_timeout_ms", 3_000),
+)
+_Code = grpc.StatusCode
+_ELSEWHERE = (_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED, _Code.UNKNOWN, _Code.CANCELLED)
+_OLD_TOKEN = ("invalid auth token", "auth store is old", "user name is empty")
+
+
+class Compacted(Exception):
+    """A read named a revision that etcd keeps no more; read again at the newest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """How to reach a cluster; certificates and keys as PEM bytes."""
+
+    endpoints: tuple[str, ...]
+    ca: bytes | None = None
+    cert: bytes | None = None
+    key: bytes | None = None
+    user: str = ""
+    password: str = ""
+
+    def __repr__(self) -> str:
+        return f"Access({', '.join(self.endpoints)})"
+
+
+class EtcdClient:
+    """Connections to all members; safe to use from many threads."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self.where = ", ".join(access.endpoints)
+        self._lock = threading.Lock()
+        self._token: str | None = None
+        self._current = 0  # the member that is asked first
+        self._closed = False
+        targets = [_target(each) for each in access.endpoints]
+        if not targets or len({secure for _, secure in targets}) > 1:
+            raise InvalidProfile(
+                "etcd's endpoints cannot be used",
+                got=self.where or "none",
+                wanted='control.etcd_endpoints = ["http://HOST:PORT", …], or all with https',
+            )
+        self._channels = [self._connect(target, secure) for target, secure in targets]
+
+    def _connect(self, target: str, secure: bool) -> grpc.Channel:
+        if not secure:
+            return grpc.insecure_channel(target, options=_OPTIONS)
+        credentials = grpc.ssl_channel_credentials(
+            self._access.ca, self._access.key, self._access.cert
+        )
+        return grpc.secure_channel(target, credentials, options=_OPTIONS)
+
+    def close(self) -> None:
+        """Close every connection; calls under way fail."""
+        self._closed = True
+        for each in self._channels:
+            each.close()
+
+    def call(self, name: str, message: Any, *, within_s: float = CALL_S) -> Any:
+        """Return the answer of the first member that gives one.
+
+        Raises ServiceUnavailable where none does in time: whether a member carried the call out is
+        then unknown. Raises AccessDenied and Compacted.
+        """
+        path, _, answer = CALLS[name]
+        unary = name != "LeaseKeepAlive"
+
+        def once(channel: grpc.Channel, timeout_s: float, metadata: Any) -> Any:
+            kind = channel.unary_unary if unary else channel.stream_stream
+            call = kind(
+                path,
+                request_serializer=lambda each: each.SerializeToString(),
+                response_deserializer=answer.FromString,
+            )
+            if unary:
+                return call(message, timeout=timeout_s, metadata=metadata)
+            stream = call(iter((message,)), timeout=timeout_s, metadata=metadata)
+            try:
+                return next(stream)
+            except StopIteration:
+                return answer()  # ended without a word
+            finally:
+                stream.cancel()
+
+        return self._attempts(once, within_s)
+
+    def stream(self, name: str, message: Any) -> tuple[grpc.Channel, Any]:
+        """Open a stream that says ``message`` and return it; it has no deadline of its own.
+
+        Whoever iterates gets grpc.RpcError, and calls ``elsewhere`` then.
+        """
+        path, _, answer = CALLS[name]
+        with self._lock:
+            channel = self._channels[self._current]
+        call = channel.stream_stream(
+            path,
+            request_serializer=lambda each: each.SerializeToString(),
+            response_deserializer=answer.FromString,
+        )
+        said = _Once(message)
+        stream = call(said, metadata=self._metadata())
+        stream.add_callback(said.end)
+        return channel, stream
+
+    def elsewhere(self, failed: grpc.Channel) -> None:
+        """Ask another member first from now on, if ``failed`` is the one asked first."""
+        with self._lock:
+            if self._channels[self._current] is failed:
+                self._current = (self._current + 1) % len(self._channels)
+
+    def version(self) -> str:
+        """Return the version of the member that answers."""
+        return str(self.call("Status", request("StatusRequest")).version)
+
+    def _attempts(self, once: Any, within_s: float) -> Any:
+        until_s = time.monotonic() + within_s
+        for tried in itertools.count(1):
+            with self._lock:
+                channel = self._channels[self._current]
+            left_s = until_s - time.monotonic()
+            timeout_s = max(0.05, min(ATTEMPT_S, left_s))
+            try:
+                return once(channel, timeout_s, self._metadata())
+            except grpc.RpcError as error:
+                if self._again(error, channel):
+                    left_s = until_s - time.monotonic()
+                    if left_s > 0 and not self._closed:
+                        if tried % len(self._channels) == 0:
+                            time.sleep(min(PAUSE_S, left_s))
+                        continue
+                raise self._translated(error) from error
+            except ValueError as error:  # gRPC's word for a channel that was closed
+                raise self._away(f"closed: {error}") from error
+        raise AssertionError
+
+    def _again(self, error: Any, channel: grpc.Channel) -> bool:
+        """Return whether the same call may work elsewhere, or with a new token."""
+        if error.code() in _ELSEWHERE:
+            self.elsewhere(channel)
+            return True
+        if self._access.user and any(each in (error.details() or "") for each in _OLD_TOKEN):
+            fresh, self._token = self._token is not None, None
+            return fresh
+        return False
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        if not self._access.user:
+            return ()
+        if self._token is None:
+            self._token = self._authenticated()
+        return (("token", self._token),)
+
+    def _authenticated(self) -> str:
+        path, kind, answer = CALLS["Authenticate"]
+        message = kind(name=self._access.user, password=self._access.password)
+        with self._lock:
+            channel = self._channels[self._current]
+        call = channel.unary_unary(
+            path,
+            request_serializer=lambda each: each.SerializeToString(),
+            response_deserializer=answer.FromString,
+        )
+        return str(call(message, timeout=ATTEMPT_S).token)
+
+    def _translated(self, error: Any) -> PacelineError | Compacted:
+        code, details = error.code(), str(error.details())
+        if code is _Code.OUT_OF_RANGE:
+            return Compacted(details)
+        refused = code in (_Code.PERMISSION_DENIED, _Code.UNAUTHENTICATED)
+        if refused or "authentication failed" in details:
+            return AccessDenied(
+                "etcd refuses this user",
+                got=details,
+                where=self.where,
+                do="Check etcd_user, the variable named by etcd_password_env, and its role.",
+            )
+        if code is _Code.RESOURCE_EXHAUSTED and "space" in details:
+            return ServiceUnavailable(
+                "etcd is full",
+                got=details,
+                where=self.where,
+                do="Compact and defragment it, raise its quota, then `etcdctl alarm disarm`.",
+            )
+        return self._away(f"{code.name} {details}")
+
+    def _away(self, got: str) -> ServiceUnavailable:
+        return ServiceUnavailable(
+            "etcd does not answer",
+            got=got[:500],
+            where=self.where,
+            do="Bring a majority of its members back, and look at their logs.",
+        )
+
+
+class _Once:
+    """A request stream that says one thing and then holds the line until the call ends."""
+
+    def __init__(self, message: Any) -> None:
+        self._messages = [message]
+        self._ended = threading.Event()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._messages:
+            return self._messages.pop()
+        self._ended.wait()
+        raise StopIteration
+
+    def end(self) -> None:
+        """Let gRPC's sending thread go."""
+        self._ended.set()
+
+
+def _target(endpoint: str) -> tuple[str, bool]:
+    parts = urlsplit(endpoint)
+    try:
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port
+    except ValueError:
+        usable = False
+    if not usable:
+        raise InvalidProfile(
+            "no endpoint of etcd",
+            got=endpoint,
+            wanted="http://HOST:PORT or https://HOST:PORT",
+            where="control.etcd_endpoints",
+        )
+    return parts.netloc.rpartition("@")[2], parts.scheme == "https"

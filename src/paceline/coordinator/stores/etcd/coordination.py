@@ -1,0 +1,512 @@
+"""Coordination in etcd: one leader by lease, and every commit one transaction that proves it leads.
+
+A commit compares two keys: the leader's, which goes with its lease, and the tip, which every commit
+changes. So a leader of an older term writes nothing, and a commit of which no answer came can be
+sent again or barred: it happened once, or it never will. What does not fit into one of etcd's
+transactions is written beforehand as blobs that nothing names, and takes effect with the one that
+names them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.coordinator.messages import Answer, Effect, Kept, Observed
+from paceline.coordinator.stores.contracts import (
+    OUTBOX_EVENTS,
+    RECENT_EVENTS,
+    Candidate,
+    Outbox,
+    Term,
+)
+from paceline.coordinator.stores.etcd.client import CALL_S, Access, EtcdClient
+from paceline.coordinator.stores.etcd.layout import (
+    Blob,
+    Change,
+    Delete,
+    Layout,
+    Put,
+    pack,
+    read_journal,
+    settle,
+    unpack,
+    write_journal,
+)
+from paceline.coordinator.stores.etcd.lease import Lease
+from paceline.coordinator.stores.etcd.messages import (
+    changed_at,
+    created_at,
+    delete,
+    get,
+    put,
+    request,
+)
+from paceline.coordinator.stores.etcd.mirror import Mirror
+from paceline.coordinator.stores.etcd.tip import Tip
+from paceline.coordinator.stores.etcd.watching import Watcher
+from paceline.coordinator.stores.fences import load_first, outbox_is_full, stale
+from paceline.coordinator.stores.memos import boot_id
+from paceline.errors import InvalidInput, PacelineError, ServiceUnavailable, StaleEpoch
+from paceline.wire.events import Event
+from paceline.wire.records import StageRecord
+
+log = logging.getLogger(__name__)
+
+OPS = 100  # of one transaction: etcd takes 128
+BYTES = 1_000_000  # of one transaction: etcd takes 1.5 MiB
+ASK_S = 0.2  # a candidate looks this often whether it should give up
+COLLECT_EVERY = 32  # blobs written, before those that nothing names are looked for
+EVENT_KEYS = 50  # read at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The term that this process won, and the key that proves it."""
+
+    term: Term
+    lease: Lease
+    created: int  # revision at which the leader's key was created: no other term has it
+
+
+class EtcdCoordination:
+    """A cluster, as the Coordination contract wants it."""
+
+    standbys = True
+
+    def __init__(self, access: Access, prefix: str, *, lease_s: float) -> None:
+        self._client = EtcdClient(access)
+        self._layout = Layout(prefix)
+        self._where = f"{self._client.where} {prefix}"
+        self._lease_s = lease_s
+        self._boot = boot_id()
+        self._lock = threading.RLock()  # one decision at a time; never held by a campaign
+        self._held: _Held | None = None
+        self._lost = False  # a write of the held term was refused
+        self._unsure = False  # a decision failed, and nothing was loaded since
+        self._tip = Tip()
+        self._shipped = 0
+        self._written: set[str] = set()  # blobs of this term, until the next collection
+        self._mirror = Mirror(self._client, self._layout, self._boot)
+        self._watcher = Watcher(self._client, *self._layout.below("meta"), self._look)
+        self._version = ""
+
+    @property
+    def backend(self) -> str:
+        """Return ``etcd`` and the version of the first member that answered."""
+        if not self._version:
+            try:
+                self._version = self._client.version()
+            except PacelineError:
+                return "etcd"
+        return f"etcd {self._version}"
+
+    def check(self) -> None:
+        """Raise ServiceUnavailable where no majority answers."""
+        self._look(within_s=2.0)
+
+    def close(self) -> None:
+        """End the streams and connections; a lease that is held runs out."""
+        held = self._held
+        if held is not None:
+            held.lease.end(revoke=False)
+        self._watcher.close()
+        self._client.close()
+
+    # --- who leads -------------------------------------------------------------------------------
+
+    def campaign(self, candidate: Candidate, give_up: Callable[[], bool]) -> Term | None:
+        """Wait until nobody leads, and be the first to say so."""
+        if self._held is not None:
+            self.resign(self._held.term)  # else it would wait for itself
+        lease: Lease | None = None
+        trouble = ""
+        try:
+            while not give_up():
+                try:
+                    seen = self._watcher.note(0)
+                    if lease is not None and not lease.holds:
+                        lease = None  # ran out while etcd was away
+                    leader, epoch = self._standing()
+                    if leader is None:
+                        lease = lease or Lease(self._client, self._lease_s)
+                        leader = self._claim(candidate, lease, epoch)
+                    if leader is not None and lease is not None and leader.lease == lease.lease_id:
+                        held = self._hold(candidate, lease, leader)
+                        lease = None
+                        return held.term
+                    if lease is not None:
+                        lease.end(revoke=True)  # another was first: the next claim needs a new one
+                        lease = None
+                    trouble = ""
+                    self._watcher.wait(seen, ASK_S)
+                except PacelineError as error:
+                    if error.what != trouble:
+                        log.warning("the campaign waits: %s", error)
+                    trouble = error.what
+                    threading.Event().wait(ASK_S)
+            return None
+        finally:
+            if lease is not None:
+                lease.end(revoke=True)
+
+    def _standing(self) -> tuple[Any | None, Any | None]:
+        """Return the keys that say who leads and which epoch was the newest."""
+        gets = [get(self._layout.leader), get(self._layout.epoch)]
+        answer = self._client.call("Txn", request("TxnRequest", success=gets))
+        leader, epoch = (each.response_range.kvs for each in answer.responses)
+        return (leader[0] if leader else None), (epoch[0] if epoch else None)
+
+    def _claim(self, candidate: Candidate, lease: Lease, epoch: Any | None) -> Any | None:
+        """Try to be the leader; return the leader's key as it is then."""
+        layout = self._layout
+        number = (int(epoch.value) if epoch is not None else 0) + 1
+        fields = {"epoch": number, "replica_id": candidate.replica_id, "url": candidate.url}
+        message = request(
+            "TxnRequest",
+            compare=[
+                created_at(layout.leader, 0),
+                changed_at(layout.epoch, epoch.mod_revision if epoch is not None else 0),
+            ],
+            success=[
+                put(layout.leader, json.dumps(fields).encode(), lease.lease_id),
+                put(layout.epoch, str(number).encode()),
+            ],
+        )
+        self._client.call("Txn", message)
+        return self._standing()[0]  # whoever won: an answer may have been lost on the way
+
+    def _hold(self, candidate: Candidate, lease: Lease, leader: Any) -> _Held:
+        term = Term(json.loads(leader.value)["epoch"], candidate.replica_id, candidate.url)
+        held = _Held(term, lease, leader.create_revision)
+        with self._lock:
+            tip, shipped = self._read_tip()
+            lease.keep()
+            self._held, self._lost, self._unsure = held, False, False
+            self._tip, self._shipped, self._written = tip, shipped, set()
+        self._watcher.note(leader.mod_revision)
+        return held
+
+    def resign(self, term: Term) -> None:
+        """Give the lease back, which takes the leader's key along."""
+        with self._lock:
+            held = self._held
+            if held is None or held.term != term:
+                return
+            self._lost = True
+        held.lease.end(revoke=True)
+
+    def is_leading(self, term: Term) -> bool:
+        """Return whether the lease surely holds by the local clock."""
+        held = self._held
+        return held is not None and held.term == term and not self._lost and held.lease.holds
+
+    def leader(self) -> Term | None:
+        """Return who holds the leader's key."""
+        key, _ = self._standing()
+        return None if key is None else Term(**json.loads(key.value))
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def commit(self, term: Term, effects: Iterable[Effect]) -> list[Event]:
+        """Keep all of ``effects`` in one transaction, or nothing."""
+        kept = [each for each in effects if not isinstance(each, Answer)]
+        if not kept:
+            return []
+        told = [each for each in kept if isinstance(each, Observed)]
+        rest = [each for each in kept if not isinstance(each, Observed)]
+        with self._lock:
+            held = self._leading(term)
+            made = itertools.count(self._tip.made + 1)
+            changes = list(self._layout.changes(rest, self._boot, made))
+            return self._decide(held, changes, told, made=next(made) - 1)
+
+    def load(self, now_s: float) -> Kept:
+        """Return everything, as of one revision."""
+        with self._lock:
+            held = self._held
+            if held is not None and not self._lost:
+                try:
+                    if self._unsure:
+                        self._bar(held)
+                    self._carry_out(held)
+                except StaleEpoch as error:
+                    log.info("read as a standby from here on: %s", error)
+            loaded = self._mirror.load(now_s)
+            self._unsure = False
+        return loaded
+
+    def revision(self) -> int:
+        """Return etcd's revision of the newest change."""
+        return self._watcher.note(self._look())
+
+    def wait(self, after: int, timeout_s: float) -> int:
+        """Block until a watch tells of a change."""
+        return self._watcher.wait(after, timeout_s)
+
+    # --- the ledger of stages --------------------------------------------------------------------
+
+    def stage(self, stage: str, input_digest: str) -> StageRecord | None:
+        """Return the ledger's record, or None."""
+        key = self._layout.key("ledger", stage, input_digest)
+        found = self._client.call("Range", request("RangeRequest", key=key)).kvs
+        return StageRecord.model_validate_json(unpack(found[0].value)) if found else None
+
+    def keep_stage(self, term: Term, record: StageRecord, told: Observed) -> list[Event]:
+        """Put ``record`` into the ledger and return what to tell."""
+        value = pack(record.model_dump_json())
+        if len(value) > BYTES // 2:
+            raise InvalidInput(
+                "a stage's record is too large to keep",
+                got=f"{len(value)} bytes compressed",
+                wanted=f"at most {BYTES // 2}",
+                where=record.stage,
+                do="Put what is large into object storage and keep its URL.",
+            )
+        change = Put(self._layout.key("ledger", record.stage, record.input_digest), value)
+        with self._lock:
+            return self._decide(self._leading(term), [change], [told])
+
+    # --- the outbox of events --------------------------------------------------------------------
+
+    def outbox(self) -> Outbox:
+        """Return the numbers between which events wait."""
+        tip, shipped = self._read_tip()
+        return Outbox(shipped, tip.last)
+
+    def events_after(self, seq: int, limit: int) -> list[Event]:
+        """Return up to ``limit`` kept events after ``seq``."""
+        start, end = self._layout.events(seq + 1), self._layout.below("events")[1]
+        found: list[Event] = []
+        more = True
+        while more and len(found) < limit:
+            message = request("RangeRequest", key=start, range_end=end, limit=EVENT_KEYS)
+            answer = self._client.call("Range", message)
+            for kv in answer.kvs:
+                told = [Event.model_validate(each) for each in json.loads(unpack(kv.value))]
+                found += [event for event in told if event.seq > seq]
+                start = kv.key + b"\0"
+            more = answer.more
+        return found[:limit]
+
+    def trim_events(self, term: Term, seq: int) -> None:
+        """Note what was shipped, and drop what is neither waiting nor recent.
+
+        Nothing depends on its outcome, so it does not touch the tip.
+        """
+        held = self._leading(term, sure=False)
+        last = self._tip.last
+        shipped = max(self._shipped, min(seq, last))
+        oldest = max(0, min(shipped, last - RECENT_EVENTS))
+        ops = [put(self._layout.shipped, str(shipped).encode())]
+        ops.append(delete(self._layout.events(0), self._layout.events(oldest + 1)))
+        self._fenced(held, ops)
+        self._shipped = max(self._shipped, shipped)
+
+    def number_after(self, term: Term, seq: int) -> None:
+        """Leave the numbers up to ``seq`` out."""
+        with self._lock:
+            held = self._leading(term)
+            if seq <= self._tip.last:
+                return
+            nothing_waits = self._shipped == self._tip.last
+            changes = [Put(self._layout.shipped, str(seq).encode())] if nothing_waits else []
+            self._decide(held, changes, [], last=seq)
+            if nothing_waits:
+                self._shipped = seq
+
+    # --- inside: deciding ------------------------------------------------------------------------
+
+    def _leading(self, term: Term, *, sure: bool = True) -> _Held:
+        held = self._held
+        if held is None or held.term != term or self._lost:
+            newest = self.leader() or term
+            raise stale(term, max(newest.epoch, term.epoch), self._where)
+        if sure and self._unsure:
+            raise load_first(self._where)
+        return held
+
+    def _decide(
+        self, held: _Held, changes: Sequence[Change], told: Sequence[Observed], **fields: int
+    ) -> list[Event]:
+        """Commit ``changes`` and what ``told`` tells; after an error the outcome is unknown."""
+        try:
+            self._carry_out(held)
+            waiting = self._tip.last - self._shipped
+            if told and waiting >= OUTBOX_EVENTS:
+                raise outbox_is_full(waiting)
+            events = [_numbered(each, self._tip.last + n) for n, each in enumerate(told, 1)]
+            if events:
+                fields["last"] = events[-1].seq
+            settled, blobs = settle([*changes, *self._layout.told(events)])
+            for blob in blobs:
+                self._put_blob(held, blob)
+            if _fits(settled):
+                self._move_tip(held, self._tip.next(**fields), _ops(settled))
+            else:
+                journal = Blob.of(write_journal(settled))
+                self._put_blob(held, journal)
+                pending = (journal.digest, len(journal.parts))
+                self._move_tip(held, self._tip.next(**fields, pending=pending))
+        except BaseException:
+            self._unsure = True
+            raise
+        self._tidy(held)
+        return events
+
+    def _move_tip(self, held: _Held, tip: Tip, ops: Sequence[Any] = ()) -> None:
+        """Carry ``ops`` out together with the step from the known tip to ``tip``."""
+        layout = self._layout
+        message = request(
+            "TxnRequest",
+            compare=[
+                created_at(layout.leader, held.created),
+                changed_at(layout.tip, self._tip.revision),
+            ],
+            success=[*ops, put(layout.tip, tip.value())],
+            failure=[get(layout.tip)],
+        )
+        answer = self._client.call("Txn", message)
+        if answer.succeeded:
+            self._tip = replace(tip, revision=answer.header.revision)
+        else:
+            found = Tip.read(answer.responses[0].response_range.kvs)
+            if found.commit != tip.commit:  # else: it was carried out when it was sent before
+                self._require_leading(held)
+                raise ServiceUnavailable(
+                    "an earlier write came to pass late",
+                    where=self._where,
+                    do="Ask again; the state is read anew first.",
+                )
+            self._tip = found
+        self._watcher.note(self._tip.revision)
+
+    def _bar(self, held: _Held) -> None:
+        """Move the tip, so that whatever was sent before has come to pass or never will."""
+        while True:
+            self._tip, self._shipped = self._read_tip()
+            try:
+                return self._move_tip(held, self._tip.next())
+            except ServiceUnavailable:
+                if self._read_tip()[0].revision == self._tip.revision:
+                    raise  # it was not a late one that moved the tip: etcd is away
+
+    def _carry_out(self, held: _Held) -> None:
+        """Do what a pending journal says; doing it twice does no harm."""
+        if self._tip.pending is None:
+            return
+        for some in _batches(read_journal(self._mirror.blob(self._tip.pending))):
+            self._fenced(held, _ops(some))
+        self._move_tip(held, self._tip.next(pending=None))
+
+    def _tidy(self, held: _Held) -> None:
+        """Finish what a commit left to do; it is committed whatever happens here."""
+        try:
+            self._carry_out(held)
+            if len(self._written) >= COLLECT_EVERY:
+                self._collect(held)
+        except PacelineError as error:
+            self._unsure = True  # of the tip: the caller loads before the next commit
+            log.warning("to be done later: %s", error)
+
+    # --- inside: blobs ---------------------------------------------------------------------------
+
+    def _put_blob(self, held: _Held, blob: Blob) -> None:
+        if blob.digest in self._written:
+            return
+        for number, part in enumerate(blob.parts):
+            self._fenced(held, [put(self._layout.part(blob.digest, number), part)])
+        self._written.add(blob.digest)
+
+    def _collect(self, held: _Held) -> None:
+        """Delete blobs that nothing names; with the tip, so that a late deletion is barred too."""
+        named = self._mirror.blobs()
+        start, end = self._layout.below("blobs")
+        there: set[str] = set()
+        more = True
+        while more:
+            message = request("RangeRequest", key=start, range_end=end, limit=1_000, keys_only=True)
+            answer = self._client.call("Range", message)
+            there |= {self._layout.parts_of(kv.key)[1] for kv in answer.kvs}
+            more = answer.more
+            if more:
+                start = answer.kvs[-1].key + b"\0"
+        self._written.clear()
+        unnamed: list[Change] = [
+            Delete(*self._layout.below("blobs", digest)) for digest in sorted(there - named)
+        ]
+        for some in _batches(unnamed):
+            self._move_tip(held, self._tip.next(), _ops(some))
+        if unnamed:
+            log.info("collected %d blobs of %d", len(unnamed), len(there))
+
+    # --- inside: etcd ----------------------------------------------------------------------------
+
+    def _fenced(self, held: _Held, ops: Sequence[Any]) -> None:
+        compare = [created_at(self._layout.leader, held.created)]
+        message = request("TxnRequest", compare=compare, success=ops)
+        if not self._client.call("Txn", message).succeeded:
+            self._require_leading(held)
+
+    def _require_leading(self, held: _Held) -> None:
+        leader, epoch = self._standing()
+        if leader is None or leader.create_revision != held.created:
+            self._lost = True
+            newest = int(epoch.value) if epoch is not None else held.term.epoch
+            raise stale(held.term, newest, self._where)
+
+    def _read_tip(self) -> tuple[Tip, int]:
+        gets = [get(self._layout.tip), get(self._layout.shipped)]
+        answer = self._client.call("Txn", request("TxnRequest", success=gets))
+        tip, shipped = (each.response_range.kvs for each in answer.responses)
+        return Tip.read(tip), int(shipped[0].value) if shipped else 0
+
+    def _look(self, within_s: float = CALL_S) -> int:
+        start, end = self._layout.below("meta")
+        message = request("RangeRequest", key=start, range_end=end, keys_only=True)
+        answer = self._client.call("Range", message, within_s=within_s)
+        return max((kv.mod_revision for kv in answer.kvs), default=0)
+
+
+def _numbered(told: Observed, seq: int) -> Event:
+    return Event(
+        seq=seq,
+        name=told.name,
+        at=told.at,
+        deployment_id=told.deployment_id,
+        worker_id=told.worker_id,
+        data=told.data,
+    )
+
+
+def _size(change: Change) -> int:
+    if isinstance(change, Put):
+        return len(change.key) + len(change.value)
+    return len(change.start) + len(change.end)
+
+
+def _fits(changes: Sequence[Change]) -> bool:
+    return len(changes) < OPS and sum(map(_size, changes)) < BYTES
+
+
+def _batches(changes: Iterable[Change]) -> Iterable[list[Change]]:
+    batch: list[Change] = []
+    for each in changes:
+        if not _fits([*batch, each]):
+            yield batch
+            batch = []
+        batch.append(each)
+    if batch:
+        yield batch
+
+
+def _ops(changes: Iterable[Change]) -> list[Any]:
+    return [
+        put(each.key, each.value) if isinstance(each, Put) else delete(each.start, each.end)
+        for each in changes
+    ]

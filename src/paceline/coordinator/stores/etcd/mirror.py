@@ -1,0 +1,209 @@
+"""The state in etcd, read at one revision; a second reading fetches only what changed.
+
+It asks for the names and revisions of all keys, which is cheap, and then for the values that it
+lacks. Parsed records are kept with their revision, so a standby that follows parses them once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from paceline.coordinator.messages import KeepKey, Kept, KeptDeployment
+from paceline.coordinator.stores.etcd.client import Compacted, EtcdClient
+from paceline.coordinator.stores.etcd.layout import (
+    Layout,
+    Put,
+    blob_named,
+    joined,
+    read_journal,
+    unpack,
+)
+from paceline.coordinator.stores.etcd.messages import get, request
+from paceline.coordinator.stores.etcd.tip import Tip
+from paceline.coordinator.stores.memos import read_memo
+from paceline.errors import ServiceUnavailable
+from paceline.manifest import parse_manifest
+from paceline.wire.access import TokenRecord
+from paceline.wire.plan import Plan
+from paceline.wire.records import Deployment, Receipt, Worker
+
+NAMES_A_PAGE = 5_000
+VALUES_A_PAGE = 300  # of at most 64 KiB each
+GETS_AT_ONCE = 100
+TRIES = 5  # a blob may be collected, a revision compacted, while they are read
+
+Parsed = TypeVar("Parsed")
+
+
+class Moved(ServiceUnavailable):
+    """What a value named is gone meanwhile: begin again."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """A key's value, and what it was parsed to."""
+
+    revision: int
+    value: bytes
+    parsed: Any = None
+
+
+class Mirror:
+    """Not thread-safe; its owner sees to that."""
+
+    def __init__(self, client: EtcdClient, layout: Layout, boot: str) -> None:
+        self._client, self._layout, self._boot = client, layout, boot
+        self._range = layout.below("state")
+        self._entries: dict[bytes, Entry] = {}
+
+    def load(self, now_s: float) -> Kept:
+        """Return everything; raises ServiceUnavailable."""
+        for _ in range(TRIES):
+            try:
+                return self._kept(self._overlaid(self._refresh()), now_s)
+            except (Compacted, Moved):
+                continue
+        raise ServiceUnavailable(
+            "etcd's state changes faster than it can be read", where=self._client.where
+        )
+
+    def blobs(self) -> set[str]:
+        """Return the digests of all blobs that the state names now."""
+        for _ in range(TRIES):
+            try:
+                tip = self._refresh()
+            except Compacted:
+                continue
+            named = {blob_named(each.value) for each in self._entries.values()} | {tip.pending}
+            return {each[0] for each in named if each is not None}
+        raise ServiceUnavailable("etcd compacts faster than it is read", where=self._client.where)
+
+    def blob(self, named: tuple[str, int]) -> bytes:
+        """Return a blob's bytes."""
+        digest, parts = named
+        found = []
+        for number in range(parts):
+            message = request("RangeRequest", key=self._layout.part(digest, number))
+            answer = self._client.call("Range", message)
+            if not answer.kvs:
+                raise Moved("a blob is not in etcd", wanted=digest, where=self._client.where)
+            found.append(answer.kvs[0].value)
+        return joined(digest, found)
+
+    def _refresh(self) -> Tip:
+        """Bring the entries up to date with one revision; return the tip of that revision."""
+        answer = self._client.call("Range", request("RangeRequest", key=self._layout.tip))
+        revision = answer.header.revision
+        fresh: dict[bytes, Entry] = {}
+        missing: list[bytes] = []
+        for kv in self._pages(revision, NAMES_A_PAGE, keys_only=True):
+            old = self._entries.get(kv.key)
+            if old is not None and old.revision == kv.mod_revision:
+                fresh[kv.key] = old
+            else:
+                missing.append(kv.key)
+        if len(missing) > max(GETS_AT_ONCE, len(fresh) // 4):
+            for kv in self._pages(revision, VALUES_A_PAGE):
+                if kv.key not in fresh:
+                    fresh[kv.key] = Entry(kv.mod_revision, kv.value)
+        else:
+            for kv in self._values(missing, revision):
+                fresh[kv.key] = Entry(kv.mod_revision, kv.value)
+        self._entries = fresh
+        return Tip.read(answer.kvs)
+
+    def _pages(self, revision: int, limit: int, *, keys_only: bool = False) -> Iterable[Any]:
+        start, end = self._range
+        more = True
+        while more:
+            message = request(
+                "RangeRequest",
+                key=start,
+                range_end=end,
+                limit=limit,
+                revision=revision,
+                keys_only=keys_only,
+            )
+            answer = self._client.call("Range", message)
+            yield from answer.kvs
+            more = answer.more
+            if more:
+                start = answer.kvs[-1].key + b"\0"
+
+    def _values(self, keys: list[bytes], revision: int) -> Iterable[Any]:
+        for at in range(0, len(keys), GETS_AT_ONCE):
+            gets = [get(key, revision) for key in keys[at : at + GETS_AT_ONCE]]
+            for response in self._client.call("Txn", request("TxnRequest", success=gets)).responses:
+                yield from response.response_range.kvs
+
+    def _overlaid(self, tip: Tip) -> dict[bytes, Entry]:
+        """Return the entries as they are once the pending commit, if any, is carried out."""
+        if tip.pending is None:
+            return self._entries
+        entries = dict(self._entries)
+        start, end = self._range
+        for change in read_journal(self.blob(tip.pending)):
+            if not isinstance(change, Put):
+                for key in [key for key in entries if change.start <= key < change.end]:
+                    del entries[key]
+            elif start <= change.key < end:
+                entries[change.key] = Entry(tip.revision, change.value)
+        return entries
+
+    def _kept(self, entries: dict[bytes, Entry], now_s: float) -> Kept:
+        tables: dict[str, dict[tuple[str, ...], Entry]] = {}
+        for key, entry in entries.items():
+            _, table, *names = self._layout.parts_of(key)
+            tables.setdefault(table, {})[tuple(names)] = entry
+
+        def rows(table: str) -> list[tuple[tuple[str, ...], Entry]]:
+            return sorted(tables.get(table, {}).items(), key=lambda row: row[0])
+
+        plans = {names[0]: entry for names, entry in rows("plans")}  # the newest comes last
+        receipts: dict[str, list[Receipt]] = {}
+        for (deployment_id, _), entry in rows("receipts"):
+            receipt = self._parsed(entry, Receipt.model_validate_json)
+            receipts.setdefault(deployment_id, []).append(receipt)
+        deployments = []
+        found = tables.get("deployments", {})
+        numbers = {
+            names[0]: self._parsed(entry, json.loads)["number"]
+            for names, entry in found.items()
+            if names[1] == "made"
+        }
+        for deployment_id in sorted(numbers, key=numbers.__getitem__):
+            record = self._parsed(found[deployment_id, "record"], json.loads)
+            plan = plans.get(deployment_id)
+            deployments.append(
+                KeptDeployment(
+                    deployment=Deployment.model_validate(record["record"]),
+                    memo=read_memo(
+                        record["memo"], now_s, same_boot=record["boot_id"] == self._boot
+                    ),
+                    manifest=self._parsed(found[deployment_id, "manifest"], parse_manifest),
+                    plan=self._parsed(plan, Plan.model_validate_json) if plan else None,
+                    receipts=tuple(receipts.get(deployment_id, ())),
+                )
+            )
+        keys = [
+            KeepKey(key, self._parsed(entry, json.loads)["body_digest"], deployment_id)
+            for (deployment_id, key), entry in rows("keys")
+        ]
+        return Kept(
+            deployments=tuple(deployments),
+            workers=tuple(self._parsed(e, Worker.model_validate_json) for _, e in rows("workers")),
+            keys=tuple(sorted(keys, key=lambda each: each.key)),
+            tokens=tuple(
+                self._parsed(e, TokenRecord.model_validate_json) for _, e in rows("tokens")
+            ),
+        )
+
+    def _parsed(self, entry: Entry, parse: Callable[[bytes], Parsed]) -> Parsed:
+        if entry.parsed is None:
+            named = blob_named(entry.value)
+            entry.parsed = parse(unpack(self.blob(named) if named else entry.value))
+        parsed: Parsed = entry.parsed
+        return parsed
