@@ -36,6 +36,18 @@ def test_and_in_ten_thousand_more(first: int) -> None:
         play(seed)
 
 
+@pytest.mark.parametrize("seed", [1147, 1159, 1770, 6112])
+def test_a_repair_whose_source_is_left_is_asked_of_another(seed: int) -> None:
+    """A hedged piece came corrupt, and was asked again where it was hedged, until that ended."""
+    play(seed)
+
+
+@pytest.mark.parametrize("seed", [3633, 6099])
+def test_a_repair_does_not_wait_for_one_who_rests(seed: int) -> None:
+    """Others have got the pieces meanwhile."""
+    play(seed)
+
+
 def test_the_same_seed_plays_the_same_world() -> None:
     for seed in (5, 11, 23):
         one, other = play(seed), play(seed)
