@@ -18,9 +18,13 @@ class Bell:
         """Wake everybody who waits."""
         with self._lock:
             waiting, self._waiting = self._waiting, set()
+        # One call a loop: with 10,000 beats held, as many calls would hold up whoever rings.
+        loops: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         for each in waiting:
-            with suppress(RuntimeError):  # its loop has closed: nobody waits there any more
-                each.get_loop().call_soon_threadsafe(_wake, each)
+            loops.setdefault(each.get_loop(), []).append(each)
+        for loop, futures in loops.items():
+            with suppress(RuntimeError):  # it has closed: nobody waits there any more
+                loop.call_soon_threadsafe(_wake, futures)
 
     def listen(self) -> asyncio.Future[None]:
         """Return what is done once the bell rings; begin to listen before asking for news, so that
@@ -38,6 +42,7 @@ class Bell:
         heard.cancel()
 
 
-def _wake(heard: asyncio.Future[None]) -> None:
-    if not heard.done():
-        heard.set_result(None)
+def _wake(waiting: list[asyncio.Future[None]]) -> None:
+    for each in waiting:
+        if not each.done():
+            each.set_result(None)

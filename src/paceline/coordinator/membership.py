@@ -76,6 +76,10 @@ class Membership:
         """Return everyone who ever registered."""
         return [member.record for member in self._members.values()]
 
+    def heard(self) -> dict[str, float]:
+        """Return when each worker was heard last, in seconds since the Unix epoch."""
+        return {worker_id: member.heard_at for worker_id, member in self._members.items()}
+
     def find(self, worker_id: str) -> Worker | None:
         """Return the worker's record, or None where it never registered."""
         member = self._members.get(worker_id)

@@ -170,7 +170,7 @@ class Replica:
                     if not deployment.status.is_final
                     for part in state.progress(deployment.deployment_id)
                 },
-                {each.worker_id: each.last_heartbeat for each in state.fleet.workers()},
+                state.fleet.heard(),
             )
         )
         self._progress.put(_moving(parts), beats)

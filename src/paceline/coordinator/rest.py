@@ -14,14 +14,13 @@ from fastapi import APIRouter, Header, Path, Query, Response
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
+from paceline.coordinator.beating import LONGEST_POLL_S, answer_beat
 from paceline.coordinator.callers import require_worker
 from paceline.coordinator.coordinator import Coordinator
 from paceline.coordinator.messages import (
     Activate,
-    Beat,
     Event,
     FetchLanes,
-    Listen,
     RaiseBudget,
     Register,
     Rollback,
@@ -47,7 +46,6 @@ from paceline.wire.calls import (
 from paceline.wire.plan import Plan, WorkerLanes
 from paceline.wire.records import StageRecord
 
-LONGEST_POLL_S = 30.0
 POLL_S = 0.05
 CANCEL_WAIT_S = 8.0  # a beat to hear of it and a beat to confirm; who is silent is lost by then
 
@@ -161,27 +159,7 @@ def _add_workers(router: APIRouter, coordinator: Coordinator) -> None:
     ) -> HeartbeatAnswer:
         """Take a worker's report and answer what it should do, waiting for the first command."""
         require_worker(beat.worker_id)
-        event = Beat(beat=beat, at=coordinator.now())
-        answer = await run_in_threadpool(_answer, coordinator, event, HeartbeatAnswer)
-        listen = Listen(worker_id=beat.worker_id, incarnation=beat.incarnation)
-        until_s = asyncio.get_running_loop().time() + wait_s
-        heard: asyncio.Future[None] | None = None
-        try:
-            while answer.go_on and not answer.commands and not coordinator.stopping:
-                left_s = until_s - asyncio.get_running_loop().time()
-                if left_s <= 0:
-                    break
-                if heard is None or heard.done():
-                    heard = coordinator.bell.listen()
-                else:
-                    await asyncio.wait([heard], timeout=left_s)
-                    if not heard.done():
-                        break
-                answer = await run_in_threadpool(_answer, coordinator, listen, HeartbeatAnswer)
-        finally:
-            if heard is not None:
-                coordinator.bell.leave(heard)
-        return answer
+        return await answer_beat(coordinator, beat, wait_s)
 
     @router.get("/workers", tags=["workers"])
     def list_workers() -> WorkerList:

@@ -42,7 +42,9 @@ def progress_of(run: DeploymentRun, alive: Callable[[str], bool]) -> Iterator[Wo
         status, failure = part.status, part.failure
         if part.receipt is None and failure is None and not alive(worker_id):
             status, failure = WorkerStatus.FAILED, _lost(part)
-        yield WorkerProgress(
+        # All of it was checked when it came in; with 500 chunks each, checking it again costs
+        # 1,000 workers 15 ms under the lock.
+        yield WorkerProgress.model_construct(
             worker_id=worker_id,
             status=status,
             chunks_received=everything if part.receipt else part.chunks,

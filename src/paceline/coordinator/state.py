@@ -57,6 +57,7 @@ from paceline.errors import Cancelled, Conflict, DeploymentFailed, NotFound
 from paceline.wire.calls import (
     CreatedDeployment,
     DeploymentView,
+    Heartbeat,
     Registered,
     Success,
     SwitchView,
@@ -200,6 +201,24 @@ class CoordinatorState:
                 do="Activate it once it is complete.",
             )
         return view
+
+    def is_calm(self, beat: Heartbeat) -> bool:
+        """Return whether nothing will have to be kept of a beat: it says only how far things are.
+
+        Where this is false there may be nothing to keep either.
+        """
+        for each in beat.deployments:
+            run = self._book.find(each.deployment_id)
+            part = None if run is None else run.parts.get(beat.worker_id)
+            if run is None or part is None or run.final:
+                continue
+            if each.lost_sources or each.corrupt_sources:
+                return False
+            if each.status is WorkerStatus.RECEIVING:
+                continue
+            if part.receipt is None:
+                return False  # it finished or failed
+        return True
 
     def unstopped(self, deployment_id: str) -> list[str]:
         """Return the living targets that may still publish a cancelled deployment."""
