@@ -115,7 +115,8 @@ def create_app(
     app.add_middleware(LeaderGate, coordinator=coordinator)
     app.add_middleware(Guard, doorman=doorman, security=security, refused=clerk.refused)
     app.add_middleware(SizeGuard)
-    app.add_middleware(HostGuard, names=(*names, urlsplit(url).hostname or "localhost"))
+    own = urlsplit(url).hostname or "localhost"
+    app.add_middleware(HostGuard, names=(own, *names, *security.rest_hosts))
     return app
 
 

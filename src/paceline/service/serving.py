@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from paceline.errors import PortInUse
+from paceline.service.connections import PromptProtocol
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ def serve_app(
         app = make_app(url)
         config = uvicorn.Config(
             app,
+            http=PromptProtocol,
+            ws="none",
             log_config=None,
             access_log=False,
             lifespan="on",
