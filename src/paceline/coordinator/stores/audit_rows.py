@@ -16,9 +16,30 @@ _FIELDS = tuple(COLUMNS.split(", "))
 
 
 def row_of(event: Event) -> tuple[object, ...]:
-    """Return ``event`` in the order of COLUMNS, its data as JSON."""
-    names = (event.deployment_id, event.worker_id)
-    return (event.seq, event.name.value, event.at, *names, json.dumps(event.data))
+    """Return ``event``, cleaned, in the order of COLUMNS, its data as JSON."""
+    fit = cleaned(event)
+    names = (fit.deployment_id, fit.worker_id)
+    return (fit.seq, fit.name.value, fit.at, *names, json.dumps(fit.data))
+
+
+def cleaned(event: Event) -> Event:
+    """Return ``event`` as it is once it was kept: data as JSON has it, names without NUL.
+
+    One event that a database refuses would hold up all that come after it.
+    """
+    return event.model_copy(
+        update={
+            "deployment_id": _text(event.deployment_id),
+            "worker_id": _text(event.worker_id),
+            "data": json.loads(event.model_dump_json())["data"],  # NaN becomes null
+        }
+    )
+
+
+def _text(name: str | None) -> str | None:
+    if name is None:
+        return None
+    return name.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
 
 
 def event_of(row: Sequence[Any]) -> Event:

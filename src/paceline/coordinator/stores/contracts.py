@@ -199,6 +199,10 @@ class Progress(Protocol):
         """Return whether the last exchange with the backend worked."""
         ...
 
+    def begin(self) -> None:
+        """Forget what this process put in an earlier term, so that it does not come again."""
+        ...
+
     def put(
         self, parts: Mapping[tuple[str, str], WorkerProgress], beats: Mapping[str, float]
     ) -> None:

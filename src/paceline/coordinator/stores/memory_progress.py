@@ -19,6 +19,11 @@ class MemoryProgress:
         self._parts: dict[str, dict[str, WorkerProgress]] = {}
         self._beats: dict[str, float] = {}
 
+    def begin(self) -> None:
+        """Forget what was put in an earlier term."""
+        with self._lock:
+            self._parts, self._beats = {}, {}
+
     def put(
         self, parts: Mapping[tuple[str, str], WorkerProgress], beats: Mapping[str, float]
     ) -> None:

@@ -165,8 +165,8 @@ class Layout:
                     oldest = max(0, plan.epoch - KEPT_PLANS + 1)
                     yield Delete(self.key(*where, ""), self.key(*where, f"{oldest:010d}"))
                 case KeepReceipt(receipt):
-                    where = ("state", "receipts", receipt.deployment_id, receipt.worker_id)
-                    yield self._put(receipt.model_dump_json(), *where)
+                    whose = (receipt.deployment_id, receipt.worker_id)
+                    yield self._put(receipt.model_dump_json(), "state", "receipts", *whose)
                 case KeepWorker(worker):
                     yield self._put(worker.model_dump_json(), "state", "workers", worker.worker_id)
                 case KeepKey(key, body_digest, deployment_id):
