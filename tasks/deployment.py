@@ -103,11 +103,18 @@ def watch(
     Raises DeploymentFailed, OriginBudgetExceeded, Cancelled; a coordinator that is away for a
     moment is waited for. A flow that is cancelled in Prefect ends the deployment with it.
     """
+    run.driving.append(deployment_id)
     try:
-        return _watch(run, deployment_id, stage, page, seen)
-    except BaseException:
+        view = _watch(run, deployment_id, stage, page, seen)
+    except Exception:
+        run.driving.remove(deployment_id)
         _cancel_with_us(run, deployment_id)
         raise
+    except BaseException:  # a signal: whoever started us says what becomes of it
+        _cancel_with_us(run, deployment_id)
+        raise
+    run.driving.remove(deployment_id)
+    return view
 
 
 def last_event(run: Run) -> int:

@@ -88,6 +88,7 @@ class Run:
         self.run_id = run_id
         self.summary = Summary()
         self.depth = 0  # how many flows of this run are open in this process
+        self.driving: list[str] = []  # deployments under way because of this run
         self._lock = threading.Lock()
 
     @classmethod

@@ -46,7 +46,7 @@ class Stand:
 
     def happens(self, name: EventName = EventName.WORKER_LOST, **more: object) -> int:
         self.seq += 1
-        self.ring.extend([Event(seq=self.seq, name=name, at=0.0, **more)])
+        self.ring.extend([Event(seq=self.seq, name=name, at=self.now(), **more)])
         return self.seq
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import click
 from pydantic import BaseModel, ValidationError
 
 from paceline.cli.options import json_option, point_prefect_at, state_directory, state_option
-from paceline.errors import InvalidInput
+from paceline.client import CoordinatorClient
+from paceline.errors import InvalidInput, PacelineError
 from paceline.profile import load_runtime
 from paceline.wire import new_run_id
+
+DEPLOYMENT_ID = re.compile(r"dep-[0-9]{8}-[0-9]{6}-[0-9a-f]{8}")  # as the coordinator makes them
 
 
 def start_flow(state: Path | None, run_id: str | None) -> dict[str, Any]:
@@ -22,7 +26,9 @@ def start_flow(state: Path | None, run_id: str | None) -> dict[str, Any]:
     return {"state_dir": str(runtime.state_dir), "run_id": run_id or new_run_id()}
 
 
-def run_flow(flow: Any, as_json: bool, **parameters: Any) -> int:
+def run_flow(flow: Any, as_json: bool, *, cancels: bool = False, **parameters: Any) -> int:
+    """Run ``flow`` here and print its result. Interrupted, it says what goes on without it, or with
+    ``cancels`` ends that too."""
     from paceline.cli.progress import StageBars
     from tasks.run import Run, listen
 
@@ -31,6 +37,11 @@ def run_flow(flow: Any, as_json: bool, **parameters: Any) -> int:
         end = listen(bars)
         try:
             result = flow(**parameters)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                for deployment_id in run.driving:
+                    bars.say(_left_behind(run.coordinator, deployment_id, cancels=cancels))
+            raise
         finally:
             end()
     notes = list(run.summary.notes)
@@ -42,6 +53,22 @@ def run_flow(flow: Any, as_json: bool, **parameters: Any) -> int:
             click.echo(f"! {note}")
         click.echo(f"done: run {parameters['run_id']}")
     return 0
+
+
+def _left_behind(client: CoordinatorClient, deployment_id: str, *, cancels: bool) -> str:
+    """Return what becomes of a deployment whose flow was interrupted; never raises an error."""
+    try:
+        if client.deployment(deployment_id).status.is_final:
+            return f"deployment {deployment_id} had ended"
+        if cancels:
+            client.cancel(deployment_id)
+            return f"deployment {deployment_id} is cancelled"
+    except PacelineError as error:
+        return f"deployment {deployment_id}: {error.one_line()}"
+    return (
+        f"deployment {deployment_id} goes on: `paceline watch {deployment_id}` shows it, "
+        f"`paceline cancel {deployment_id}` ends it"
+    )
 
 
 run_id_option = click.option("--run-id", default=None, help="Go on with this run (default: new).")
@@ -218,16 +245,33 @@ def promote(
 
 
 @click.command()
-@model_argument
+@click.argument("what", metavar="MODEL_ID | DEPLOYMENT_ID")
+@click.option(
+    "--deadline",
+    type=click.FloatRange(min=0.1),
+    default=60.0,
+    show_default=True,
+    help="With a deployment: seconds that the fleet may take.",
+)
 @run_id_option
 @state_option
 @json_option
-def rollback(model_id: str, run_id: str | None, state: Path | None, as_json: bool) -> int:
-    """Put MODEL_ID's previous champion back, in the registry and on every node."""
+def rollback(
+    what: str, deadline: float, run_id: str | None, state: Path | None, as_json: bool
+) -> int:
+    """Go back to what was before, without a transfer.
+
+    MODEL_ID: its previous champion, in the registry and on every node. DEPLOYMENT_ID: the version
+    that was active on its workers before it, on the fleet alone; the registry is not asked.
+    """
+    if DEPLOYMENT_ID.fullmatch(what):
+        from paceline.cli.watching import roll_back
+
+        return roll_back(what, deadline, state, as_json)
     here = start_flow(state, run_id)
     from flows.rollback import rollback_model
 
-    return run_flow(rollback_model, as_json, model_id=model_id, **here)
+    return run_flow(rollback_model, as_json, model_id=what, **here)
 
 
 def _json_of(file: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`paceline up`, `down`, `status` and `where`: the embedded installation from outside."""
+"""`paceline up`, `down` and `where`: the embedded installation from outside."""
 
 from __future__ import annotations
 
@@ -54,26 +54,6 @@ def down(state: Path | None, as_json: bool) -> int:
         what = "stopped" if stopped else "nothing was running"
         click.echo(f"{what}; the state is in {directory} (delete it to start afresh)")
     return 0
-
-
-@click.command()
-@state_option
-@json_option
-def status(state: Path | None, as_json: bool) -> int:
-    """Say what runs here and where its pages are; exit code 75 if nothing does."""
-    from paceline import fleet
-
-    directory = state_directory(state)
-    found = fleet.status(directory)
-    if as_json:
-        click.echo(found.model_dump_json())
-    else:
-        for each in found.services:
-            memory = f"{each.rss_bytes / 1e6:.0f} MB" if each.rss_bytes else ""
-            click.echo(f"{each.name:<20} {each.state:<11} {memory:>8}  {each.problem}")
-        if not found.running:
-            click.echo(f"nothing runs in {directory}; start it with `paceline up`")
-    return 0 if found.running else 75
 
 
 @click.command()

@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "demo": ("demo", "demo", "Run the whole lifecycle on this machine and show a summary."),
     "up": ("installation", "up", "Start the embedded installation and leave it running."),
     "down": ("installation", "down", "Stop what `up` started; the state stays on disk."),
-    "status": ("installation", "status", "Show what runs, and where its pages are."),
+    "status": ("watching", "status", "Show what runs, who leads, the fleet and its deployments."),
     "lifecycle": ("flows", "lifecycle", "Run the lifecycle flow on a running installation."),
     "publish": ("moving", "publish", "Upload a model directory with its manifest."),
     "distribute": (
@@ -31,6 +31,9 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "distribute",
         "Relay a published model to every node; verify, activate.",
     ),
+    "watch": ("watching", "watch", "Show a deployment live: rate, ETA, who has which chunk."),
+    "activate": ("watching", "activate", "Switch the fleet to a deployment's version."),
+    "cancel": ("watching", "cancel", "Stop a deployment for good."),
     "plan": ("planning", "plan", "Forecast what each topology would take, before a byte moves."),
     "simulate": ("simulating", "simulating", "Simulate a deployment, failures included."),
     "tokens": ("tokens", "tokens", "Make, list and revoke tokens; let a node join."),

@@ -155,6 +155,11 @@ def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore
 @click.option("--to", "targets", multiple=True, help="Node to bring it to (default: every node).")
 @click.option("--stage-only", is_flag=True, help="Do not activate it.")
 @click.option(
+    "--cancel-on-interrupt",
+    is_flag=True,
+    help="Without --into: Ctrl-C ends the deployment too; otherwise it goes on (paceline watch).",
+)
+@click.option(
     "--into",
     type=directory_type,
     default=None,
@@ -177,6 +182,7 @@ def distribute(
     version: str | None,
     targets: tuple[str, ...],
     stage_only: bool,
+    cancel_on_interrupt: bool,
     into: Path | None,
     workers: int,
     topology: str,
@@ -208,6 +214,7 @@ def distribute(
         return run_flow(
             distribute_model,
             as_json,
+            cancels=cancel_on_interrupt,
             model_id=model_id,
             version=version,
             target_workers=list(targets) or None,

@@ -9,13 +9,8 @@ from paceline.fleet.client import Fleet
 from paceline.fleet.gang import GangMember, GangResult, ProcessResult
 from paceline.fleet.installation import start, status, stop
 from paceline.fleet.nodes import AgentInfo, Node, labels_of, node_names
-from paceline.fleet.spec import (
-    InstallationStatus,
-    Ready,
-    ServiceSpec,
-    ServiceStatus,
-    StopReport,
-)
+from paceline.fleet.spec import Ready, ServiceSpec, StopReport
+from paceline.wire.status import InstallationStatus, ServiceStatus
 
 __all__ = [
     "AgentInfo",

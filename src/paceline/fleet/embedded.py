@@ -209,11 +209,17 @@ def _coordinators(runtime: Runtime) -> list[ServiceSpec]:
                 argv=argv,
                 cwd=home,
                 env={"PACELINE_STATE": str(runtime.state_dir)},
-                ready=Ready(kind="http", url=f"{url}/healthz", port=port_of(url)),
+                ready=_answers(f"{url}/healthz"),
                 stop_phase=1,
             )
         )
     return specs
+
+
+def _answers(url: str) -> Ready:
+    if url.startswith("https:"):  # the check trusts nobody: that it listens is what can be asked
+        return Ready(kind="port", port=port_of(url))
+    return Ready(kind="http", url=url, port=port_of(url))
 
 
 def _directory(runtime: Runtime, name: str) -> Path:

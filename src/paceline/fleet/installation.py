@@ -23,14 +23,13 @@ from paceline.errors import NotReady, PacelineError
 from paceline.fleet.guard import descendants
 from paceline.fleet.processes import clean_environment, resident_bytes
 from paceline.fleet.spec import (
-    InstallationStatus,
     Launch,
     ServiceSpec,
-    ServiceStatus,
     StopReport,
 )
 from paceline.fleet.supervisor import LOCK_FILE, SERVICES_LOCK_FILE, STATUS_FILE, locked_error
 from paceline.profile import RUNTIME_FILE, Profile, Runtime
+from paceline.wire.status import InstallationStatus, ServiceStatus
 
 STOP_DEADLINE_S = 40.0
 STOP_MARGIN_S = (

@@ -19,7 +19,8 @@ from paceline.errors import NotReady, PacelineError
 from paceline.fleet.guard import descendants
 from paceline.fleet.ports import listens
 from paceline.fleet.processes import Guarded, clean_environment, start_guarded
-from paceline.fleet.spec import Ready, ServiceSpec, ServiceStatus
+from paceline.fleet.spec import Ready, ServiceSpec
+from paceline.wire.status import ServiceStatus
 
 log = logging.getLogger(__name__)
 

@@ -50,36 +50,6 @@ class Launch(Record):
     extra_services: tuple[ServiceSpec, ...] = ()
 
 
-class ServiceStatus(Record):
-    """How one service does."""
-
-    name: str
-    state: Literal["waiting", "starting", "ready", "done", "restarting", "failed", "stopped"]
-    pid: int = 0  # of the service's process
-    session: int = 0  # of its guard, which leads the session
-    restarts: int = 0
-    ready_s: float | None = None  # from its own start
-    rss_bytes: int = 0
-    processes: int = 0
-    log: str = ""
-    problem: str = ""
-
-
-class InstallationStatus(Record):
-    """How a state directory's installation does."""
-
-    running: bool
-    ready: bool = False
-    pid: int = 0  # of the supervisor
-    started_at: float = 0.0  # seconds since the Unix epoch
-    ready_s: float | None = (
-        None  # from the start of the supervisor until all blocking services were ready
-    )
-    services: tuple[ServiceStatus, ...] = ()
-    rss_bytes: int = 0
-    problem: str = ""
-
-
 class StopReport(Record):
     """What `stop` found and did."""
 

@@ -29,8 +29,9 @@ from paceline.fleet.guard import become_subreaper, descendants, kill_descendants
 from paceline.fleet.ports import ReservedPort, reserve_port
 from paceline.fleet.processes import resident_bytes
 from paceline.fleet.service import Service
-from paceline.fleet.spec import InstallationStatus, Launch
+from paceline.fleet.spec import Launch
 from paceline.profile import RUNTIME_FILE, Endpoints, Profile, Runtime, save_runtime
+from paceline.wire.status import InstallationStatus
 
 log = logging.getLogger(__name__)
 
@@ -179,11 +180,15 @@ class Supervisor:
             return self.ports[-1].number
 
         prefect = port("Prefect", profile.services.prefect_port)
-        replicas = tuple(
-            f"http://{host}:{port('the coordinator', wanted and wanted + number)}"
-            for wanted in (profile.services.coordinator_port,)
+        security, first = profile.security, profile.services.coordinator_port
+        encrypted = security.rest_tls in ("installation", "files")
+        scheme = "https" if encrypted else "http"
+        authority = f"{security.authority}/ca.pem" if security.rest_tls == "installation" else ""
+        ports = [
+            port("the coordinator", first and first + number)
             for number in range(profile.control.replicas)
-        )
+        ]
+        replicas = tuple(f"{scheme}://{host}:{each}" for each in ports)
         return Endpoints(
             prefect_api_url=f"http://{host}:{prefect}/api",
             prefect_ui_url=f"http://{host}:{prefect}",
@@ -191,6 +196,7 @@ class Supervisor:
             s3_url=f"http://{host}:{port('S3', profile.services.s3_port)}",
             coordinator_url=replicas[0],
             coordinator_urls=replicas,
+            coordinator_ca=security.rest_ca or authority if encrypted else "",
             scheduler_address=f"tls://{host}:{port('Dask', profile.services.scheduler_port)}",
         )
 

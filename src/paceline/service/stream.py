@@ -66,6 +66,7 @@ class Watcher:
     after: int = 0  # the last event it heard
     live_from: int = 0  # what happens after this number comes by the queue
     targets: frozenset[str] = frozenset()
+    since: float = 0.0  # what befell its targets before (seconds since the Unix epoch) is not told
     fresh: bool = True  # it needs a full Moment before anything that only changed
     waiting: deque[bytes] = field(default_factory=deque)
     waiting_bytes: int = 0
@@ -133,10 +134,10 @@ class StreamHub:
                 wanted=f"at most {MOST_WATCHERS}",
                 do="Watch another replica, or come back.",
             )
-        targets: frozenset[str] = frozenset()
+        targets, since = frozenset[str](), 0.0
         if deployment_id is not None:
-            run = self._coordinator.read(lambda state: state.run(deployment_id).deployment)
-            targets = frozenset(run.target_workers)
+            record = self._coordinator.read(lambda state: state.run(deployment_id).deployment)
+            targets, since = frozenset(record.target_workers), record.started_at
         if self._task is None or self._task.done():
             self._moments = Moments()
             self._after = self._coordinator.events(2**62).last
@@ -147,6 +148,7 @@ class StreamHub:
             after=live_from if after is None else min(after, live_from),
             live_from=live_from,
             targets=targets,
+            since=since,
         )
         self._watchers.add(watcher)
         return watcher
@@ -400,7 +402,7 @@ def _concerns(event: Event, watcher: Watcher) -> bool:
         return True
     if event.deployment_id is not None:
         return event.deployment_id == watcher.deployment_id
-    return event.worker_id in watcher.targets
+    return event.worker_id in watcher.targets and event.at >= watcher.since
 
 
 def _message(item: Moment | Happened | Missed | Dropped, number: int | None = None) -> bytes:

@@ -12,6 +12,7 @@ from paceline.wire.forecast import PlanTable, SimulationReport
 from paceline.wire.local import Distribution, Published
 from paceline.wire.plan import Plan
 from paceline.wire.records import Deployment, Receipt
+from paceline.wire.status import Changed, StatusReport
 from paceline.wire.stream import StreamItem, WatchLine
 from paceline.wire.summary import Failed, RunSummary
 from paceline.wire.training import EvaluationReport, Evidence, TrainResult
@@ -28,6 +29,8 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "receipt": Receipt,
     "event-stream": StreamItem,
     "watch": WatchLine,
+    "status": StatusReport,
+    "changed": Changed,
     "train": TrainResult,
     "evaluate": EvaluationReport,
     "evidence": Evidence,

@@ -1,0 +1,339 @@
+"""What a terminal shows of the event stream: one deployment's figures, workers × chunks, events.
+
+``Board`` lays the stream's items over each other; ``render`` draws it for the width and height
+there are. It knows no connection and decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from paceline.cli.following import Item, Lost
+from paceline.wire.events import Event, EventName
+from paceline.wire.records import WorkerStatus
+from paceline.wire.stream import (
+    DeploymentMoment,
+    Dropped,
+    Happened,
+    LeaderView,
+    Missed,
+    Moment,
+    PartMoment,
+    Run,
+    WorkerMoment,
+)
+
+SHOWN_EVENTS = 6
+HEAD_ROWS = 8  # lines of a terminal that are not workers
+SHADES = "·░▒▓█"
+FAILED = (WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
+BAD = (
+    EventName.WORKER_LOST,
+    EventName.WORKER_FAILED,
+    EventName.SOURCE_LOST,
+    EventName.PIECE_CORRUPT,
+    EventName.WORKER_SLOW,
+    EventName.WORKER_QUARANTINED,
+    EventName.FLOW_DELAYED,
+    EventName.FLOW_ENDED,
+)
+COLOURS = {"complete": "green", "failed": "red", "cancelled": "yellow", "stalled": "red"}
+
+
+@dataclass
+class Board:
+    """Everything that was heard of one deployment."""
+
+    deployment: DeploymentMoment | None = None
+    parts: dict[str, PartMoment] = field(default_factory=dict)
+    workers: dict[str, WorkerMoment] = field(default_factory=dict)
+    leader: LeaderView = field(default_factory=LeaderView)
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=200))
+    missed: int = 0
+    lost: Lost | None = None
+    heard_s: float = 0.0
+
+    def take(self, item: Item) -> None:
+        """Lay ``item`` over what is known."""
+        self.heard_s = time.monotonic()
+        match item:
+            case Moment():
+                self.lost = None
+                self._moment(item)
+            case Happened():
+                self.events.append(item.event)
+            case Missed():
+                self.missed += item.first - item.after - 1
+            case Dropped():
+                self.lost = Lost(item.reason, self.heard_s)
+            case Lost():
+                self.lost = item
+
+    def _moment(self, moment: Moment) -> None:
+        if moment.full:
+            self.parts.clear()
+            self.workers.clear()
+        self.leader = moment.leader
+        self.workers |= {each.worker_id: each for each in moment.workers}
+        for each in moment.deployments:
+            self.deployment = each
+            self.parts |= {part.worker_id: part for part in each.parts}
+
+
+@dataclass
+class View:
+    """Draws a board anew each time it is asked, for the terminal as it is then."""
+
+    board: Board
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield render(self.board, options.max_width, options.size.height)
+
+
+def render(board: Board, width: int, height: int) -> RenderableType:
+    """Return the board as it stands."""
+    shown = board.deployment
+    if shown is None:
+        return Text(_connection(board), style="dim")
+    events = _events(board.events, width)
+    rows = max(4, height - HEAD_ROWS - len(events))
+    lines: list[RenderableType] = [
+        _title(shown, width),
+        _figures(shown, width),
+        _map(board, shown, width, rows),
+    ]
+    if board.missed:
+        lines.append(Text(f"{board.missed} earlier events are no longer held", style="dim"))
+    lines += [_sentence(each) for each in events]
+    lines.append(Text(_connection(board), style="red" if board.lost else "dim", no_wrap=True))
+    return Group(*lines)
+
+
+def figures(shown: DeploymentMoment) -> str:
+    """Return a deployment's figures on one line, for where there is no terminal."""
+    parts = [
+        f"{shown.status.value} {shown.progress:.0%}",
+        f"{shown.workers_complete} of {shown.workers} workers complete",
+    ]
+    if shown.workers_failed:
+        parts.append(f"{len(shown.workers_failed)} failed")
+    if not shown.status.is_final:
+        parts.append(f"{size(shown.rate_bytes_s)}/s")
+        if shown.eta_s is not None:
+            parts.append(f"{duration(shown.eta_s)} left")
+    return ", ".join(parts)
+
+
+def told(event: Event) -> str:
+    """Return an event as a line of text."""
+    at = time.strftime("%H:%M:%S", time.localtime(event.at))
+    data = dict(event.data)
+    change = f"{data.pop('from')} → {data.pop('to')}" if {"from", "to"} <= data.keys() else ""
+    detail = ", ".join(f"{key} {value}" for key, value in data.items())
+    words = [event.name.value, event.worker_id or "", change, f"({detail})" if detail else ""]
+    return " ".join([at, *(each for each in words if each)])
+
+
+def is_bad(event: Event) -> bool:
+    """Return whether a person should look at this event."""
+    return event.name in BAD or event.data.get("to") in ("failed", "stalled", "cancelled")
+
+
+def size(count: float) -> str:
+    """Return bytes as people read them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if count >= 9.95 or unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people read them."""
+    if seconds < 99.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02} min"
+    return f"{minutes // 60}:{minutes % 60:02} h"
+
+
+def cells(runs: Iterable[Run], chunks: int, width: int, coming: float = 0.0) -> str:
+    """Return which of ``chunks`` are held, in at most ``width`` cells from empty to full.
+
+    ``coming`` chunks more are on their way; they are drawn behind what is held from the start.
+    """
+    count = max(1, min(chunks, width))
+    filled = [0.0] * count
+    begin = 0.0
+    for first, last in runs:
+        _fill(filled, first, last + 1, chunks)
+        if first <= begin:
+            begin = max(begin, last + 1.0)
+    if coming > 0:
+        _fill(filled, begin, min(chunks, begin + coming), chunks)
+    return "".join(_shade(each) for each in filled)
+
+
+def _fill(filled: list[float], first: float, end: float, chunks: int) -> None:
+    scale = len(filled) / chunks
+    left, right = first * scale, end * scale
+    for cell in range(int(left), min(len(filled), int(right) + 1)):
+        share = min(right, cell + 1) - max(left, cell)
+        filled[cell] = min(1.0, filled[cell] + max(0.0, share))
+
+
+def _shade(share: float) -> str:
+    if share >= 1 - 1e-6:
+        return SHADES[-1]
+    if share <= 1e-6:
+        return SHADES[0]
+    return SHADES[1 + min(2, int(share * 3))]
+
+
+def _title(shown: DeploymentMoment, width: int) -> Text:
+    line = Text(no_wrap=True, overflow="ellipsis", end="\n")
+    line.append(f"{shown.model_id} {shown.version}", style="bold")
+    line.append("  ")
+    line.append(shown.status.value, style=COLOURS.get(shown.status.value, "cyan"))
+    if shown.activation != "none":
+        line.append(f", {shown.activation}", style="green")
+    line.append(f"  {shown.deployment_id}  {size(shown.total_bytes)}  {shown.topology.value}")
+    if shown.epoch > 1:
+        line.append(f"  plan {shown.epoch}")
+    line.truncate(width)
+    if shown.failure is not None:
+        line.append(f"\n{shown.failure.code}: {shown.failure.message}", style="red")
+    return line
+
+
+def _figures(shown: DeploymentMoment, width: int) -> Table:
+    done = max(0, min(width // 4, 30))
+    full = int(shown.progress * done)
+    bar = Text("━" * full, style="green")
+    bar.append("━" * (done - full), style="bright_black")
+    parts = [f"{shown.workers_complete} of {shown.workers} workers"]
+    if shown.workers_failed:
+        parts.append(f"{len(shown.workers_failed)} failed")
+    if shown.status.is_final:
+        if shown.seconds is not None:
+            parts.append(f"took {duration(shown.seconds)} (bound {duration(shown.bound_seconds)})")
+    else:
+        parts.append(f"{size(shown.rate_bytes_s)}/s")
+        left = "unknown" if shown.eta_s is None else f"{duration(shown.eta_s)} left"
+        parts.append(f"ETA {left}" if shown.eta_s is None else left)
+    parts.append(f"{size(shown.origin_bytes)} from the source")
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    table.add_row(bar, f"{shown.progress:.0%}", "  ".join(parts))
+    return table
+
+
+def _map(board: Board, shown: DeploymentMoment, width: int, rows: int) -> Table:
+    """One row a worker, as many as fit: who needs to be looked at stays, in the fleet's order."""
+    parts = sorted(board.parts.values(), key=lambda each: _natural(each.worker_id))
+    hidden: list[PartMoment] = []
+    if len(parts) > rows:
+        by_need = sorted(parts, key=lambda each: (_need(each), each.bytes_held))
+        seen = {each.worker_id for each in by_need[: rows - 1]}
+        hidden = [each for each in parts if each.worker_id not in seen]
+        parts = [each for each in parts if each.worker_id in seen]
+    name_width = max([6, *(len(each.worker_id) for each in parts)])
+    wide = width >= 100
+    map_width = max(8, width - min(name_width, 24) - (56 if wide else 34))
+    table = Table(box=None, padding=(0, 1), pad_edge=False, show_header=True, header_style="dim")
+    table.add_column("worker", no_wrap=True, max_width=24)
+    table.add_column("chunks", no_wrap=True, width=min(map_width, max(shown.total_chunks, 6)))
+    table.add_column("held", justify="right", no_wrap=True)
+    table.add_column("rate", justify="right", no_wrap=True)
+    if wide:
+        table.add_column("from", no_wrap=True, max_width=18, overflow="ellipsis")
+    table.add_column("", no_wrap=True, overflow="ellipsis")
+    for each in parts:
+        state, style = _state(each)
+        total = shown.total_bytes or 1
+        whole = sum(last - first + 1 for first, last in each.chunks)
+        coming = each.bytes_held / total * shown.total_chunks - whole
+        drawn = cells(each.chunks, shown.total_chunks, map_width, coming)
+        source = "" if each.verified else _source(each.upstream_worker)
+        row = [
+            Text(each.worker_id, style="" if each.alive else "dim"),
+            Text(drawn, style=style if style in ("red", "dim") else "green"),
+            Text(f"{min(1.0, each.bytes_held / total):.0%}"),
+            Text(f"{size(each.rate_bytes_s)}/s" if each.rate_bytes_s else ""),
+        ]
+        table.add_row(*row, *([Text(source, style="dim")] if wide else []), Text(state, style))
+    if hidden:
+        table.add_row(Text(f"… {len(hidden)} more", style="dim"), Text(_sum(hidden, shown), "dim"))
+    return table
+
+
+def _sum(parts: list[PartMoment], shown: DeploymentMoment) -> str:
+    held = sum(each.bytes_held for each in parts) / (len(parts) * (shown.total_bytes or 1))
+    return f"{sum(each.verified for each in parts)} complete, {held:.0%} held"
+
+
+def _need(part: PartMoment) -> int:
+    """Return how late a part may be shown: those that failed first, those that are done last."""
+    if part.verified:
+        return 3
+    if part.status in FAILED or not part.alive:
+        return 0
+    return 1 if part.standing != "line" else 2
+
+
+def _state(part: PartMoment) -> tuple[str, str]:
+    if part.activated:
+        return "active", "green"
+    if part.verified:
+        return "complete", "green"
+    if not part.alive:
+        return "lost", "red"
+    if part.status in FAILED:
+        why = f": {part.failure.code}" if part.failure else ""
+        return f"{part.status.value.replace('_', ' ')}{why}", "red"
+    if part.standing != "line":
+        return part.standing, "yellow"
+    return part.status.value, "cyan" if part.bytes_held else "dim"
+
+
+def _source(key: str | None) -> str:
+    return "the source" if key and key.startswith("origin:") else key or ""
+
+
+def _events(events: Iterable[Event], width: int) -> list[Event]:
+    del width
+    every = list(events)
+    worth = [each for each in every if each.name is not EventName.WORKER_COMPLETED]
+    return worth[-SHOWN_EVENTS:]
+
+
+def _sentence(event: Event) -> Text:
+    text = Text(told(event), style="red" if is_bad(event) else "dim")
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
+def _connection(board: Board) -> str:
+    if board.lost is not None:
+        return f"reconnecting: {board.lost.reason} (the transfer goes on)"
+    if board.deployment is None:
+        return "connecting…"
+    leader = board.leader
+    if leader.leads:
+        return f"the leader, epoch {leader.epoch}, {leader.url}".rstrip(", ")
+    return f"a standby, {leader.url}; the leader is {leader.leader_url or 'not known'}"
+
+
+def _natural(name: str) -> tuple[str, int]:
+    head, _, tail = name.rpartition("-")
+    return (head, int(tail)) if tail.isdigit() else (name, 0)

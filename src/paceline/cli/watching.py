@@ -1,0 +1,388 @@
+"""`paceline watch`, `status`, `activate`, `cancel`: a deployment and the fleet, from outside.
+
+Each talks to the coordinator alone, whichever replica leads; none needs Prefect or Dask.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.live import Live
+
+from paceline.cli.board import Board, View, duration, figures, is_bad, render, told
+from paceline.cli.following import Follower, Item, Lost
+from paceline.cli.options import json_option, state_directory, state_option
+from paceline.client import CoordinatorClient
+from paceline.errors import (
+    Cancelled,
+    Conflict,
+    DeploymentFailed,
+    NotFound,
+    NotReady,
+    PacelineError,
+    ServiceUnavailable,
+    WorkerLost,
+)
+from paceline.profile import Runtime, load_runtime
+from paceline.wire.calls import SwitchPhase, SwitchView
+from paceline.wire.records import DeploymentStatus
+from paceline.wire.status import Changed, ReplicaStatus, StatusReport
+from paceline.wire.stream import DeploymentMoment, Happened, Missed, Moment, Outcome
+
+LINE_EVERY_S = 5.0  # where there is no terminal
+POLL_S = 0.2
+NAMED = 10
+
+deployment_argument = click.argument("deployment_id", metavar="ID")
+
+
+@click.command()
+@click.argument("deployment_id", metavar="[ID]", required=False)
+@click.option(
+    "--patience",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    help="Seconds without any coordinator before it gives up.",
+)
+@state_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+def watch(deployment_id: str | None, patience: float, state: Path | None, as_json: bool) -> int:
+    """Show deployment ID (default: the newest) until it ends: rate, ETA, who has which chunk.
+
+    Exit codes: 0 complete, 1 failed, 130 cancelled (or interrupted), 75 when no coordinator answers
+    for so long. The coordinator may fail over meanwhile. Watching changes nothing: to end the
+    deployment use `paceline cancel ID`.
+    """
+    runtime = load_runtime(state_directory(state))
+    chosen = deployment_id or _newest(runtime)
+    follower = Follower.of(runtime, deployment_id=chosen, after=0, patience_s=patience)
+    board = Board()
+    console = Console()
+    if as_json:
+        ended = _lines_of_json(follower, board)
+    elif console.is_terminal:
+        ended = _live(follower, board, console)
+    else:
+        ended = _lines(follower, board)
+    outcome = _outcome(ended)
+    if as_json:
+        click.echo(outcome.model_dump_json())
+    elif not console.is_terminal:
+        click.echo(_said(ended))
+    return outcome.exit_code
+
+
+@click.command()
+@state_option
+@json_option
+def status(state: Path | None, as_json: bool) -> int:
+    """Say what runs here, who leads, and how the fleet and its deployments stand.
+
+    Exit code 75 if nothing runs here and no coordinator answers.
+    """
+    from paceline import fleet
+
+    directory = state_directory(state)
+    found = fleet.status(directory)
+    try:
+        runtime = load_runtime(directory)
+    except NotReady:
+        report = StatusReport(**found.model_dump())
+    else:
+        report = _report(StatusReport(**found.model_dump()), runtime)
+    if as_json:
+        click.echo(report.model_dump_json())
+    else:
+        _show(report, directory)
+    return 0 if report.running or any(each.answers for each in report.replicas) else 75
+
+
+@click.command()
+@deployment_argument
+@click.option("--allow-older", is_flag=True, help="Although a newer version is active.")
+@click.option(
+    "--deadline", type=click.FloatRange(min=0.1), default=60.0, show_default=True, help="Seconds."
+)
+@state_option
+@json_option
+def activate(
+    deployment_id: str, allow_older: bool, deadline: float, state: Path | None, as_json: bool
+) -> int:
+    """Have the fleet switch to deployment ID's version: all together, once a quorum is ready.
+
+    Exit code 75 if not everybody has switched in time; who is away switches when it returns.
+    """
+    client = CoordinatorClient.of(load_runtime(state_directory(state)))
+    began = time.monotonic()
+    client.activate(deployment_id, allow_older=allow_older)
+    _switched(client, deployment_id, began, deadline, as_json)
+    return 0
+
+
+def roll_back(deployment_id: str, deadline: float, state: Path | None, as_json: bool) -> int:
+    """Have the fleet return from deployment ID's version to the one before; `paceline rollback`."""
+    client = CoordinatorClient.of(load_runtime(state_directory(state)))
+    began = time.monotonic()
+    client.rollback(deployment_id)
+    _switched(client, deployment_id, began, deadline, as_json)
+    return 0
+
+
+@click.command()
+@deployment_argument
+@state_option
+@json_option
+def cancel(deployment_id: str, state: Path | None, as_json: bool) -> int:
+    """Stop deployment ID for good; once this returns no worker publishes it any more.
+
+    What was verified stays on the disks: a later deployment of the same version goes on from there.
+    """
+    client = CoordinatorClient.of(load_runtime(state_directory(state)))
+    began = time.monotonic()
+    client.cancel(deployment_id)
+    done = Changed(
+        status="cancelled", deployment_id=deployment_id, seconds=time.monotonic() - began
+    )
+    click.echo(done.model_dump_json() if as_json else f"cancelled {deployment_id}")
+    return 0
+
+
+# --- watching ------------------------------------------------------------------------------------
+
+
+def _newest(runtime: Runtime) -> str:
+    known = CoordinatorClient.of(runtime).deployments()
+    if not known:
+        raise NotFound("there is no deployment to watch", do="Begin one: `paceline distribute`.")
+    flying = [each for each in known if not each.status.is_final]
+    return (flying or known)[-1].deployment_id
+
+
+def _until_ended(follower: Follower, board: Board) -> Iterator[Item]:
+    """Yield items up to the one that shows the end."""
+    for item in follower.items():
+        board.take(item)
+        yield item
+        ended = board.deployment is not None and board.deployment.status.is_final
+        if ended and isinstance(item, Moment):
+            return
+
+
+def _lines_of_json(follower: Follower, board: Board) -> DeploymentMoment:
+    last = ""
+    for item in _until_ended(follower, board):
+        if isinstance(item, Lost):
+            continue  # it is found again, or the error says that it is not
+        if isinstance(item, Moment) and not (item.full or item.deployments or item.workers):
+            continue
+        line = item.model_dump_json()
+        if line != last:
+            click.echo(line)
+        last = line
+    return _shown(board)
+
+
+def _lines(follower: Follower, board: Board) -> DeploymentMoment:
+    """Print what changes: each event that matters, the figures at intervals."""
+    said, said_s, lost = "", -LINE_EVERY_S, False
+    for item in _until_ended(follower, board):
+        now_s = time.monotonic()
+        if isinstance(item, Happened):
+            mark = "! " if is_bad(item.event) else ""
+            click.echo(f"{mark}{told(item.event)}")
+        elif isinstance(item, Missed):
+            click.echo(f"{item.first - item.after - 1} earlier events are no longer held")
+        elif isinstance(item, Lost):
+            if not lost:
+                click.echo(f"! reconnecting: {item.reason}; the transfer goes on", err=True)
+            lost = True
+        elif board.deployment is not None:
+            lost = False
+            line = figures(board.deployment)
+            if line != said and now_s - said_s >= LINE_EVERY_S:
+                click.echo(line)
+                said, said_s = line, now_s
+    return _shown(board)
+
+
+def _live(follower: Follower, board: Board, console: Console) -> DeploymentMoment:
+    with Live(View(board), console=console, refresh_per_second=4, transient=True):
+        for _ in _until_ended(follower, board):
+            pass
+    # The end stays on the screen, with every worker that there is room for.
+    console.print(render(board, console.width, max(console.height, 40)))
+    console.print(_said(_shown(board)), highlight=False, markup=False)
+    return _shown(board)
+
+
+def _shown(board: Board) -> DeploymentMoment:
+    assert board.deployment is not None
+    return board.deployment
+
+
+def _outcome(ended: DeploymentMoment) -> Outcome:
+    codes = {
+        DeploymentStatus.COMPLETE: 0,
+        DeploymentStatus.CANCELLED: Cancelled.exit_code,
+    }
+    return Outcome(
+        deployment_id=ended.deployment_id,
+        status=ended.status,
+        seconds=ended.seconds,
+        workers_complete=ended.workers_complete,
+        workers_failed=ended.workers_failed,
+        failure=ended.failure,
+        exit_code=codes.get(ended.status, DeploymentFailed.exit_code),
+    )
+
+
+def _said(ended: DeploymentMoment) -> str:
+    took = f" in {duration(ended.seconds)}" if ended.seconds is not None else ""
+    line = (
+        f"{ended.status.value}{took}: {ended.model_id} {ended.version} on "
+        f"{ended.workers_complete} of {ended.workers} workers"
+    )
+    if ended.workers_failed:
+        line += f", without {_named(ended.workers_failed)}"
+    if ended.failure is not None and ended.status is not DeploymentStatus.COMPLETE:
+        line += f"\n{ended.failure.code}: {ended.failure.message}"
+    if ended.status is DeploymentStatus.COMPLETE and ended.activation == "none":
+        line += f"\nSwitch to it with `paceline activate {ended.deployment_id}`."
+    return line
+
+
+# --- switching -----------------------------------------------------------------------------------
+
+
+def _switched(
+    client: CoordinatorClient, deployment_id: str, began: float, deadline_s: float, as_json: bool
+) -> None:
+    """Wait for the switch that was asked for and say how it went."""
+    view = _await_switch(client, deployment_id, began + deadline_s)
+    waiting = tuple(
+        each.worker_id for each in view.workers if each.state not in ("switched", "other")
+    )
+    if view.phase in (SwitchPhase.REFUSED, SwitchPhase.SUPERSEDED):
+        raise Conflict(
+            f"the fleet was not switched: {view.phase.value}",
+            got=view.failure.message if view.failure else f"{view.ready} workers ready",
+            wanted=f"{view.quorum} workers ready",
+            where=deployment_id,
+            do="Nobody switched without a quorum. Mend what is named, and ask again.",
+        )
+    if view.phase is not SwitchPhase.SWITCHED:
+        raise WorkerLost(
+            "not every worker has switched in time",
+            got=f"{view.switched} have; waiting for {_named(waiting)}",
+            wanted=f"within {deadline_s:g} s",
+            where=deployment_id,
+            do="It is decided, and goes on: who is away switches when it returns.",
+        )
+    done = Changed(
+        status="switched",
+        deployment_id=deployment_id,
+        workers=view.switched,
+        waiting=waiting,
+        seconds=time.monotonic() - began,
+    )
+    if as_json:
+        click.echo(done.model_dump_json())
+        return
+    versions = sorted({each.version for each in view.workers if each.version})
+    click.echo(
+        f"{view.switched} workers run {', '.join(versions) or 'it'}, in {duration(done.seconds)}"
+        + (f"; {_named(waiting)} will when they return" if waiting else "")
+    )
+
+
+def _await_switch(client: CoordinatorClient, deployment_id: str, until_s: float) -> SwitchView:
+    while True:
+        view = client.switch(deployment_id)
+        under_way = view.phase in (SwitchPhase.PREPARING, SwitchPhase.SWITCHING)
+        if not under_way or time.monotonic() >= until_s:
+            return view
+        time.sleep(POLL_S)
+
+
+# --- the fleet -----------------------------------------------------------------------------------
+
+
+def _report(found: StatusReport, runtime: Runtime) -> StatusReport:
+    """Return ``found`` with what each replica says; the leader's word counts for the fleet."""
+    known = runtime.endpoints
+    replicas, moments = [], []
+    for url in known.coordinator_urls or (known.coordinator_url,):
+        if not url:
+            continue
+        try:
+            moment = _moment(runtime, url)
+        except PacelineError as error:
+            replicas.append(ReplicaStatus(url=url, answers=False, problem=error.one_line()))
+            continue
+        leader = moment.leader
+        replicas.append(
+            ReplicaStatus(
+                url=url,
+                answers=True,
+                leads=leader.leads,
+                leader_url=leader.leader_url or (url if leader.leads else None),
+                epoch=leader.epoch,
+            )
+        )
+        moments.append(moment)
+    best = max(moments, key=lambda each: (each.leader.leads, each.leader.epoch), default=None)
+    return found.model_copy(
+        update={
+            "replicas": tuple(replicas),
+            "leader_url": next((each.url for each in replicas if each.leads), None),
+            "workers": best.workers if best else (),
+            "deployments": tuple(each.model_copy(update={"parts": ()}) for each in best.deployments)
+            if best
+            else (),
+        }
+    )
+
+
+def _moment(runtime: Runtime, url: str) -> Moment:
+    """Return how everything stands by ``url``'s word."""
+    token, ca = runtime.secrets.coordinator_token, runtime.endpoints.coordinator_ca
+    follower = Follower([url], token, patience_s=0.0, ca=ca)
+    for item in follower.items():
+        if isinstance(item, Moment):
+            return item
+        if isinstance(item, Lost):
+            raise ServiceUnavailable("no answer", got=item.reason, where=url)
+    raise ServiceUnavailable("no answer", where=url)
+
+
+def _show(report: StatusReport, directory: Path) -> None:
+    for each in report.services:
+        memory = f"{each.rss_bytes / 1e6:.0f} MB" if each.rss_bytes else ""
+        click.echo(f"{each.name:<20} {each.state:<11} {memory:>8}  {each.problem}".rstrip())
+    if not report.running:
+        click.echo(f"nothing runs in {directory}; start it with `paceline up`")
+    for replica in report.replicas:
+        role = "leads" if replica.leads else "stands by" if replica.answers else "does not answer"
+        epoch = f"epoch {replica.epoch}" if replica.answers else replica.problem
+        click.echo(f"coordinator          {role:<11} {epoch:>8}  {replica.url}".rstrip())
+    if not any(each.answers for each in report.replicas):
+        return
+    lost = tuple(each.worker_id for each in report.workers if not each.alive)
+    alive = len(report.workers) - len(lost)
+    gone = f"; lost: {_named(lost)}" if lost else ""
+    click.echo(f"workers              {alive} alive of {len(report.workers)}{gone}")
+    for shown in report.deployments:
+        active = f", {shown.activation}" if shown.activation != "none" else ""
+        click.echo(
+            f"{shown.deployment_id}  {shown.model_id} {shown.version}  {figures(shown)}{active}"
+        )
+
+
+def _named(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
