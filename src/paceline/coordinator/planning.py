@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from statistics import median_low
 
 from paceline.coordinator.deployment import DeploymentRun
+from paceline.coordinator.grants import under_the_fuse
 from paceline.coordinator.membership import Membership
 from paceline.coordinator.messages import Create
 from paceline.coordinator.parts import Tally
@@ -134,8 +135,13 @@ def next_plan(
         for each in workers
         if each.standing is not Standing.GONE
     }
-    kept = tuple(_kept(run, each, places) for each in plan.workers)
-    return plan.model_copy(update={"workers": kept}), late
+    kept = {
+        each.worker_id: run.lanes[each.worker_id]
+        for each in plan.workers
+        if _is_kept(run, each, places)
+    }
+    parts = under_the_fuse(run, plan.workers, kept)
+    return plan.model_copy(update={"workers": parts}), late
 
 
 def _latecomers(run: DeploymentRun, tally: Tally, patience: Patience) -> dict[str, int]:
@@ -149,30 +155,30 @@ def _latecomers(run: DeploymentRun, tally: Tally, patience: Patience) -> dict[st
     return {each: gap for each, gap in gaps.items() if gap > patience.return_gap_pieces}
 
 
-def _kept(run: DeploymentRun, planned: WorkerLanes, places: Places) -> WorkerLanes:
-    """Return the lanes that the worker has, where ``planned`` says the same, else those.
+def _is_kept(run: DeploymentRun, planned: WorkerLanes, places: Places) -> bool:
+    """Return whether the worker keeps the lanes that it has: ``planned`` says the same.
 
     The origin fuse is one for all epochs: who keeps its budget may go on reading what is left of
-    it, so that must not be more than this plan counts with, nor, for who seeds, far less.
+    it, so that must not be much more than this plan counts with, nor, for who seeds, far less.
+    ``grants`` sees to it that all of them together fit.
     """
     worker_id = planned.worker_id
     before, part = run.lanes.get(worker_id), run.parts[worker_id]
     if before is None or worker_id in run.fresh or worker_id in run.short:
-        return planned
+        return False
     if not _serves(before, planned, places):
-        return planned
+        return False
     if not run.fused:
-        return before
+        return True
+    seeds = any(lane.source.kind == "origin" for lane in planned.lanes)
     if part.spent_before is None:  # told by an earlier coordinator: what is left is not known
-        return planned if _seeds(planned) else before
+        return not seeds
     left = before.origin_budget_bytes - (part.spent_bytes - part.spent_before)
     share, total = planned.origin_budget_bytes, run.deployment.total_bytes
     slack = origin_cap_bytes(total) - total
-    if _seeds(planned):
-        fits = share - slack // 4 <= left <= share + slack // 16
-    else:
-        fits = left <= share + share // 4 + run.manifest.piece_bytes
-    return before if fits else planned
+    if seeds:
+        return share - slack // 4 <= left <= share + slack // 16
+    return left <= share + share // 4 + run.manifest.piece_bytes
 
 
 def _serves(before: WorkerLanes, planned: WorkerLanes, places: Places) -> bool:
@@ -195,7 +201,3 @@ def _serves(before: WorkerLanes, planned: WorkerLanes, places: Places) -> bool:
         if any(not places.get(each.key, ("", True))[1] for each in peers):
             return False
     return True
-
-
-def _seeds(lanes: WorkerLanes) -> bool:
-    return any(lane.source.kind == "origin" for lane in lanes.lanes)
