@@ -31,6 +31,7 @@ from paceline.coordinator.messages import (
     Kept,
     Listen,
     Observed,
+    Rollback,
     Tick,
 )
 from paceline.coordinator.ring import RING_EVENTS, EventRing
@@ -180,8 +181,7 @@ class Coordinator:
             told = self._commit(term, audited(effects, self._wall()))
             if not told and not self._coordination.is_leading(term):
                 raise self._not_leading()  # frozen meanwhile: another may lead, and have decided
-        asked = isinstance(event, Activate | Cancel)
-        if asked or any(isinstance(each, KeepPlan) for each in effects):
+        if isinstance(event, Activate | Cancel | Rollback) or any(map(_is_news, effects)):
             self._bell.ring()
         for each in told:
             _log_event(each)
@@ -426,6 +426,14 @@ class Coordinator:
         while page := self._coordination.events_after(after, EVENTS_AT_ONCE):
             ring.extend(page)
             after = page[-1].seq
+
+
+def _is_news(effect: Effect) -> bool:
+    """Return whether agents that hold their beats' answers should look now."""
+    switching = EventName.DEPLOYMENT_SWITCHING
+    return isinstance(effect, KeepPlan) or (
+        isinstance(effect, Observed) and effect.name is switching
+    )
 
 
 def _again(error: PacelineError) -> ServiceUnavailable:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.coordinator.coordinator import Coordinator
+from paceline.coordinator.parts import Part
+from paceline.coordinator.state import CoordinatorState
 from paceline.coordinator.stores.contracts import Candidate, Coordination, Progress, Term
 from paceline.errors import PacelineError
 from paceline.wire.records import WorkerProgress
@@ -31,7 +33,7 @@ FOLLOW_SHARE = 0.2  # and of its time, at most
 LOOK_S = 0.1  # between two looks at who leads
 WAIT_S = 0.5
 RETRY_S = 1.0  # after a store that does not answer, jittered
-PROGRESS_S = 1.0  # between two tellings of progress, for each 1,000 parts
+PROGRESS_S = 1.0  # between two tellings of progress
 STARTED_S = 5.0  # how long the start waits for this replica to have a role
 
 
@@ -61,6 +63,7 @@ class Replica:
         self._candidate = candidate
         self._duties = duties
         self._monotonic = monotonic
+        self._told: dict[tuple[str, str], int] = {}  # pieces, as the progress store was told last
         self._stopping = threading.Event()
         self._has_role = threading.Event()
         self._threads = [
@@ -151,30 +154,34 @@ class Replica:
         while not self._stopping.wait(TICK_S):
             try:
                 self._coordinator.tick()
-                if self._coordinator.term is not None and self._monotonic() >= told_s:
-                    parts = self._tell_progress()
-                    told_s = self._monotonic() + PROGRESS_S * max(1.0, parts / 1000)
+                if self._coordinator.term is None:
+                    self._told.clear()
+                elif self._coordination.standbys and self._monotonic() >= told_s:
+                    self._tell_progress()
+                    told_s = self._monotonic() + PROGRESS_S
             except PacelineError as error:
                 log.warning("tick failed: %s", error)
             except Exception:
                 # A defect must not silence the clock: say so each time, and go on deciding.
                 log.exception("tick failed")
 
-    def _tell_progress(self) -> int:
-        """Hand the progress store what standbys show; return how many parts that was."""
-        parts, beats = self._coordinator.read(
-            lambda state: (
-                {
-                    (deployment.deployment_id, part.worker_id): part
-                    for deployment in state.deployments()
-                    if not deployment.status.is_final
-                    for part in state.progress(deployment.deployment_id)
-                },
-                state.fleet.heard(),
-            )
-        )
-        self._progress.put(_moving(parts), beats)
-        return len(parts)
+    def _tell_progress(self) -> None:
+        """Hand the progress store what changed, for standbys and the next leader to show."""
+
+        def look(state: CoordinatorState) -> dict[tuple[str, str], tuple[Part, int]]:
+            return {
+                (deployment.deployment_id, worker_id): (part, part.pieces_held)
+                for deployment in state.deployments()
+                if not deployment.status.is_final
+                for worker_id, part in state.run(deployment.deployment_id).parts.items()
+                if part.receipt is None
+                and self._told.get((deployment.deployment_id, worker_id)) != part.pieces_held
+            }
+
+        changed = self._coordinator.read(look)
+        self._told |= {key: pieces for key, (_, pieces) in changed.items()}
+        parts = {key: _shown(key[1], part) for key, (part, _) in changed.items()}
+        self._progress.put(parts, self._coordinator.read(lambda state: state.fleet.heard()))
 
     # --- the standby -----------------------------------------------------------------------------
 
@@ -212,8 +219,11 @@ class Replica:
         self._stopping.wait(RETRY_S * random.uniform(0.5, 1.0))
 
 
-def _moving(
-    parts: dict[tuple[str, str], WorkerProgress],
-) -> dict[tuple[str, str], WorkerProgress]:
-    """Leave out receipts and failures: those are kept in the coordination store already."""
-    return {key: part for key, part in parts.items() if part.receipt is None}
+def _shown(worker_id: str, part: Part) -> WorkerProgress:
+    return WorkerProgress(
+        worker_id=worker_id,
+        status=part.status,
+        chunks_received=part.chunks,
+        pieces_held=part.pieces_held,
+        bytes_held=part.bytes_held,
+    )

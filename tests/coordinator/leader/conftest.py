@@ -4,6 +4,9 @@ import pytest
 
 from tests.coordinator.conftest import small_manifest
 from tests.coordinator.leader.fakes import Cluster, Node, Remembered, until
+from tests.support.etcd import etcd
+
+__all__ = ["etcd"]
 
 
 class Three:
