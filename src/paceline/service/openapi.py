@@ -66,6 +66,9 @@ def _complete(operation: dict[str, Any], route: Route) -> None:
         operation["description"] = f"{operation.get('description', '')}\n\nScope: {scopes}.".strip()
     responses = operation.setdefault("responses", {})
     responses.pop("422", None)
+    for content in responses.get("200", {}).get("content", {}).items():
+        if content[0] == "text/event-stream":
+            content[1].pop("schema", None)  # its items are in docs/schemas/event-stream.json
     statuses = {*EVERYWHERE, *route.errors}
     if not route.is_open:
         statuses.update(GUARDED)

@@ -77,7 +77,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("GET", STAGE): _read(404, 422),
     ("PUT", STAGE): _change(422),
     ("GET", "/events"): _read(422),
-    ("GET", "/events/stream"): _read(422),
+    ("GET", "/events/stream"): _read(404, 422),
     ("GET", "/audit"): Route(scopes=(Scope.ADMIN,), errors=(422,)),
     ("GET", "/tokens"): Route(scopes=(Scope.ADMIN,)),
     ("POST", "/tokens"): _change(409, 422, scope=Scope.ADMIN),
