@@ -104,6 +104,7 @@ def run(
         },
         "invocations": load.history.counts(),
         "probe_writes": len(load.accepted),
+        "audit_rows_of_creations": sum(final.created.values()),
         "violations": found,
         "rounds": rounds,
         "machine": {"cores": os.cpu_count(), "python": platform.python_version()},

@@ -8,14 +8,17 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from benchmarks.leaders.cluster import Cluster
 from benchmarks.leaders.history import Final, History, Invocation, Kind
 from paceline.client import CoordinatorClient
+from paceline.client.access import AccessClient
 from paceline.errors import NotFound, PacelineError, TemporaryError
 from paceline.wire import digest_of
 from paceline.wire.calls import CreateDeployment, Heartbeat, RegisterWorker
+from paceline.wire.events import EventName
 from paceline.wire.records import StageRecord, WorkerStatus
 
 PAUSE_S = (0.05, 0.25)
@@ -24,6 +27,7 @@ ATTEMPTS = 400  # of one thing, before it is given up with an unknown outcome
 GIVE_UP = 0.05  # share of things that are given up after one failed attempt
 AGAIN = 0.2  # share of things that are asked for once more after they were acknowledged
 STAGE = "failover"
+AUDIT_S = 20.0  # until the audit history has what the outbox holds
 
 
 class Load:
@@ -231,14 +235,35 @@ def final_of(cluster: Cluster, history: History) -> Final:
         record = client.ledger_get(STAGE, key)
         if record is not None:
             ledger[key] = int(str(record.output["value"]))
+    deployments = client.deployments()
+    others = {each.deployment_id for each in deployments if each.run_id is None}
+    ours = {each.deployment_id for each in deployments} - others
     final = Final(
         deployments=tuple(
             (each.deployment_id, each.run_id, each.status.value)
-            for each in client.deployments()
+            for each in deployments
             if each.run_id is not None
         ),
         incarnations={each.worker_id: each.incarnation for each in client.workers()},
         ledger=ledger,
+        created=_told_of(cluster, ours, others),
     )
     client.close()
     return final
+
+
+def _told_of(cluster: Cluster, wanted: set[str], others: set[str]) -> Counter[str]:
+    """Return how often the audit history tells of each creation, once it had time to catch up."""
+    client = AccessClient.of(cluster.runtime, patience_s=30.0)
+    until_s = time.monotonic() + AUDIT_S
+    while True:
+        found: Counter[str] = Counter()
+        after = 0
+        names = [EventName.DEPLOYMENT_CREATED.value]
+        while page := client.audit(after=after, limit=500, names=names):
+            found.update(each.deployment_id for each in page if each.deployment_id is not None)
+            after = page[-1].seq
+        if wanted <= found.keys() or time.monotonic() > until_s:
+            client.close()
+            return Counter({each: n for each, n in found.items() if each not in others})
+        time.sleep(0.2)

@@ -18,6 +18,7 @@ def require_sound(report: dict) -> None:
     assert report["violations"] == []
     assert set(report["answers_of_thawed_leaders"]) <= {"307", "503"}
     acknowledged = [n for kind, n in report["invocations"].items() if kind.endswith("acknowledged")]
+    assert report["audit_rows_of_creations"] > 0
     assert len(acknowledged) == 5, "every kind of write was accepted"
     assert all(acknowledged)
     for each in report["rounds"]:
