@@ -1,0 +1,193 @@
+"""Things to keep, made up: small ones, large ones, and what a store should give back for them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+from paceline.coordinator.memo import Memo
+from paceline.coordinator.messages import (
+    DropDeployment,
+    DropToken,
+    KeepDeployment,
+    KeepKey,
+    KeepPlan,
+    KeepReceipt,
+    KeepToken,
+    KeepWorker,
+    Kept,
+    KeptDeployment,
+    Observed,
+)
+from paceline.manifest import Chunk, FileEntry, Manifest
+from paceline.wire.access import Scope, TokenRecord
+from paceline.wire.events import EventName
+from paceline.wire.plan import Labels, Plan
+from paceline.wire.records import Deployment, DeploymentStatus, Receipt, StageRecord, Worker
+
+DIGEST = "0" * 64
+
+
+def worker(name: str, incarnation: int = 1) -> KeepWorker:
+    return KeepWorker(
+        Worker(
+            worker_id=name,
+            hostname="h",
+            labels=Labels(),
+            address="127.0.0.1:1",
+            available_storage=1,
+            link_mbit=80,
+            incarnation=incarnation,
+        )
+    )
+
+
+def manifest(version: str, pieces: int = 8) -> Manifest:
+    """Digests of many pieces are as good as random: they do not compress."""
+    source = random.Random(version)
+    digests = tuple(source.randbytes(32).hex() for _ in range(pieces))
+    digest = hashlib.sha256(version.encode()).hexdigest()
+    size = pieces * 1024
+    chunks = tuple(
+        Chunk(n, at, min(8192, size - at), digest) for n, at in enumerate(range(0, size, 8192))
+    )
+    file = FileEntry("model.bin", size, digest, digests)
+    return Manifest.of(
+        model_id="m",
+        version=version,
+        piece_bytes=1024,
+        chunk_bytes=8192,
+        files=(file,),
+        chunks=chunks,
+    )
+
+
+def deployment(
+    name: str, version: str = "v1", pieces: int = 8, *, new: bool = True, epoch: int = 0
+):
+    made = manifest(version, pieces)
+    record = Deployment(
+        deployment_id=name,
+        model_id="m",
+        version=version,
+        status=DeploymentStatus.INIT,
+        source_url="s3://b/m",
+        manifest_digest=made.digest,
+        total_bytes=pieces * 1024,
+        total_chunks=len(made.chunks),
+        total_pieces=pieces,
+        target_workers=("w0",),
+        topology="chain",
+        epoch=epoch,
+        max_failed=0.0,
+        started_at=1.0,
+    )
+    return KeepDeployment(record, Memo(created_s=5.0, seed=epoch), made if new else None)
+
+
+def plan(name: str, epoch: int) -> KeepPlan:
+    return KeepPlan(
+        Plan(
+            deployment_id=name,
+            epoch=epoch,
+            topology="chain",
+            manifest_digest=DIGEST,
+            workers=(),
+            predicted_seconds=1,
+            bound_seconds=1,
+            cross_rack_bytes=0,
+            origin_bytes=0,
+            depth=1,
+        )
+    )
+
+
+def receipt(name: str, worker_id: str, seconds: float = 1.0) -> KeepReceipt:
+    counts = ("total", "received", "origin", "reused", "refetched", "sent")
+    return KeepReceipt(
+        Receipt(
+            deployment_id=name,
+            worker_id=worker_id,
+            incarnation=1,
+            model_id="m",
+            version="v1",
+            manifest_digest=DIGEST,
+            path="/p",
+            reused_pieces=0,
+            corrupt_pieces=0,
+            seconds=seconds,
+            **{f"{each}_bytes": 1 for each in counts},
+        )
+    )
+
+
+def token(name: str, at: float = 1.0) -> KeepToken:
+    record = TokenRecord(
+        token_id=name, name=name, scopes=(Scope.READ,), sha256=DIGEST, created_at=at
+    )
+    return KeepToken(record)
+
+
+def told(number: int = 0, **more) -> Observed:
+    fields = {"deployment_id": None, "worker_id": "w0", **more}
+    return Observed(EventName.WORKER_LOST, float(number), data={"number": number}, **fields)
+
+
+def stage(name: str, seconds: float = 1.0) -> StageRecord:
+    return StageRecord(
+        stage=name,
+        input_digest=DIGEST,
+        output={"answer": 42},
+        output_digest=DIGEST,
+        run_id="r",
+        seconds=seconds,
+        finished_at=2.0,
+    )
+
+
+def expected(effects: list[object]) -> Kept:
+    """What any store gives back after committing ``effects``, one after another."""
+    made: dict[str, KeepDeployment] = {}
+    manifests: dict[str, Manifest] = {}
+    plans: dict[str, dict[int, Plan]] = {}
+    receipts: dict[str, dict[str, Receipt]] = {}
+    workers, tokens = {}, {}
+    keys: dict[str, KeepKey] = {}
+    for each in effects:
+        match each:
+            case KeepDeployment(record, _, given):
+                if given is not None:
+                    manifests[record.deployment_id] = given
+                if record.deployment_id in manifests:
+                    made[record.deployment_id] = each
+            case KeepPlan(one):
+                plans.setdefault(one.deployment_id, {})[one.epoch] = one
+            case KeepReceipt(one):
+                receipts.setdefault(one.deployment_id, {})[one.worker_id] = one
+            case KeepWorker(one):
+                workers[one.worker_id] = one
+            case KeepToken(one):
+                tokens[one.token_id] = one
+            case DropToken(name):
+                tokens.pop(name, None)
+            case KeepKey(key):
+                keys[key] = each
+            case DropDeployment(name):
+                for table in (made, manifests, plans, receipts):
+                    table.pop(name, None)
+                keys = {key: kept for key, kept in keys.items() if kept.deployment_id != name}
+    return Kept(
+        deployments=tuple(
+            KeptDeployment(
+                deployment=each.deployment,
+                memo=each.memo,
+                manifest=manifests[name],
+                plan=max(plans[name].values(), key=lambda p: p.epoch) if name in plans else None,
+                receipts=tuple(one for _, one in sorted(receipts.get(name, {}).items())),
+            )
+            for name, each in made.items()
+        ),
+        workers=tuple(one for _, one in sorted(workers.items())),
+        keys=tuple(one for _, one in sorted(keys.items())),
+        tokens=tuple(one for _, one in sorted(tokens.items())),
+    )
