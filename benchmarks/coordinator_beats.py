@@ -3,7 +3,7 @@
     python benchmarks/coordinator_beats.py --agents 1000 --seconds 30
     python benchmarks/coordinator_beats.py --agents 10000 --seconds 40
 
-One real coordinator process on one core, a keep-alive connection an agent from one client process on
+One real coordinator process on one core, a connection an agent from one client process on
 another, everybody in one deployment that stays in flight: beats name chunks and edges as an agent's
 do. Each agent beats when the last answer told it to (``next_beat_s``). A latency runs from when the
 beat was due to its whole answer, so a beat that waits for the one before it counts as late; the
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import re
 import secrets
@@ -23,7 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -82,18 +83,9 @@ def run(
                 os.close(writer)
                 with os.fdopen(reader) as ready:
                     url = json.loads(ready.readline())["url"]
-                load = Load(url, token, agents, beat_s, chunks)
-                asyncio.run(load.register())
-                targets = tuple(load.names)
-                call = CreateDeployment(
-                    model_id="m", version="v1", source_url=source, target_workers=targets
-                )
+                load = Load(url, token, source, agents, beat_s, chunks)
+                asyncio.run(load.run(seconds, lambda: (_cpu_s(server.pid), _counted(url, token))))
                 client = CoordinatorClient(url, token, 120.0)
-                load.deployment_id = client.create(call, "benchmark").deployment_id
-                began_s, used_s = time.monotonic(), _cpu_s(server.pid)
-                asyncio.run(load.beat_on(seconds))
-                wall_s, used_s = time.monotonic() - began_s, _cpu_s(server.pid) - used_s
-                counted = _counted(url, token)
                 status = client.deployment(load.deployment_id).status.value
                 alive = sum(each.alive for each in client.workers())
                 resident = _resident_mib(server.pid)
@@ -108,17 +100,19 @@ def run(
         "seconds": seconds,
         "beats": len(ordered),
         "beats_per_second": round(len(ordered) / seconds, 1),
-        "counted_by_coordinator": counted,
+        "answered_since_its_start": load.answered,
+        "counted_by_coordinator": load.counted,
         "lost": load.sent - len(ordered),
         "refused": load.refused,
+        "registered_again_before": load.again,
         "alive_in_the_end": alive,
         "deployment": status,
         "p50_ms": _share(ordered, 0.5),
         "p99_ms": _share(ordered, 0.99),
         "max_ms": _share(ordered, 1.0),
         "p99_from_write_ms": _share(waited, 0.99),
-        "coordinator_cores": round(used_s / wall_s, 3),
-        "cpu_us_per_beat": round(used_s / max(1, len(ordered)) * 1e6),
+        "coordinator_cores": round(load.used_s / seconds, 3),
+        "cpu_us_per_beat": round(load.used_s / max(1, len(ordered)) * 1e6),
         "coordinator_mib": resident,
         "pinned": cores is not None,
         "cores": os.cpu_count(),
@@ -132,6 +126,7 @@ class Load:
 
     url: str
     token: str
+    source: str
     agents: int
     interval_s: float
     chunks: int
@@ -140,11 +135,19 @@ class Load:
     taken: list[float] = field(default_factory=list)
     sent: int = 0
     refused: int = 0
+    again: int = 0  # lost while the others registered, and registered again
+    begun: int = 0
+    answered: int = 0
+    counted: int = 0
+    used_s: float = 0.0
+    from_s: float = math.inf  # what is due from here on is measured,
+    until_s: float = math.inf  # and what is due from here on is not sent
 
     def __post_init__(self) -> None:
         self.names = [f"node-{index}" for index in range(self.agents)]
         parts = urlsplit(self.url)
         self.host, self.port = parts.hostname or "", parts.port or 0
+        self.registering = asyncio.Semaphore(AT_ONCE)
 
     def head(self, path: str) -> bytes:
         """Return a request's first lines; its length is still to be filled in."""
@@ -154,60 +157,77 @@ class Load:
             "Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         ).encode()
 
-    async def register(self) -> None:
-        """Make everybody known."""
-        waiting = list(reversed(self.names))
+    async def run(self, seconds: float, look: Callable[[], tuple[float, int]]) -> None:
+        """Have everybody register and beat, deploy to all, then measure for ``seconds``.
 
-        async def some() -> None:
-            wire = await self.connect()
-            while waiting:
-                await wire.ask(self.head("/workers/register"), _registration(waiting.pop()))
-            wire.transport.close()
-
-        await asyncio.gather(*(some() for _ in range(min(AT_ONCE, self.agents))))
-
-    async def beat_on(self, seconds: float) -> None:
-        """Have everybody beat, evenly spread, for ``seconds``."""
-        wires = []
-        for start in range(0, self.agents, 200):
-            group = range(start, min(start + 200, self.agents))
-            wires += await asyncio.gather(*(self.connect() for _ in group))
+        ``look`` returns the coordinator's processor time and its count of beats.
+        """
         loop = asyncio.get_running_loop()
-        begin_s = loop.time() + 0.5
-        # A second or two in which everybody is told the interval for this many is not measured.
-        until_s = begin_s + seconds
-        await asyncio.gather(
-            *(self._one(wire, index, begin_s, until_s) for index, wire in enumerate(wires))
+        beating = [asyncio.ensure_future(self._live(index)) for index in range(self.agents)]
+        while self.begun < self.agents:
+            await asyncio.sleep(0.1)
+            _raise_first(beating)
+        await asyncio.sleep(1.5 * self.interval_s)
+        self.deployment_id = await asyncio.to_thread(self._deploy)
+        await asyncio.sleep(max(2.0, self.interval_s))
+        before = await asyncio.to_thread(look)
+        self.from_s = loop.time() + 0.2
+        self.until_s = self.from_s + seconds
+        await asyncio.gather(*beating)
+        after = await asyncio.to_thread(look)
+        self.used_s, self.counted = after[0] - before[0], after[1]
+
+    def _deploy(self) -> str:
+        call = CreateDeployment(
+            model_id="m",
+            version="v1",
+            source_url=self.source,
+            target_workers=tuple(self.names),
         )
-        for wire in wires:
-            wire.transport.close()
+        client = CoordinatorClient(self.url, self.token, 120.0)
+        return client.create(call, "benchmark").deployment_id
 
-    async def connect(self) -> Wire:
+    async def _live(self, index: int) -> None:
+        """Be one agent: register, then beat as often as told."""
         loop = asyncio.get_running_loop()
-        _, wire = await loop.create_connection(Wire, self.host, self.port)
-        return wire
-
-    async def _one(self, wire: Wire, index: int, begin_s: float, until_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        head, beats = self.head("/workers/heartbeat"), _beats(self, index)
-        interval_s = self.interval_s if self.agents <= 1000 else self.agents / 1000
-        next_s = begin_s + interval_s * index / self.agents
-        count = 0
-        while next_s < until_s:
+        head, written = self.head("/workers/heartbeat"), _beats(self, index)
+        wire, incarnation = await self._begin(index, 1), 1
+        next_s, count = loop.time() + self.interval_s * index / self.agents, 0
+        while next_s < self.until_s:
             await asyncio.sleep(next_s - loop.time())
-            self.sent += 1
+            measured = next_s >= self.from_s
+            self.sent += measured
             start_s = loop.time()
-            answer = await wire.ask(head, beats(count))
+            answer = await wire.ask(head, written(count, incarnation))
             now_s = loop.time()
-            self.taken.append(now_s - start_s)
-            self.due.append(now_s - next_s)
+            if measured:
+                self.taken.append(now_s - start_s)
+                self.due.append(now_s - next_s)
             told = NEXT.search(answer)
-            if told is None or b'"continue":true' not in answer:
-                self.refused += 1
-                return
+            assert told is not None
             self.interval_s = float(told.group(1))
             next_s += self.interval_s
-            count += 1
+            count += self.deployment_id != ""
+            if b'"continue":true' in answer:
+                self.answered += 1
+            else:
+                self.refused += measured
+                self.again += not measured
+                incarnation += 1
+                wire = await self._begin(index, incarnation, wire)
+                next_s = max(next_s, loop.time())
+        wire.transport.close()
+
+    async def _begin(self, index: int, incarnation: int, wire: Wire | None = None) -> Wire:
+        """Return a connection over which this agent has registered."""
+        async with self.registering:
+            if wire is None:
+                loop = asyncio.get_running_loop()
+                _, wire = await loop.create_connection(Wire, self.host, self.port)
+            body = _registration(self.names[index], incarnation)
+            await wire.ask(self.head("/workers/register"), body)
+        self.begun += incarnation == 1
+        return wire
 
 
 class Wire(asyncio.Protocol):
@@ -226,8 +246,15 @@ class Wire(asyncio.Protocol):
         """Return the answer's body; raises TimeoutError, and OSError for anything but a 2xx."""
         self._answer = asyncio.get_running_loop().create_future()
         self.transport.write(head % len(body) + body)
-        async with asyncio.timeout(PATIENCE_S):
+        overdue = asyncio.get_running_loop().call_later(PATIENCE_S, self._give_up, self._answer)
+        try:
             return await self._answer
+        finally:
+            overdue.cancel()
+
+    def _give_up(self, answer: asyncio.Future[bytes]) -> None:
+        if not answer.done():
+            answer.set_exception(TimeoutError(f"no answer within {PATIENCE_S:.0f} s"))
 
     def data_received(self, data: bytes) -> None:
         self._got += data
@@ -252,7 +279,13 @@ class Wire(asyncio.Protocol):
             self._answer.set_exception(exc or ConnectionResetError("the coordinator hung up"))
 
 
-def _registration(name: str) -> bytes:
+def _raise_first(tasks: list[asyncio.Future[None]]) -> None:
+    for each in tasks:
+        if each.done():
+            each.result()
+
+
+def _registration(name: str, incarnation: int) -> bytes:
     call = RegisterWorker(
         worker_id=name,
         hostname="h",
@@ -260,50 +293,59 @@ def _registration(name: str) -> bytes:
         available_storage=1,
         address="127.0.0.1:9",
         link_mbit=80,
+        incarnation=incarnation,
     )
     return call.model_dump_json().encode()
 
 
-def _beats(load: Load, index: int):
+def _beats(load: Load, index: int) -> Callable[[int, int], bytes]:
     """Return what makes an agent's beats: written once, numbers filled in as they grow."""
     name, source = load.names[index], load.names[index - 1]
-    entry = DeploymentBeat(
-        deployment_id=load.deployment_id,
-        epoch=1,
-        status=WorkerStatus.RECEIVING,
-        pieces_held=770_001,
-        bytes_held=770_002,
-        chunks_received=(770_003,),
-        edges=(
-            EdgeTally(source=source, reader=name, pieces=770_001),
-            EdgeTally(source=name, reader=load.names[(index + 1) % load.agents], bytes=770_002),
-        ),
-    )
-    beat = Heartbeat(
-        worker_id=name,
-        status=WorkerStatus.RECEIVING,
-        chunks_received=(770_003,),
-        bandwidth_in=1e6,
-        bandwidth_out=1e6,
-        deployments=(entry,),
-    )
-    text = beat.model_dump_json(by_alias=True).encode()
+    text: dict[str, bytes] = {}
 
-    def written(count: int) -> bytes:
+    def template() -> bytes:
+        entry = DeploymentBeat(
+            deployment_id=load.deployment_id,
+            epoch=1,
+            status=WorkerStatus.RECEIVING,
+            pieces_held=770_001,
+            bytes_held=770_002,
+            chunks_received=(770_003,),
+            edges=(
+                EdgeTally(source=source, reader=name, pieces=770_001),
+                EdgeTally(source=name, reader=load.names[(index + 1) % load.agents], bytes=770_002),
+            ),
+        )
+        beat = Heartbeat(
+            worker_id=name,
+            status=WorkerStatus.RECEIVING if load.deployment_id else WorkerStatus.IDLE,
+            chunks_received=(770_003,) if load.deployment_id else (),
+            bandwidth_in=1e6,
+            bandwidth_out=1e6,
+            incarnation=770_004,
+            deployments=(entry,) if load.deployment_id else (),
+        )
+        return beat.model_dump_json(by_alias=True).encode()
+
+    def written(count: int, incarnation: int) -> bytes:
+        if load.deployment_id not in text:
+            text[load.deployment_id] = template()
         held = min(load.chunks - 1, 1 + count * load.chunks // 40)
         chunks = b",".join(b"%d" % each for each in range(held))
-        filled = text.replace(b"770001", b"%d" % held).replace(b"770002", b"%d" % (held * CHUNK))
+        filled = text[load.deployment_id].replace(b"770004", b"%d" % incarnation)
+        filled = filled.replace(b"770001", b"%d" % held).replace(b"770002", b"%d" % (held * CHUNK))
         return filled.replace(b"770003", chunks)
 
     return written
 
 
-def _counted(url: str, token: str) -> int | None:
+def _counted(url: str, token: str) -> int:
     """Return how many beats the coordinator says it took."""
     request = Request(f"{url}/metrics", headers={"Authorization": f"Bearer {token}"})
     with urlopen(request, timeout=30) as answer:
         found = COUNT.search(answer.read().decode())
-    return None if found is None else int(found.group(1))
+    assert found is not None, "the coordinator does not count its beats"
+    return int(found.group(1))
 
 
 def _cpu_s(pid: int) -> float:

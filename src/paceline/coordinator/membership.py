@@ -28,6 +28,7 @@ class Member:
     alive: bool = True
     bandwidth_in: float = 0.0
     bandwidth_out: float = 0.0
+    number: int = 0  # of its newest beat
     suspected: bool = False  # a peer lost it, and it has not been heard since
 
     @property
@@ -127,6 +128,15 @@ class Membership:
         self._enter(worker, now_s)
         return worker
 
+    def is_overtaken(self, beat: Heartbeat) -> bool:
+        """Return whether a newer beat of the same process came before this one, or this one did."""
+        member = self._members.get(beat.worker_id)
+        return (
+            member is not None
+            and 0 < beat.number <= member.number
+            and member.registered.incarnation == beat.incarnation
+        )
+
     def hear(self, beat: Heartbeat, at: float, now_s: float) -> Worker | None:
         """Take a beat and return its sender as it registered, or None where that must register
         (again) first.
@@ -137,7 +147,7 @@ class Membership:
         if member.registered.incarnation != beat.incarnation:
             return None
         member.heard_s, member.suspected, member.beat_s = now_s, False, self.beat_interval_s()
-        member.heard_at = at
+        member.heard_at, member.number = at, beat.number
         member.bandwidth_in, member.bandwidth_out = beat.bandwidth_in, beat.bandwidth_out
         member.available_storage = beat.available_storage or member.available_storage
         return member.registered

@@ -58,6 +58,7 @@ from paceline.wire.calls import (
     CreatedDeployment,
     DeploymentView,
     Heartbeat,
+    HeartbeatAnswer,
     Registered,
     Success,
     SwitchView,
@@ -263,6 +264,9 @@ class CoordinatorState:
 
     def _beat(self, event: Beat, now_s: float) -> list[Effect]:
         beat = event.beat
+        if self.fleet.is_overtaken(beat):
+            # Sent twice or late: what it says is not so any more, and whoever sent it has moved on.
+            return [Answer(self._plain_answer())]
         worker = self.fleet.hear(beat, event.at, now_s)
         if worker is None:
             self.beats_refused += 1
@@ -293,6 +297,10 @@ class CoordinatorState:
         interval_s = self.fleet.beat_interval_s()
         epoch = self.leader_epoch
         return [answer_to(self._book, event.worker_id, {}, epoch=epoch, next_beat_s=interval_s)]
+
+    def _plain_answer(self) -> HeartbeatAnswer:
+        interval_s = self.fleet.beat_interval_s()
+        return HeartbeatAnswer(epoch=self.leader_epoch, next_beat_s=interval_s)
 
     def _stranger(self) -> Answer:
         interval_s = self.fleet.beat_interval_s()

@@ -21,6 +21,7 @@ class Report:
         self._worker_id = worker_id
         self._driver = driver
         self._meters = RateMeter(), RateMeter()
+        self._number = 0
         self._told: dict[tuple[str, str, str], EdgeTally] = {}
         self._telling: dict[tuple[str, str, str], EdgeTally] = {}
 
@@ -31,6 +32,7 @@ class Report:
         newest = receiving or (beats[-1] if beats else None)
         into, out = self._meters
         self._telling = {}
+        self._number += 1
         return Heartbeat(
             worker_id=self._worker_id,
             status=newest.status if newest else WorkerStatus.IDLE,
@@ -38,6 +40,7 @@ class Report:
             bandwidth_in=into.look(self._driver.nic_in.total_bytes),
             bandwidth_out=out.look(self._driver.nic_out.total_bytes),
             incarnation=self._driver.incarnation,
+            number=self._number,
             available_storage=available_storage,
             deployments=tuple(self._moved(each) for each in beats),
         )

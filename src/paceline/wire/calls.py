@@ -196,6 +196,7 @@ class Heartbeat(Record):
     bandwidth_in: float = Field(default=0.0, ge=0)  # bytes per second
     bandwidth_out: float = Field(default=0.0, ge=0)
     incarnation: int = Field(default=1, ge=1)
+    number: int = Field(default=0, ge=0)  # grows with each beat of a process; 0: it does not count
     available_storage: int = Field(default=0, ge=0)
     deployments: tuple[DeploymentBeat, ...] = ()
 
