@@ -1,6 +1,7 @@
 """What the port refuses before it listens to what is said: names, sizes, slowness, floods."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 import warnings
@@ -13,7 +14,7 @@ from paceline.profile import Secrets
 from paceline.service import limits
 from paceline.service.app import create_app, serve
 from paceline.service.buckets import MOST, Buckets
-from paceline.service.connections import PromptProtocol
+from paceline.service.connections import Prompt
 from paceline.service.limits import SizeGuard, host_of
 from paceline.service.protection import names_of, protection_of
 from paceline.wire.calls import Problem
@@ -157,7 +158,7 @@ def test_a_long_poll_is_no_slow_body(monkeypatch):
     assert messages == []
 
 
-class _Impatient(PromptProtocol):
+class _Impatient(Prompt):
     headers_s = 0.3
 
 
@@ -195,6 +196,17 @@ def test_a_request_that_never_ends_loses_its_connection(slow_server, begun):
     with socket.create_connection(slow_server, 20) as sock:
         sock.sendall(begun)
         assert is_closed(sock), "without an answer"
+
+
+def test_headers_without_end_lose_their_connection(slow_server):
+    with socket.create_connection(slow_server, 20) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n")
+        line = b"X-More: " + b"a" * 1000 + b"\r\n"
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for _ in range(2000):
+                sock.sendall(line)
+            answer = sock.recv(100)
+            assert answer == b"" or answer.startswith(b"HTTP/1.1 400"), answer
 
 
 def test_a_slow_answer_and_a_kept_connection_are_fine(slow_server):

@@ -1,4 +1,4 @@
-"""The API document is true: schemathesis calls every operation by it and finds no 5xx and no lie."""
+"""The API document is true: schemathesis calls every operation by it, finds no 5xx and no lie."""
 
 import warnings
 

@@ -10,6 +10,7 @@ import base64
 import http.client
 import logging
 import socket
+import ssl
 import urllib.parse
 from collections import deque
 from concurrent.futures import Executor, Future
@@ -250,7 +251,17 @@ def _accepts(port: int) -> bool:
 
 def _answers(url: str, authorization: str) -> bool:
     parts = urllib.parse.urlsplit(url)
-    connection = http.client.HTTPConnection(parts.netloc, timeout=CHECK_TIMEOUT_S)
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        # Nothing is told and nothing believed but that something answers; whose port it is, the
+        # processes say (``listens``).
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(
+            parts.netloc, timeout=CHECK_TIMEOUT_S, context=context
+        )
+    else:
+        connection = http.client.HTTPConnection(parts.netloc, timeout=CHECK_TIMEOUT_S)
     try:
         headers = {}
         if authorization:

@@ -1,37 +1,46 @@
-"""A connection that sends its request in time, or is closed.
+"""A connection that sends its request in time and in bounds, or is closed.
 
-uvicorn waits for ever for the first byte of a connection and for the end of a request's headers; a
-thousand callers that send one byte a minute would hold a thousand descriptors. Bodies have their
-own deadline (``limits``), idle connections uvicorn's.
+uvicorn waits for ever for the first byte of a connection and for the end of a request's headers,
+and keeps whatever comes until then: a thousand callers that send one byte a minute would hold a
+thousand descriptors, one that sends headers without end all memory. Bodies have limits of their own
+(``limits``), idle connections uvicorn's.
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING, Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 HEADERS_S = 15.0  # from the connection, or from the first byte after an answer, to the headers' end
+HEADERS_BYTES = 64 * 1024
+
+_Base: Any = object if TYPE_CHECKING else AutoHTTPProtocol  # httptools' where it is installed
 
 
-class PromptProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, with a deadline for headers."""
+class Prompt(_Base):  # type: ignore[misc]  # one of two classes, known at run time
+    """uvicorn's HTTP/1.1, with limits for what comes before a request is known."""
 
     headers_s = HEADERS_S
     _deadline: asyncio.TimerHandle | None = None
+    _unparsed = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to wait for a request."""
         super().connection_made(transport)
         self._arm()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; once they make a request, its deadline is over."""
+        """Take bytes; once they make a request, its limits are over."""
         super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete:
-            self._arm()
-        else:
+        if self.cycle is not None and not self.cycle.response_complete:
             self._disarm()
+            return
+        self._arm()
+        self._unparsed += len(data)
+        if self._unparsed > HEADERS_BYTES:
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the deadline."""
@@ -43,6 +52,7 @@ class PromptProtocol(H11Protocol):
             self._deadline = self.loop.call_later(self.headers_s, self._give_up)
 
     def _disarm(self) -> None:
+        self._unparsed = 0
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

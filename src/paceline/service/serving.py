@@ -21,7 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from paceline.errors import PortInUse
-from paceline.service.connections import PromptProtocol
+from paceline.service.connections import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def serve_app(
         app = make_app(url)
         config = uvicorn.Config(
             app,
-            http=PromptProtocol,
+            http=Prompt,
             ws="none",
             log_config=None,
             access_log=False,
