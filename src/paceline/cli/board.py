@@ -125,7 +125,8 @@ def figures(shown: DeploymentMoment) -> str:
     if shown.workers_failed:
         parts.append(f"{len(shown.workers_failed)} failed")
     if not shown.status.is_final:
-        parts.append(f"{size(shown.rate_bytes_s)}/s")
+        if shown.rate_bytes_s:
+            parts.append(f"{size(shown.rate_bytes_s)}/s")
         if shown.eta_s is not None:
             parts.append(f"{duration(shown.eta_s)} left")
     return ", ".join(parts)
@@ -214,11 +215,9 @@ def _title(shown: DeploymentMoment, width: int) -> Text:
     return line
 
 
-def _figures(shown: DeploymentMoment, width: int) -> Table:
+def _figures(shown: DeploymentMoment, width: int) -> Text:
     done = max(0, min(width // 4, 30))
     full = int(shown.progress * done)
-    bar = Text("━" * full, style="green")
-    bar.append("━" * (done - full), style="bright_black")
     parts = [f"{shown.workers_complete} of {shown.workers} workers"]
     if shown.workers_failed:
         parts.append(f"{len(shown.workers_failed)} failed")
@@ -229,13 +228,15 @@ def _figures(shown: DeploymentMoment, width: int) -> Table:
         parts.append(f"{size(shown.rate_bytes_s)}/s")
         left = "unknown" if shown.eta_s is None else f"{duration(shown.eta_s)} left"
         parts.append(f"ETA {left}" if shown.eta_s is None else left)
-    parts.append(f"{size(shown.origin_bytes)} from the source")
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, overflow="ellipsis")
-    table.add_row(bar, f"{shown.progress:.0%}", "  ".join(parts))
-    return table
+    if width >= 100:
+        parts.append(f"{size(shown.origin_bytes)} from the source")
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append("━" * full, style="green")
+    line.append("━" * (done - full), style="bright_black")
+    line.append(f" {shown.progress:4.0%}", style="bold")
+    line.append("  " + "  ".join(parts))
+    line.truncate(width)
+    return line
 
 
 def _map(board: Board, shown: DeploymentMoment, width: int, rows: int) -> Table:

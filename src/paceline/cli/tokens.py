@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +12,19 @@ from pydantic import BaseModel
 
 from paceline.cli.options import json_option, state_directory, state_option
 from paceline.errors import InvalidInput
+from paceline.wire.access import (
+    AuditShown,
+    CreatedToken,
+    CreateJoinToken,
+    CreateToken,
+    TokenMade,
+    TokenRevoked,
+    TokensShown,
+    TokenView,
+)
 
 if TYPE_CHECKING:
     from paceline.client.access import AccessClient
-    from paceline.wire.access import CreatedToken, TokenView
     from paceline.wire.events import Event
 
 SCOPES = ("read", "deploy", "admin", "worker")
@@ -70,8 +78,6 @@ def create(
     as_json: bool,
 ) -> int:
     """Make a bearer token and print it, this once; only its hash is kept."""
-    from paceline.wire.access import CreateToken
-
     given = {"name": name, "scopes": scopes, "ttl_seconds": ttl, "worker_id": worker_id}
     made = _client(state).create_token(_checked(CreateToken, given))
     _say_made(made, as_json)
@@ -88,8 +94,6 @@ def join(worker_id: str, ttl: float, state: Path | None, as_json: bool) -> int:
 
     On the node: paceline agent --state DIR --worker-id ID --coordinator URL --join TOKEN
     """
-    from paceline.wire.access import CreateJoinToken
-
     given = {"worker_id": worker_id, "ttl_seconds": ttl}
     made = _client(state).create_join_token(_checked(CreateJoinToken, given))
     _say_made(made, as_json)
@@ -103,8 +107,7 @@ def list_tokens(state: Path | None, as_json: bool) -> int:
     """Show every token: what it opens, until when, and when it was last used."""
     found = _client(state).tokens()
     if as_json:
-        shown = [each.model_dump(mode="json") for each in found]
-        click.echo(json.dumps({"status": "complete", "tokens": shown}))
+        click.echo(TokensShown(tokens=tuple(found)).model_dump_json())
         return 0
     from rich.console import Console
     from rich.table import Table
@@ -133,7 +136,7 @@ def revoke(token_id: str, state: Path | None, as_json: bool) -> int:
     """Have the token with this id open nothing any more."""
     _client(state).revoke_token(token_id)
     if as_json:
-        click.echo(json.dumps({"status": "complete", "token_id": token_id}))
+        click.echo(TokenRevoked(token_id=token_id).model_dump_json())
     else:
         click.echo(f"{token_id} opens nothing any more")
     return 0
@@ -167,8 +170,7 @@ def audit(
     )
     rows.reverse()
     if as_json:
-        shown = [each.model_dump(mode="json") for each in rows]
-        click.echo(json.dumps({"status": "complete", "events": shown}))
+        click.echo(AuditShown(events=tuple(rows)).model_dump_json())
     else:
         for each in rows:
             click.echo(_line(each))
@@ -199,7 +201,7 @@ def _checked(kind: type[Call], given: Mapping[str, object]) -> Call:
 
 def _say_made(made: CreatedToken, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps({"status": "complete", **made.model_dump(mode="json")}))
+        click.echo(TokenMade.model_validate(made.model_dump()).model_dump_json())
         return
     click.echo(made.token)
     until = f"until {_at(made.record.expires_at)}" if made.record.expires_at else "without end"

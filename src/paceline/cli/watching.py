@@ -364,7 +364,7 @@ def _show(report: StatusReport, directory: Path) -> None:
     for each in report.services:
         memory = f"{each.rss_bytes / 1e6:.0f} MB" if each.rss_bytes else ""
         click.echo(f"{each.name:<20} {each.state:<11} {memory:>8}  {each.problem}".rstrip())
-    if not report.running:
+    if not report.running and not any(each.answers for each in report.replicas):
         click.echo(f"nothing runs in {directory}; start it with `paceline up`")
     for replica in report.replicas:
         role = "leads" if replica.leads else "stands by" if replica.answers else "does not answer"
