@@ -229,6 +229,32 @@ def test_a_slow_worker_is_told_moved_to_the_tail_and_remembered(line: Line) -> N
     assert again.run("d").standing_of(slow) == "tail"
 
 
+def test_a_slow_origin_costs_one_plan(line: Line) -> None:
+    """Its first reader is taken for slow; when the next one is as slow, it was the origin."""
+    line.begin(12)
+    first = line.state.plan("d").workers[0].worker_id
+    counts: dict[tuple[str, str], tuple[float, float]] = {}
+    for _ in range(60):
+        line.now_s += 0.5
+        for name in line.fleet:
+            line.beat(name)
+        for each in line.state.plan("d").workers:
+            edge = (each.lanes[0].source.key, each.worker_id)
+            carried, busy_s = counts.get(edge, (0.0, 0.0))
+            carried += 0.2 * each.lanes[0].expected_bytes_s * 0.5
+            busy_s += 0.5 if edge[0] == ORIGIN else 0.1  # the others wait for it
+            counts[edge] = carried, busy_s
+            tally = EdgeTally(source=edge[0], reader=edge[1], bytes=int(carried), busy_s=busy_s)
+            teller = edge[1] if edge[0] == ORIGIN else edge[0]
+            line.receive("d", teller, 10, edges=(tally,), epoch=line.run.lanes[teller].epoch)
+        line.tick()
+    assert line.epoch("d") == 2
+    assert [told.worker_id for told in line.names(EventName.WORKER_SLOW)] == [first]
+    assert line.standing(first) == "line", "and it is forgiven"
+    line.lose("n07")
+    assert line.epoch("d") == 3
+
+
 def test_a_corrupting_sender_is_told_and_nobody_is_sent_to_it(line: Line) -> None:
     line.begin(12)
     bad, reader = (each.worker_id for each in line.state.plan("d").workers[4:6])

@@ -68,7 +68,10 @@ def _judge(run: DeploymentRun, fleet: Membership, at: float, now_s: float) -> li
     verdicts = run.standings.judge(now_s)
     if not verdicts:
         return []
-    run.replan = run.unkept = True
+    run.unkept = True
+    # Who is only forgiven (the source was slow, not its reader) is fed where it is; it takes its
+    # place in the line when something else asks for a plan.
+    run.replan = run.replan or any(each.standing in TOLD for each in verdicts)
     demoted = {name: standing.value for name, standing in run.standings.demoted().items()}
     run.memo = replace(run.memo, demoted=demoted)
     told = []
