@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -181,8 +181,12 @@ def cluster(
     lease_s: float = 3.0,
     prefix: tuple[str, ...] = (),
     environment: dict[str, str] | None = None,
+    control: Mapping[str, object] | None = None,
 ) -> Iterator[Cluster]:
-    """Yield a ready cluster without agents; at the end nothing of it runs."""
+    """Yield a ready cluster without agents; at the end nothing of it runs.
+
+    ``control`` are further settings of the profile, such as another progress or audit store.
+    """
     state.mkdir(parents=True, exist_ok=True)
     urls = tuple(f"http://127.0.0.1:{port}" for port in free_ports(replicas))
     profile = Profile.model_validate(
@@ -195,6 +199,7 @@ def cluster(
                 "etcd_prefix": f"/paceline/{secrets.token_hex(4)}",
                 "replicas": replicas,
                 "lease_s": lease_s,
+                **(control or {}),
             },
         }
     )

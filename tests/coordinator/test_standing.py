@@ -292,3 +292,43 @@ def test_a_fleet_of_equals_demotes_nobody(
     here = scene(edges, count)
     rates = dict.fromkeys(edges, ratio * LINK)
     assert here.pass_s(6 * beat_s, rates, dict.fromkeys(edges, busy), step_s=beat_s) == {}
+
+
+def explained_slowly(standings: Standings, edges: set[Edge]) -> list[tuple[str, set[Edge]]]:
+    """What ``_explain`` must yield: everybody ranked anew for each, as its docstring says."""
+    ends, left, found = standings._ends(edges), set(edges), []
+    while left:
+
+        def rank(name: str, left: set[Edge] = left) -> tuple[int, bool, int]:
+            into, out = ends[name].slow_in & left, ends[name].slow_out & left
+            score = ends[name].score(len(into), len(out))
+            return score, name in standings._slow, len(into)
+
+        best = max(sorted({end for edge in left for end in edge}), key=rank)
+        if not rank(best)[0]:
+            break
+        explained = {edge for edge in edges if best in edge}
+        left = left - explained
+        found.append((best, explained))
+    return found
+
+
+NUMBERS = st.integers(0, 7)
+EDGES = st.sets(st.tuples(NUMBERS, NUMBERS).filter(lambda ends: ends[0] != ends[1]), max_size=25)
+
+
+@given(slow=EDGES, fine=EDGES, known=st.sets(NUMBERS))
+@settings(max_examples=300, deadline=None)
+def test_who_explains_slow_edges_is_found_by_rank(slow, fine, known):
+    standings = Standings(8, PATIENCE, {f"w{number}": TAIL for number in known})
+
+    def named(edges):
+        return {(f"w{source}", f"w{reader}") for source, reader in edges}
+
+    bad, good = named(slow), named(fine - slow)
+    standings.follow(dict.fromkeys(bad | good, LINK))
+    for edge in good:
+        standings.take(edge[0], [EdgeTally(source=edge[0], reader=edge[1])], 0.0)
+        standings._counts[edge].ratio = 1.0
+    wanted = explained_slowly(standings, bad)
+    assert list(standings._explain(bad, standings._ends(bad))) == wanted

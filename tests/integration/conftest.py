@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from paceline.profile import Runtime
+from tests.support.etcd import etcd  # noqa: F401
+from tests.support.postgres import postgres  # noqa: F401
+from tests.support.redis import redis  # noqa: F401
 from tests.support.stack import Ended, installation, paceline
 
 SMALL_DISK_MB = 24  # what node-3 has, where we may mount: room for the demo's models, not for more

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
 from math import sqrt
 
 from paceline.coordinator.settings import Patience
@@ -63,9 +64,8 @@ class _Ends:
     fine_in: int = 0
     fine_out: int = 0
 
-    def score(self, open_edges: set[Edge]) -> int:
-        """Return how many of ``open_edges`` this worker would explain."""
-        into, out = len(self.slow_in & open_edges), len(self.slow_out & open_edges)
+    def score(self, into: int, out: int) -> int:
+        """Return how many edges this worker would explain, of so many that are yet to be."""
         return (into if len(self.slow_in) >= self.fine_in else 0) + (
             out if len(self.slow_out) >= self.fine_out else 0
         )
@@ -229,20 +229,33 @@ class Standings:
         was the source. Whoever was found slow before explains first what is as likely its own.
         """
         left = set(edges)
-        while left:
-            best = max(
-                sorted({end for edge in left for end in edge}),
-                key=lambda each: (
-                    ends[each].score(left),
-                    each in self._slow,
-                    len(ends[each].slow_in & left),
-                ),
-            )
-            if not ends[best].score(left):
+        into = {name: len(each.slow_in) for name, each in ends.items()}
+        out = {name: len(each.slow_out) for name, each in ends.items()}
+
+        def rank(name: str) -> tuple[int, bool, int, str]:
+            score = ends[name].score(into[name], out[name])
+            return -score, name not in self._slow, -into[name], name
+
+        # Ranks only fall as edges are explained, so an outdated one is found when it comes up;
+        # with 8,000 slow edges of 1,000 workers, ranking them anew for each took 0.85 s.
+        heap = [rank(name) for name in ends]
+        heapify(heap)
+        while heap:
+            best = heap[0]
+            name = best[-1]
+            now = rank(name)
+            if now != best:
+                heapreplace(heap, now)
+                continue
+            if not best[0]:
                 return  # some edges are slow between workers that do well with everybody else
-            explained = {edge for edge in edges if best in edge}
+            heappop(heap)
+            explained = ends[name].slow_in | ends[name].slow_out
+            for source, reader in explained & left:
+                out[source] -= 1
+                into[reader] -= 1
             left -= explained
-            yield best, explained
+            yield name, explained
 
     def _ends(self, edges: set[Edge]) -> dict[str, _Ends]:
         ends: dict[str, _Ends] = {end: _Ends() for edge in edges for end in edge}
