@@ -110,17 +110,16 @@ def list_tokens(state: Path | None, as_json: bool) -> int:
         click.echo(TokensShown(tokens=tuple(found)).model_dump_json())
         return 0
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("id", "name", "kind", "scopes", "worker", "created", "state", "last used")
+    names = ("name", "scopes", "worker", "state", "last used")
+    table = Table(Column("id", no_wrap=True, min_width=16), *names)
     for each in found:
         table.add_row(
             each.token_id,
             each.name,
-            each.kind,
             ", ".join(each.scopes),
             each.worker_id or "",
-            _at(each.created_at),
             _state(each),
             _at(each.last_used_at),
         )

@@ -22,6 +22,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from paceline.wire.base import Name, Record, Sha256
+from paceline.wire.events import Event
 
 Pem = Annotated[str, StringConstraints(min_length=1, max_length=16_384)]
 
@@ -125,3 +126,33 @@ class WorkerIdentity(Record):
     renew_at: float  # when to ask for the next ones
     coordinator_urls: tuple[str, ...]
     profile: dict[str, object]  # the installation's, without anything that is only the server's
+
+
+class TokenMade(Record):
+    """What `paceline tokens create` and `tokens join` print with --json."""
+
+    status: Literal["complete"] = "complete"
+    token: str
+    record: TokenView
+    ca_sha256: Sha256 | None = None
+
+
+class TokensShown(Record):
+    """What `paceline tokens list --json` prints."""
+
+    status: Literal["complete"] = "complete"
+    tokens: tuple[TokenView, ...]
+
+
+class TokenRevoked(Record):
+    """What `paceline tokens revoke --json` prints."""
+
+    status: Literal["complete"] = "complete"
+    token_id: Name
+
+
+class AuditShown(Record):
+    """What `paceline audit --json` prints, oldest first."""
+
+    status: Literal["complete"] = "complete"
+    events: tuple[Event, ...]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from paceline.wire.access import AuditShown, TokenMade, TokenRevoked, TokensShown
 from paceline.wire.forecast import PlanTable, SimulationReport
 from paceline.wire.local import Distribution, Published
 from paceline.wire.plan import Plan
@@ -34,6 +35,10 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "train": TrainResult,
     "evaluate": EvaluationReport,
     "evidence": Evidence,
+    "token-made": TokenMade,
+    "tokens": TokensShown,
+    "token-revoked": TokenRevoked,
+    "audit": AuditShown,
 }
 
 
