@@ -35,7 +35,7 @@ class Cluster:
     state: Path
     runtime: Runtime
     prefix: tuple[str, ...] = ()  # put before each replica's argv: a namespace, a shim
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)  # of replicas and agents, added
     replicas: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -71,7 +71,9 @@ class Cluster:
             "--rack", "r0", "--limit-mbit", str(limit_mbit), "--link-mbit", str(limit_mbit),
         ]  # fmt: skip
         with (self.state / f"{name}.err").open("ab") as errors:
-            self.agents[name] = subprocess.Popen(argv, stdout=errors, stderr=errors)
+            self.agents[name] = subprocess.Popen(
+                argv, stdout=errors, stderr=errors, env=os.environ | self.environment
+            )
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Send a replica's process a signal."""

@@ -90,6 +90,8 @@ class Coordinator:
         self._leader: Term | None = None  # who leads otherwise, as the store said last
         self._heard_s: float | None = None  # when the store said so
         self._epoch = 0  # the newest one seen
+        self._following = threading.Lock()  # held over the reading of the store by a standby
+        self._followed: int | None = None
         self._trouble: PacelineError | None = None  # why the state is not what was kept, if so
         self._try_again_s = 0.0
         self._ticked_s = monotonic()
@@ -103,7 +105,7 @@ class Coordinator:
         with self._lock:
             self._state, self._ring = state, ring
             self._term, self._leader, self._trouble = term, term, None
-            self._epoch = term.epoch
+            self._epoch, self._followed = term.epoch, None
             self._ticked_s = self._monotonic()
         log.info("leads epoch=%d replica=%s", term.epoch, term.replica_id)
 
@@ -116,19 +118,31 @@ class Coordinator:
         log.warning("leads no more epoch=%d reason=%s", term.epoch, reason)
         self._bell.ring()
 
-    def follow(self, leader: Term | None, kept: Kept | None) -> None:
-        """Take what the store says: who leads, and, where it changed, what is kept."""
-        epoch = max(self._epoch, leader.epoch if leader else 0)
-        state = None if kept is None else self._state_of(kept, epoch)
-        with self._lock:
-            if self._term is not None:
-                return  # it was asked of the store before this replica was elected
-            self._leader, self._heard_s = leader, self._monotonic()
-            self._epoch = max(self._epoch, leader.epoch if leader else 0)
+    def follow(self, *, read: bool) -> None:
+        """Ask the store who leads and, with ``read``, for what changed since it was read last.
+
+        Raises ServiceUnavailable where it is away.
+        """
+        with self._following:
+            revision, leader = self._coordination.revision(), self._coordination.leader()
+            epoch = max(self._epoch, leader.epoch if leader else 0)
+            state = None
+            if read and revision != self._followed:
+                state = self._state_of(self._coordination.load(self._monotonic()), epoch)
+            with self._lock:
+                if self._term is not None:
+                    return  # it was asked of the store before this replica was elected
+                self._leader, self._heard_s, self._epoch = leader, self._monotonic(), epoch
+                if state is not None:
+                    self._state, self._trouble, self._followed = state, None, revision
+                ring = self._ring
             if state is not None:
-                self._state, self._trouble = state, None
-        if kept is not None:
-            self._hear_events()
+                self._page(ring, ring.last or self._oldest_event())
+
+    @property
+    def followed(self) -> int | None:
+        """Return the store's revision that a standby shows; None where it has yet to read it."""
+        return self._followed
 
     @property
     def term(self) -> Term | None:
@@ -285,9 +299,9 @@ class Coordinator:
         try:
             return self._read(question)
         except NotFound:
-            if self._term is not None:
+            if self._term is not None or self._followed == self._coordination.revision():
                 raise
-        self.follow(self._coordination.leader(), self._coordination.load(self._monotonic()))
+        self.follow(read=True)
         return self._read(question)
 
     def _read(self, question: Callable[[CoordinatorState], Read]) -> Read:
@@ -414,13 +428,11 @@ class Coordinator:
 
     def _remembered(self) -> EventRing:
         ring = EventRing()
-        self._page(ring, max(0, self._coordination.outbox().last - RING_EVENTS))
+        self._page(ring, self._oldest_event())
         return ring
 
-    def _hear_events(self) -> None:
-        ring = self._ring
-        after = ring.last or max(0, self._coordination.outbox().last - RING_EVENTS)
-        self._page(ring, after)
+    def _oldest_event(self) -> int:
+        return max(0, self._coordination.outbox().last - RING_EVENTS)
 
     def _page(self, ring: EventRing, after: int) -> None:
         while page := self._coordination.events_after(after, EVENTS_AT_ONCE):

@@ -122,10 +122,11 @@ class Replica:
             duties = [make(term) for make in self._duties]
             reason = self._lead(term, duties)
             self._coordinator.step_down(term, reason)
+            deposed = not self._coordination.is_leading(term)
             self._coordination.resign(term)  # before anything that takes time: somebody waits
             for duty in duties:
                 duty.stop()
-            if not self._coordination.standbys and not self._stopping.is_set():
+            if deposed and not self._coordination.standbys:
                 log.error("another process has this store; this one answers nothing from here on")
                 return
             self._pause()  # so that another comes first, whatever was wrong here
@@ -168,43 +169,44 @@ class Replica:
     def _tell_progress(self) -> None:
         """Hand the progress store what changed, for standbys and the next leader to show."""
 
-        def look(state: CoordinatorState) -> dict[tuple[str, str], tuple[Part, int]]:
+        def look(state: CoordinatorState) -> dict[tuple[str, str], tuple[int, Part]]:
             return {
-                (deployment.deployment_id, worker_id): (part, part.pieces_held)
+                (deployment.deployment_id, worker_id): (part.pieces_held, part)
                 for deployment in state.deployments()
                 if not deployment.status.is_final
                 for worker_id, part in state.run(deployment.deployment_id).parts.items()
                 if part.receipt is None
-                and self._told.get((deployment.deployment_id, worker_id)) != part.pieces_held
             }
 
-        changed = self._coordinator.read(look)
-        self._told |= {key: pieces for key, (_, pieces) in changed.items()}
-        parts = {key: _shown(key[1], part) for key, (part, _) in changed.items()}
-        self._progress.put(parts, self._coordinator.read(lambda state: state.fleet.heard()))
+        seen = self._coordinator.read(look)
+        told, self._told = self._told, {key: pieces for key, (pieces, _) in seen.items()}
+        changed = {
+            key: _shown(key[1], part)
+            for key, (pieces, part) in seen.items()
+            if told.get(key) != pieces
+        }
+        self._progress.put(changed, self._coordinator.read(lambda state: state.fleet.heard()))
+        for deployment_id in {key[0] for key in told} - {key[0] for key in self._told}:
+            self._progress.drop(deployment_id)
 
     # --- the standby -----------------------------------------------------------------------------
 
     def _follow_on(self) -> None:
-        seen, load_s, failing = -1, 0.0, False
+        read_s, failing = 0.0, False
         while not self._stopping.is_set():
             if self._coordinator.term is not None or not self._coordination.standbys:
-                seen = -1  # whatever was read before is old news after a term of its own
                 self._stopping.wait(WATCH_S)
                 continue
             try:
-                newest = self._coordination.revision()
-                kept, began_s = None, self._monotonic()
-                if newest != seen and began_s >= load_s:
-                    kept = self._coordination.load(began_s)
-                self._coordinator.follow(self._coordination.leader(), kept)
+                began_s, shown = self._monotonic(), self._coordinator.followed
+                self._coordinator.follow(read=began_s >= read_s)
                 self._has_role.set()
-                if kept is not None:
-                    seen, took_s = newest, self._monotonic() - began_s
-                    load_s = self._monotonic() + max(FOLLOW_S, took_s / FOLLOW_SHARE)
+                if self._coordinator.followed != shown:
+                    took_s = self._monotonic() - began_s
+                    read_s = self._monotonic() + max(FOLLOW_S, took_s / FOLLOW_SHARE)
+                elif shown is not None and self._monotonic() >= read_s:
+                    self._coordination.wait(shown, WAIT_S)
                 failing = False
-                if newest == seen:
-                    self._coordination.wait(newest, WAIT_S)
                 self._stopping.wait(LOOK_S)
             except PacelineError as error:
                 level = logging.DEBUG if failing else logging.WARNING

@@ -51,6 +51,7 @@ class Link:
         self.lapsed = False  # the local clock says that the lease may have run out
         self.lost_answers = 0  # so many commits come to pass, and their answers do not come back
         self.loads = 0
+        self.failing_loads = 0
 
     def _reach(self) -> None:
         if not self.up:
@@ -96,6 +97,9 @@ class Link:
     def load(self, now_s: float) -> Kept:
         self._reach()
         self.loads += 1
+        if self.failing_loads:
+            self.failing_loads -= 1
+            raise ServiceUnavailable("the store did not answer in time", where="played")
         return self.store.load(now_s)
 
     def revision(self) -> int:

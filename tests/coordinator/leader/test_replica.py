@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from paceline.coordinator.messages import Beat, Register
+from paceline.coordinator.messages import Beat, FetchLanes, Register
 from paceline.coordinator.replica import STUCK_S
 from paceline.errors import NotFound, NotLeading, ServiceUnavailable
-from paceline.wire.calls import CreateDeployment, Heartbeat, RegisterWorker
+from paceline.wire.calls import CreateDeployment, DeploymentBeat, Heartbeat, RegisterWorker
 from paceline.wire.records import WorkerStatus
-from tests.coordinator.leader.fakes import until
+from tests.coordinator.leader.fakes import Cluster, Node, Remembered, until
 
 CALL = CreateDeployment(
     model_id="m", version="v1", source_url="s3://b/m", target_workers=("node-0",)
@@ -233,3 +233,82 @@ def test_held_answers_are_let_go_when_the_leader_steps_down(three):
     leader.coordinator.bell.ring = rung.set
     leader.link.lapsed = True
     until(rung.is_set, "the bell")
+
+
+@pytest.mark.parametrize("standbys", [True, False])
+def test_replica_that_could_not_read_the_store_when_it_was_elected_stands_again(
+    tmp_path, make_manifest, standbys
+):
+    node = Node("a", Cluster(tmp_path / "c.sqlite"), Remembered(), make_manifest())
+    node.link.standbys = standbys
+    node.link.failing_loads = 1
+    node.start()
+    try:
+        until(lambda: node.leads, "it leads after all")
+        assert node.coordinator.term.epoch > 1
+        node.coordinator.handle(registration())
+    finally:
+        node.stop()
+
+
+def test_each_event_is_told_once_by_whoever_reads_and_follows_at_the_same_time(three):
+    three.follow_up()
+    standby, leader = three.standbys[0], three.leader
+    stopping = threading.Event()
+
+    def read():
+        while not stopping.is_set():
+            with pytest.raises(NotFound):
+                standby.coordinator.read(lambda s: s.view("dep-none"))
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for each in readers:
+        each.start()
+    for number in range(1, 21):
+        leader.coordinator.handle(registration(incarnation=number))
+    last = leader.coordinator.events(0).last
+    until(lambda: standby.coordinator.events(0).last == last, "it has heard of everything")
+    stopping.set()
+    for each in readers:
+        each.join()
+    numbers = [each.seq for each in standby.coordinator.events(0).events]
+    assert numbers == sorted(set(numbers))
+    # And so it stays when it is elected, and when it follows again after that.
+    leader.link.lapsed = True
+    three.cluster.expire()
+    until(lambda: not leader.leads and any(n.leads for n in three.nodes), "another leader")
+    three.leader.coordinator.handle(registration(incarnation=99))
+    last = three.leader.coordinator.events(0).last
+    for node in three.nodes:
+        until(lambda node=node: node.coordinator.events(0).last == last, "it has heard")
+        numbers = [each.seq for each in node.coordinator.events(0).events]
+        assert numbers == sorted(set(numbers))
+
+
+def test_progress_is_shown_by_standbys_and_survives_the_leader(three):
+    leader = three.leader
+    leader.coordinator.handle(registration())
+    made = leader.coordinator.create(CALL, "key-1").deployment_id
+    leader.coordinator.handle(FetchLanes(deployment_id=made, worker_id="node-0"))
+    plan = leader.coordinator.read(lambda s: s.plan(made))
+    entry = DeploymentBeat(
+        deployment_id=made,
+        epoch=plan.epoch,
+        status=WorkerStatus.RECEIVING,
+        pieces_held=3,
+        bytes_held=3072,
+        chunks_received=(0,),
+    )
+    report = Heartbeat(worker_id="node-0", status=WorkerStatus.RECEIVING, deployments=(entry,))
+    leader.coordinator.handle(Beat(beat=report))
+    until(lambda: three.progress.get(made), "the progress store is told")
+
+    def held(node):
+        return [p.pieces_held for p in node.coordinator.read(lambda s: list(s.progress(made)))]
+
+    leader.link.lapsed = True
+    three.cluster.expire()
+    until(lambda: any(n.leads for n in three.nodes if n is not leader), "another leader")
+    assert held(three.leader) == [3]
+    until(lambda: leader.coordinator.leader is not None, "the old one follows")
+    assert held(leader) == [3]
