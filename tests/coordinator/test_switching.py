@@ -5,7 +5,6 @@ import pytest
 from paceline.coordinator.messages import RaiseBudget
 from paceline.coordinator.settings import Patience
 from paceline.coordinator.state import CoordinatorState
-from paceline.coordinator.versions import is_older
 from paceline.errors import Conflict, NotFound
 from paceline.wire.calls import SwitchKind, SwitchPhase
 from paceline.wire.events import EventName
@@ -244,26 +243,6 @@ def test_staged_version_that_became_old_is_refused_unless_asked_for(world):
     with pytest.raises(Conflict, match="newer version is active"):
         world.activate(staged)
     assert world.activate(staged, allow_older=True).success
-
-
-@pytest.mark.parametrize(
-    ("older", "newer"),
-    [("v1", "v2"), ("v9", "v10"), ("1.2.9", "1.10.0"), ("1.2", "1.2.1"), ("2026.9", "2026.10"),
-     ("run-20261101-x", "run-20261102-a")],
-)  # fmt: skip
-def test_versions_are_ordered_by_their_numbers(older, newer):
-    assert is_older(older, newer)
-    assert not is_older(newer, older)
-    assert not is_older(older, older)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [("blue", "green"), ("v1-rc1", "v1"), ("v1", "release-2"), ("3fa91c22", "4fa91c22")],
-)  # fmt: skip
-def test_versions_that_names_do_not_order_are_never_refused(one, other):
-    assert not is_older(one, other)
-    assert not is_older(other, one)
 
 
 @pytest.mark.parametrize("moment", ["preparing", "switching", "missing", "back"])

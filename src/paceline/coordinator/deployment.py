@@ -259,6 +259,11 @@ class DeploymentRun:
             update["completed_at"] = at
             for part in self.parts.values():
                 part.command_sent = False
+                part.chunks = ()
+            # A hundred closed deployments are kept, of 10,000 workers each: what told who is slow
+            # and who has which chunk would be gigabytes, and nobody asks for it any more.
+            self.standings.close()
+            self.__dict__.pop("manifest_bytes", None)
         memo = self.memo
         if status is DeploymentStatus.COMPLETE and None not in (memo.done_s, memo.planned_s):
             update["seconds"] = max(0.0, (memo.done_s or 0.0) - (memo.planned_s or 0.0))
@@ -287,15 +292,15 @@ class DeploymentRun:
         part.epoch = max(part.epoch, beat.epoch)
         if beat.epoch and part.lanes_s is None:
             part.ready, part.lanes_s, self.stage = True, now_s, None
-        self._count(part, beat)
         if beat.origin_bytes:
             # By process, not incarnation: one that was thought lost goes on where it was.
             self._spend(part, f"{worker_id} {worker.address} {worker.pid}", beat.origin_bytes)
-        if beat.edges:
-            self.standings.take(worker_id, beat.edges, now_s)
         if self.final:
             self._show(part, worker_id, beat)
             return []
+        self._count(part, beat)
+        if beat.edges:
+            self.standings.take(worker_id, beat.edges, now_s)
         effects = self._pass_on(part, worker_id, beat, at)
         if part.receipt is not None:
             if beat.status is WorkerStatus.RECEIVING and incarnation > part.receipt.incarnation:

@@ -33,9 +33,9 @@ class Patience:
     corrupt_factor: float = 5.0  # times the others' median share
     prepare_s: float = 3.0  # that a switch waits for the rest once a quorum is ready
     switch_s: float = 30.0  # to find a quorum that is ready, and then for it to switch
-    kept_closed: int = 200  # closed deployments that are kept, the newest; keys live as long
+    kept_closed: int = 100  # closed deployments that are kept, the newest; keys live as long
     kept_closed_s: float = 24 * 3600.0  # and those that closed since
-    kept_at_most: int = 2_000  # whatever their age
+    kept_at_most: int = 1_000  # whatever their age
     kept_audit_events: int = 1_000_000  # in the audit history, the newest
     starts_flows: bool = False  # who asks without a flow run gets one, see service/flow_starter
 

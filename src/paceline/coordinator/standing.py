@@ -119,6 +119,11 @@ class Standings:
             self._planned_in[reader] += rate
         self._suspects &= {key for key in self._suspects if self._counts[key].slow_s}
 
+    def close(self) -> None:
+        """Forget what was counted; how everybody stands is remembered."""
+        self._counts, self._senders, self._suspects = {}, {}, set()
+        self._expected, self._look_again, self._count_again = {}, False, False
+
     def take(self, reporter: str, tallies: Iterable[EdgeTally], now_s: float) -> None:
         """Take what ``reporter`` counted: as a source what it sent, as a reader what matched."""
         for tally in tallies:

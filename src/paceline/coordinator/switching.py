@@ -20,8 +20,8 @@ from paceline.coordinator.membership import Membership
 from paceline.coordinator.memo import Switch
 from paceline.coordinator.messages import Effect, KeepDeployment, Observed
 from paceline.coordinator.settings import Patience
-from paceline.coordinator.versions import is_older
 from paceline.errors import Conflict
+from paceline.manifest import version_key
 from paceline.wire.calls import SwitchKind, SwitchPhase, SwitchView, WorkerSwitch
 from paceline.wire.events import EventName
 from paceline.wire.records import DeploymentStatus, Failure
@@ -105,7 +105,8 @@ class Switches:
     def require_not_older(self, version: str, model_id: str, workers: set[str]) -> None:
         """Raise Conflict where a newer version is active on one of ``workers``."""
         active = {each.deployment.version for each in self._book.active(model_id, workers).values()}
-        newer = sorted(each for each in active if is_older(version, each))
+        mine = version_key(version)
+        newer = sorted((each for each in active if version_key(each) > mine), key=version_key)
         if newer:
             raise Conflict(
                 "a newer version is active",

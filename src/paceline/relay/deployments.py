@@ -240,6 +240,10 @@ class Deployments:
             log.warning("cannot activate %s: %s", share.deployment_id, error)
             share.failure = as_failure(_as_error(error))
         else:
+            for other in self:
+                if other.activated and other.manifest.model_id == share.receipt.model_id:
+                    other.activated = False  # a beat says what is active, not what once was
+                    self.refresh(other, now_s)
             share.activated, share.failure = True, None
         self.refresh(share, now_s)
 
