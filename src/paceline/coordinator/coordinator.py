@@ -35,11 +35,12 @@ from paceline.coordinator.messages import (
     Tick,
 )
 from paceline.coordinator.ring import RING_EVENTS, EventRing
+from paceline.coordinator.role import Role
 from paceline.coordinator.settings import Patience
 from paceline.coordinator.state import CoordinatorState
 from paceline.coordinator.stores.contracts import Audit, Coordination, Progress, Term
 from paceline.coordinator.tokens import TokenBook
-from paceline.errors import NotFound, NotLeading, PacelineError, ServiceUnavailable, StaleEpoch
+from paceline.errors import NotFound, PacelineError, ServiceUnavailable, StaleEpoch
 from paceline.manifest import Manifest
 from paceline.wire import digest_of
 from paceline.wire.calls import (
@@ -55,7 +56,6 @@ from paceline.wire.records import StageRecord
 log = logging.getLogger(__name__)
 
 STARVED_S = 5.0  # ticks this late mean that nobody decides anything
-CUT_OFF_S = 10.0  # a standby that heard nothing of the store for so long answers nothing any more
 TROUBLE_S = 0.5  # between two attempts to read a store that is away; calls between are refused
 CREATIONS_AT_ONCE = 8  # each reads a manifest from the origin and holds a thread meanwhile
 EVENTS_AT_ONCE = 1_000
@@ -86,10 +86,7 @@ class Coordinator:
         self._state = CoordinatorState(self._patience, leader_epoch=0)
         self._ring = EventRing()
         self._bell = Bell()
-        self._term: Term | None = None  # while this replica leads
-        self._leader: Term | None = None  # who leads otherwise, as the store said last
-        self._heard_s: float | None = None  # when the store said so
-        self._epoch = 0  # the newest one seen
+        self._role = Role(coordination.is_leading, monotonic)
         self._following = threading.Lock()  # held over the reading of the store by a standby
         self._followed: int | None = None
         self._trouble: PacelineError | None = None  # why the state is not what was kept, if so
@@ -104,17 +101,17 @@ class Coordinator:
         state, ring = self._restored(term.epoch), self._remembered()
         with self._lock:
             self._state, self._ring = state, ring
-            self._term, self._leader, self._trouble = term, term, None
-            self._epoch, self._followed = term.epoch, None
+            self._role.lead(term)
+            self._trouble, self._followed = None, None
             self._ticked_s = self._monotonic()
         log.info("leads epoch=%d replica=%s", term.epoch, term.replica_id)
 
     def step_down(self, term: Term, reason: str) -> None:
         """Decide nothing any more in the name of ``term``; held answers are let go."""
         with self._lock:
-            if self._term != term:
+            if self._role.held != term:
                 return
-            self._term = self._leader = None
+            self._role.drop()
         log.warning("leads no more epoch=%d reason=%s", term.epoch, reason)
         self._bell.ring()
 
@@ -125,14 +122,13 @@ class Coordinator:
         """
         with self._following:
             revision, leader = self._coordination.revision(), self._coordination.leader()
-            epoch = max(self._epoch, leader.epoch if leader else 0)
-            state = None
+            epoch, state = self._role.newest(leader), None
             if read and revision != self._followed:
                 state = self._state_of(self._coordination.load(self._monotonic()), epoch)
             with self._lock:
-                if self._term is not None:
+                if self._role.held is not None:
                     return  # it was asked of the store before this replica was elected
-                self._leader, self._heard_s, self._epoch = leader, self._monotonic(), epoch
+                self._role.heard(leader)
                 if state is not None:
                     self._state, self._trouble, self._followed = state, None, revision
                 ring = self._ring
@@ -147,22 +143,17 @@ class Coordinator:
     @property
     def term(self) -> Term | None:
         """Return this replica's term while it certainly leads; costs no I/O."""
-        term = self._term
-        return term if term is not None and self._coordination.is_leading(term) else None
+        return self._role.term
 
     @property
     def leader(self) -> Term | None:
         """Return who leads as far as this replica knows; None where it knows nobody."""
-        if (term := self.term) is not None:
-            return term
-        if self._term is not None:
-            return None  # its lease may have run out: somebody else may lead, it knows not who
-        return None if self._cut_off else self._leader
+        return self._role.leader
 
     @property
     def leader_epoch(self) -> int:
         """Return the newest epoch that this replica knows."""
-        return self._epoch
+        return self._role.epoch
 
     @property
     def late_s(self) -> float:
@@ -194,7 +185,7 @@ class Coordinator:
             effects = self._state.handle(event, self._monotonic())
             told = self._commit(term, audited(effects, self._wall()))
             if not told and not self._coordination.is_leading(term):
-                raise self._not_leading()  # frozen meanwhile: another may lead, and have decided
+                raise self._role.not_leading()  # frozen meanwhile: another may have decided
         if isinstance(event, Activate | Cancel | Rollback) or any(map(_is_news, effects)):
             self._bell.ring()
         for each in told:
@@ -217,7 +208,7 @@ class Coordinator:
                 return None
             effects = self._state.handle(event, self._monotonic())
             if not self._coordination.is_leading(term):
-                raise self._not_leading()
+                raise self._role.not_leading()
         finally:
             self._lock.release()
         assert len(effects) == 1 and isinstance(effects[0], Answer), "calm, and yet to be kept"
@@ -299,15 +290,15 @@ class Coordinator:
         try:
             return self._read(question)
         except NotFound:
-            if self._term is not None or self._followed == self._coordination.revision():
+            if self._role.held is not None or self._followed == self._coordination.revision():
                 raise
         self.follow(read=True)
         return self._read(question)
 
     def _read(self, question: Callable[[CoordinatorState], Read]) -> Read:
         with self._lock:
-            if self._term is not None:
-                self._require_usable(self._term)
+            if self._role.held is not None:
+                self._require_usable(self._role.held)
             else:
                 self._require_heard()
             return question(self._state)
@@ -341,25 +332,21 @@ class Coordinator:
     def check_ready(self) -> None:
         """Raise ServiceUnavailable where this process can neither decide nor follow."""
         with self._lock:
-            if self._term is None:
+            if self._role.held is None:
                 self._require_heard()
                 return
-            self._require_usable(self._term)
+            self._require_usable(self._role.held)
         if self.late_s > STARVED_S:
             raise ServiceUnavailable(
                 "the coordinator's clock thread is late", got=f"{self.late_s:.1f} s"
             )
-
-    @property
-    def _cut_off(self) -> bool:
-        return self._heard_s is None or self._monotonic() - self._heard_s > CUT_OFF_S
 
     # --- with the lock held ----------------------------------------------------------------------
 
     def _require_leading(self) -> Term:
         term = self.term
         if term is None:
-            raise self._not_leading()
+            raise self._role.not_leading()
         self._require_usable(term)
         return term
 
@@ -379,13 +366,7 @@ class Coordinator:
     def _require_heard(self) -> None:
         if self._trouble is not None:
             raise _again(self._trouble) from self._trouble
-        if self._cut_off:
-            raise ServiceUnavailable(
-                "this replica is cut off from the store and may be out of date",
-                wanted=f"news of it within {CUT_OFF_S:.0f} s",
-                where=self._coordination.backend,
-                do="Ask another replica.",
-            )
+        self._role.require_heard(self._coordination.backend)
 
     def _commit(self, term: Term, effects: Sequence[Effect]) -> list[Told]:
         try:
@@ -398,20 +379,12 @@ class Coordinator:
     def _undo(self, term: Term, error: PacelineError) -> ServiceUnavailable:
         self._trouble = error
         log.error("nothing was committed: %s", error)
-        if isinstance(error, StaleEpoch) and self._term == term:
-            self._term = self._leader = None
+        if isinstance(error, StaleEpoch) and self._role.held == term:
+            self._role.drop()
             log.warning("leads no more epoch=%d reason=another does", term.epoch)
             self._bell.ring()
-            return self._not_leading()
+            return self._role.not_leading()
         return _again(error)
-
-    def _not_leading(self) -> NotLeading:
-        leader = self.leader
-        return NotLeading(
-            "this replica does not lead",
-            got=f"the leader is {leader.url}" if leader else "nobody leads now",
-            do="Ask the leader, or call again in a second.",
-        )
 
     # --- the store -------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Who leads, who follows, and what an old leader may still say: nothing."""
 
 import threading
+import time
 
 import pytest
 
@@ -45,6 +46,7 @@ def test_one_leads_and_the_others_follow_what_it_commits(three):
     for each in three.standbys:
         assert deployments(each) == [made]
         assert each.coordinator.leader.url == three.leader.url
+        until(lambda each=each: each.coordinator.events(0).events, "what happened, after the state")
         assert [e.deployment_id for e in each.coordinator.events(0).events] == [made]
         with pytest.raises(NotLeading) as caught:
             each.coordinator.create(CALL, "key-2")
@@ -171,8 +173,8 @@ def test_standby_that_is_cut_off_from_the_store_stops_answering(three):
     three.follow_up()
     standby = three.standbys[0]
     late = [0.0]
-    real = standby.coordinator._monotonic
-    standby.coordinator._monotonic = lambda: real() + late[0]
+    real = time.monotonic
+    standby.coordinator._role._monotonic = lambda: real() + late[0]
     assert deployments(standby) == []
     standby.link.up = False
     late[0] = 3600.0
