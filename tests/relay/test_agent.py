@@ -280,6 +280,18 @@ def test_a_restarted_agent_goes_on_while_the_coordinator_is_away(
         verify_directory(fleet.final(name), manifest)
 
 
+def test_peers_are_told_the_advertised_address_and_reach_it(
+    fleet: Fleet, coordinator: FakeCoordinator, manifest: Manifest
+) -> None:
+    names = coordinator.targets = NAMES[:2]
+    for name in names:
+        fleet.start(name, advertise="localhost")
+    until(lambda: all(fleet.final(name).exists() for name in names), "completion")
+    for name in names:
+        assert coordinator.registered[name].address.startswith("localhost:")
+        verify_directory(fleet.final(name), manifest)
+
+
 def test_settings_that_are_wrong_end_the_agent_and_leave_nothing_behind(fleet: Fleet) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -288,8 +300,14 @@ def test_settings_that_are_wrong_end_the_agent_and_leave_nothing_behind(fleet: F
     said = (fleet.state / "node-0.log").read_text()
     assert address in said
     runtime = load_runtime(fleet.state)
-    for listen, error in (("nowhere", InvalidInput), ("0.0.0.0:0", InvalidProfile)):
-        config = AgentConfig(state_dir=fleet.state, worker_id="node-1", listen=listen)
+    for listen, advertise, error in (
+        ("nowhere", "", InvalidInput),
+        ("0.0.0.0:0", "", InvalidProfile),
+        ("127.0.0.1:0", "0.0.0.0", InvalidInput),
+    ):
+        config = AgentConfig(
+            state_dir=fleet.state, worker_id="node-1", listen=listen, advertise=advertise
+        )
         with pytest.raises(error):
             Agent(config, runtime)
     assert not (fleet.state / "nodes/node-1").exists()

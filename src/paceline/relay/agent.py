@@ -36,6 +36,7 @@ from paceline.errors import (
 from paceline.manifest import Manifest, parse_manifest
 from paceline.manifest.signing import TrustPolicy, verify_signature
 from paceline.profile import Runtime, load_runtime
+from paceline.relay.advertise import advertised
 from paceline.relay.assignments import Assignments, write_durably
 from paceline.relay.disk.room import StorePolicy
 from paceline.relay.disk.store import Store
@@ -76,6 +77,7 @@ class AgentConfig:
     link_mbit: float | None = None  # what plans count on; None: the profile's
     limit_mbit: float | None = None  # of each direction; None: the link's if [cluster] paced; 0: no
     listen: str = "127.0.0.1:0"
+    advertise: str = ""  # the host that others are told; "": the one listened on, or found out
     die_with_parent: bool = False
     warm: bool = False  # import the S3 client before somebody waits for it
 
@@ -108,6 +110,7 @@ class Agent:
             security.trusted_publishers, required=security.require_signature
         )
         host, port = _listen(config.listen)
+        self._advertised(config.listen)  # to refuse it before anything is made
         self._transport = transport = transport_for(runtime, host, config.worker_id)
         self._renewal = Renewal.of(runtime, on_renewed=self._go_on_as)
         self._link_mbit = config.link_mbit or runtime.profile.cluster.link_mbit
@@ -129,6 +132,11 @@ class Agent:
         self._assignments = Assignments(self._node_dir / "assignments")
         self._manifests: dict[str, Manifest] = {}
         self._broken: Exception | None = None
+
+    def _advertised(self, listening: str) -> str:
+        known = self._runtime.endpoints
+        urls = known.coordinator_urls or (known.coordinator_url,)
+        return advertised(listening, self._config.advertise, urls)
 
     def _make_driver(self, transport: Transport, host: str, port: int) -> RelayDriver:
         limit_mbit = self._config.limit_mbit
@@ -160,7 +168,7 @@ class Agent:
     def start(self) -> None:
         """Listen, say so in agent.json, and go on with what an earlier process began."""
         self.driver.start()
-        address = self.driver.server.address
+        address = self.address = self._advertised(self.driver.server.address)
         said = {
             "pid": os.getpid(),
             "address": address,
@@ -249,7 +257,7 @@ class Agent:
             rack=config.rack,
             available_storage=self._store.available_bytes(),
             labels=Labels(host=config.host, rack=config.rack, zone=config.zone),
-            address=self.driver.server.address,
+            address=self.address,
             link_mbit=self._link_mbit,
             incarnation=self.incarnation,
             pid=os.getpid(),
@@ -385,6 +393,7 @@ def main(arguments: list[str]) -> int:
                 link_mbit=float(given["link_mbit"]) if "link_mbit" in given else None,
                 limit_mbit=float(given["limit_mbit"]) if "limit_mbit" in given else None,
                 listen=given.get("listen", "127.0.0.1:0"),
+                advertise=given.get("advertise", ""),
                 warm=given.get("warm") == "true",
                 die_with_parent=given.get("die_with_parent") == "true",
             )
