@@ -48,7 +48,7 @@ from paceline.relay.report import ENDED, Report
 from paceline.relay.wires.transport import Transport
 from paceline.relay.wires.transports import transport_for
 from paceline.wire.calls import Command, HeartbeatAnswer, RegisterWorker
-from paceline.wire.plan import Labels
+from paceline.wire.plan import Labels, WorkerLanes
 
 if TYPE_CHECKING:
     from paceline.objects import ObjectStore
@@ -62,6 +62,7 @@ RETRY_S = 0.5  # after a call that failed; doubled up to RETRY_MAX_S, jittered
 RETRY_MAX_S = 2.0  # a new leader should hear of everybody within seconds
 CALL_TIMEOUT_S = 10.0
 HOLD_S = 1.0  # how long an idle agent's beat waits for a command
+ALONE_S = 2.0  # how long a restarted agent asks before it goes on with what it was at
 NEWS_S = 0.05  # between two beats, however much there is to tell
 
 
@@ -131,6 +132,7 @@ class Agent:
         self._report = Report(config.worker_id, self.driver)
         self._assignments = Assignments(self._node_dir / "assignments")
         self._manifests: dict[str, Manifest] = {}
+        self._left: list[tuple[WorkerLanes, Manifest]] = []  # by an earlier process
         self._broken: Exception | None = None
 
     def _advertised(self, listening: str) -> str:
@@ -178,10 +180,7 @@ class Agent:
         write_durably(self._node_dir / PORT_FILE, address.rpartition(":")[2].encode())
         write_durably(self._node_dir / AGENT_FILE, json.dumps(said).encode())
         log.info("agent listens worker=%s address=%s", self._config.worker_id, address)
-        for lanes, manifest in self._assignments.load():
-            log.info("goes on deployment=%s epoch=%d", lanes.deployment_id, lanes.epoch)
-            self._manifests[lanes.deployment_id] = manifest
-            self.driver.deploy(lanes, manifest)
+        self._left = list(self._assignments.load())
         if self._renewal is not None:
             self._renewal.start()
         if self._config.warm:
@@ -213,6 +212,7 @@ class Agent:
 
     def _beat_on(self) -> None:
         failures, registered, withdrawals = 0, False, 0
+        alone_s = time.monotonic() + ALONE_S
         while True:
             began_s = time.monotonic()
             if self.driver.withdrawals > withdrawals:  # it holds less than it said: begin again
@@ -226,6 +226,7 @@ class Agent:
                 if answer.go_on:
                     for command in answer.commands:
                         self._execute(command)
+                    self._go_on()
                     failures = 0
                     self._rest(began_s, self._interval_s)
                 else:  # lost for the coordinator: come back as a new incarnation
@@ -242,7 +243,21 @@ class Agent:
                 if not isinstance(error, TemporaryError):
                     registered = False
             failures += 1
+            if time.monotonic() > alone_s:
+                self._go_on()
             time.sleep(_backoff_s(failures))
+
+    def _go_on(self) -> None:
+        """Take up what an earlier process began and nobody has called off meanwhile.
+
+        Asked of the coordinator first: what was cancelled while this node was down must not be
+        shown by it. Where nobody answers for a moment, the data goes on without.
+        """
+        left, self._left = self._left, []
+        for lanes, manifest in left:
+            log.info("goes on deployment=%s epoch=%d", lanes.deployment_id, lanes.epoch)
+            self._manifests.setdefault(lanes.deployment_id, manifest)
+            self.driver.deploy(lanes, manifest)
 
     def _rest(self, began_s: float, interval_s: float) -> None:
         """Wait until the next beat is due, or until there is news to tell."""
@@ -290,6 +305,7 @@ class Agent:
                 self.driver.activate(deployment_id)
             case "cancel":
                 self._manifests.pop(deployment_id, None)
+                self._left = [e for e in self._left if e[0].deployment_id != deployment_id]
                 self._assignments.drop([deployment_id])
                 self.driver.cancel(deployment_id)
 
