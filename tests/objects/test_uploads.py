@@ -57,6 +57,13 @@ def crash_after(store: ObjectStore, parts: int, monkeypatch: pytest.MonkeyPatch)
     return sent
 
 
+def die_after(store: ObjectStore, parts: int, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upload ``parts`` parts of ``file`` and die; the next store goes on from there."""
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        crash_after(store, parts, patch)
+        store.upload_file(file, URL)
+
+
 def read(store: ObjectStore) -> bytes:
     return store.get_bytes(URL)
 
@@ -72,9 +79,7 @@ def test_a_large_file_goes_in_parts_and_arrives_whole(store: ObjectStore, file: 
 def test_an_upload_that_died_goes_on_with_its_parts(
     store: ObjectStore, s3: RcloneS3, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Crash):
-        crash_after(store, 2, monkeypatch)
-        store.upload_file(file, URL)
+    die_after(store, 2, file, monkeypatch)
     assert not store.exists(URL)
     again = s3.store()
     sent = crash_after(again, 99, monkeypatch)
@@ -88,9 +93,7 @@ def test_an_upload_that_died_goes_on_with_its_parts(
 def test_parts_of_other_bytes_are_sent_again(
     store: ObjectStore, s3: RcloneS3, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Crash):
-        crash_after(store, 3, monkeypatch)
-        store.upload_file(file, URL)
+    die_after(store, 3, file, monkeypatch)
     file.write_bytes(Random(8).randbytes(SIZE))  # the same size, the same number of parts
     again = s3.store()
     again.upload_file(file, URL)
@@ -101,9 +104,7 @@ def test_parts_of_other_bytes_are_sent_again(
 def test_parts_of_another_cut_are_left_alone(
     store: ObjectStore, s3: RcloneS3, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Crash):
-        crash_after(store, 1, monkeypatch)
-        store.upload_file(file, URL)
+    die_after(store, 1, file, monkeypatch)
     with file.open("ab") as longer:
         longer.write(bytes(PART))
     monkeypatch.setattr(uploads, "PART_BYTES", PART + 1024 * 1024)
@@ -117,9 +118,7 @@ def test_parts_of_another_cut_are_left_alone(
 def test_only_old_uploads_are_aborted_when_an_age_is_given(
     store: ObjectStore, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Crash):
-        crash_after(store, 1, monkeypatch)
-        store.upload_file(file, URL)
+    die_after(store, 1, file, monkeypatch)
     assert store.abort_uploads("s3://uploads/model", older_than_s=3600) == 0
     assert store.abort_uploads("s3://uploads/model") == 1
 
@@ -127,9 +126,7 @@ def test_only_old_uploads_are_aborted_when_an_age_is_given(
 def test_an_upload_that_somebody_else_ended_begins_anew(
     store: ObjectStore, s3: RcloneS3, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Crash):
-        crash_after(store, 1, monkeypatch)
-        store.upload_file(file, URL)
+    die_after(store, 1, file, monkeypatch)
     again = s3.store()
     resume = uploads.Uploader._resume
 
