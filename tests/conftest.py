@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from tests.support import servers
 from tests.support.rclone import RcloneS3, rclone_s3
 
 
@@ -21,3 +23,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that writes the report which servers were started here."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["servers"] = servers.STARTED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Hear which servers another process started."""
+    servers.STARTED.extend(getattr(node, "workeroutput", {}).get("servers", []))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List each state store's real server by version and process id."""
+    if servers.STARTED:
+        terminalreporter.section("state stores started by this run")
+        for each in sorted(servers.STARTED):
+            terminalreporter.line(each)

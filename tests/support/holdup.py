@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that can hold what goes through it back, either way, and cut it off."""
+"""A TCP proxy on loopback that can hold a server's answers back, and cut connections off."""
 
 from __future__ import annotations
 
@@ -15,21 +15,15 @@ class HoldUp:
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
-        self._may_ask, self._may_answer = threading.Event(), threading.Event()
+        self._may_answer = threading.Event()
         self.free()
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self._pumps: list[threading.Thread] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
     def free(self) -> None:
         """Let everything through, what was held back first."""
-        self._may_ask.set()
         self._may_answer.set()
-
-    def hold_questions(self) -> None:
-        """Keep what clients say until ``free``."""
-        self._may_ask.clear()
 
     def hold_answers(self) -> None:
         """Keep what the server says until ``free``."""
@@ -43,18 +37,6 @@ class HoldUp:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
-
-    def abandon(self) -> None:
-        """Close the clients' side only: what was held back still reaches the server."""
-        with self._lock:
-            pairs = list(self._pairs)
-        for client, _ in pairs:
-            with contextlib.suppress(OSError):
-                client.shutdown(socket.SHUT_RDWR)
-
-    def alive(self) -> bool:
-        """Return whether a connection still has something to pass on."""
-        return any(each.is_alive() for each in self._pumps)
 
     def close(self) -> None:
         """Let go of everything."""
@@ -76,12 +58,14 @@ class HoldUp:
             with self._lock:
                 self._pairs.append((client, server))
             for source, sink, gate in (
-                (client, server, self._may_ask),
+                (client, server, _OPEN),
                 (server, client, self._may_answer),
             ):
-                pump = threading.Thread(target=_pump, args=(source, sink, gate), daemon=True)
-                self._pumps.append(pump)
-                pump.start()
+                threading.Thread(target=_pump, args=(source, sink, gate), daemon=True).start()
+
+
+_OPEN = threading.Event()
+_OPEN.set()
 
 
 def _pump(source: socket.socket, sink: socket.socket, gate: threading.Event) -> None:

@@ -55,6 +55,12 @@ class PostgresServer:
         children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text()
         return [self.server.pid, *map(int, children.split())]
 
+    def kill(self) -> None:
+        """End every process of it at once."""
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.server.kill()
+
     def freeze(self) -> None:
         """Stop every process of it."""
         for pid in self.processes():

@@ -81,8 +81,8 @@ def test_the_same_commits_leave_the_same_behind(etcd, tmp_path_factory, commits,
                     store.resign(term)
                 held = [each.campaign(candidate, lambda: False) for each in stores]
             kept += commit
-            for events, store, term in zip(told_by, stores, held, strict=True):
-                events += store.commit(term, commit)
+            for which, (store, term) in enumerate(zip(stores, held, strict=True)):
+                told_by[which] += store.commit(term, commit)
         first, second = (each.load(0.0) for each in stores)
         assert first == second == expected(kept)
         assert told_by[0] == told_by[1]

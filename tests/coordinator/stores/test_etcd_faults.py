@@ -93,7 +93,7 @@ def test_without_a_majority_nothing_is_acknowledged_and_afterwards_it_works_agai
     with pytest.raises(ServiceUnavailable) as caught:
         store.commit(term, [worker("w1")])
     assert "majority" in caught.value.do
-    for ask in (store.check, store.leader, store.outbox, lambda: store.load(0.0)):
+    for ask in (store.check, lambda: store.load(0.0)):
         with pytest.raises(ServiceUnavailable):
             ask()
     until(lambda: not store.is_leading(term), "a leader that knows its lease may be over")
@@ -191,28 +191,46 @@ def test_a_commit_of_unknown_outcome_is_told_by_the_next_load(paths):
     store.close()
 
 
-def test_a_commit_that_a_load_did_not_show_never_comes_to_pass(paths):
-    slow, quick = paths
-    store = opened([slow], "/tests/late")
+def test_a_commit_that_a_load_did_not_show_never_comes_to_pass(store, monkeypatch):
     term = lead(store)
     store.commit(term, [worker("w0")])
-    slow.gate.hold_questions()
+    call, late = store._client.call, []
+
+    def delayed(name, message, **more):
+        late.append((name, message))
+        raise ServiceUnavailable("on its way, and slow")
+
+    monkeypatch.setattr(store._client, "call", delayed)
     with pytest.raises(ServiceUnavailable):
         store.commit(term, [worker("late"), told(1)])
-    # The same replica gets through on another way, while its commit is still on the first.
-    store._client._channels.append(store._client._connect(quick.endpoint[7:], secure=False))
-    store._client._current = 1
-    assert again(lambda: store.load(0.0)) == expected([worker("w0")])
+    monkeypatch.setattr(store._client, "call", call)
+    assert store.load(0.0) == expected([worker("w0")])
+    assert not call(*late[0]).succeeded  # it arrives now
+    assert store.load(0.0) == expected([worker("w0")])
     assert [each.seq for each in store.commit(term, [worker("w1"), told(2)])] == [1]
-    slow.gate.abandon()
-    slow.gate.free()  # now it arrives
-    later = opened([quick], "/tests/late")
-    until(lambda: not slow.gate.alive(), "the end of what was held back")
-    assert later.load(0.0) == expected([worker("w0"), worker("w1")])
-    assert [each.data for each in later.events_after(0, 10)] == [{"number": 2}]
-    store.commit(term, [worker("w2")])
-    store.close()
-    later.close()
+    assert [each.data for each in store.events_after(0, 10)] == [{"number": 2}]
+
+
+def test_a_commit_that_arrives_before_the_bar_is_shown(store, monkeypatch):
+    term = lead(store)
+    call = store._client.call
+    late = []
+
+    def delayed(name, message, **more):
+        """The commit arrives when the bar has just read the tip."""
+        if name == "Txn" and message.compare and not late:
+            late.append(message)
+            raise ServiceUnavailable("on its way, and slow")
+        if name == "Txn" and message.compare and len(late) == 1:
+            late.append(call(name, late[0]))
+        return call(name, message, **more)
+
+    monkeypatch.setattr(store._client, "call", delayed)
+    with pytest.raises(ServiceUnavailable):
+        store.commit(term, [worker("w0"), told(1)])
+    assert store.load(0.0) == expected([worker("w0")])
+    assert late[1].succeeded
+    assert [each.seq for each in store.commit(term, [told(2)])] == [2]
 
 
 def test_a_large_commit_is_finished_by_the_next_leader(cluster, monkeypatch):

@@ -1,0 +1,183 @@
+"""The audit contract: everything once, in order, found again; migrations; a database that goes."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from paceline.coordinator.stores import Audit
+from paceline.coordinator.stores.contracts import QUERY_EVENTS
+from paceline.coordinator.stores.postgres_audit import MIGRATIONS, PostgresAudit
+from paceline.errors import Conflict, InvalidProfile, ServiceUnavailable
+from paceline.wire.events import Event, EventName
+from tests.coordinator.stores.conftest import REAL
+
+
+def event(seq, **more):
+    fields = {"name": EventName.WORKER_LOST, "at": float(seq), "data": {"n": seq}, **more}
+    return Event(seq=seq, **fields)
+
+
+def test_events_are_kept_once_however_often_they_come(audit):
+    store = audit.open()
+    assert isinstance(store, Audit)
+    assert store.last() == 0
+    told = [event(seq) for seq in range(1, 8)]
+    store.append(told[:4])
+    store.append(told[2:])
+    store.append([])
+    store.append([told[0], told[0]])
+    assert store.query() == told
+    assert store.last() == 7
+    assert audit.open().query() == told
+
+
+def test_another_event_under_a_number_is_refused_and_changes_nothing(audit):
+    store = audit.open()
+    store.append([event(1), event(2)])
+    with pytest.raises(Conflict) as caught:
+        store.append([event(3), event(2, worker_id="other")])
+    assert caught.value.do is not None
+    with pytest.raises(Conflict):
+        store.append([event(4), event(4, worker_id="other")])
+    assert store.query() == [event(1), event(2)]
+
+
+def test_events_are_found_by_what_they_are_about(audit):
+    store = audit.open()
+    told = [
+        event(1, deployment_id="d0"),
+        event(2, deployment_id="d1", worker_id="w0"),
+        event(3, name=EventName.DEPLOYMENT_CREATED, deployment_id="d0"),
+        event(5, worker_id="w0"),
+        event(8, name=EventName.STAGE_FINISHED),
+    ]
+    store.append(told)
+
+    def numbers(**asked):
+        return [each.seq for each in store.query(**asked)]
+
+    assert numbers(deployment_id="d0") == [1, 3]
+    assert numbers(worker_id="w0") == [2, 5]
+    assert numbers(names=[EventName.DEPLOYMENT_CREATED, EventName.STAGE_FINISHED]) == [3, 8]
+    assert numbers(after=2) == [3, 5, 8]
+    assert numbers(after=1, before=5) == [2, 3]
+    assert numbers(since=2.0, until=5.0) == [2, 3]
+    assert numbers(newest_first=True, limit=2) == [8, 5]
+    assert numbers(newest_first=True, before=5, limit=1) == [3]
+    assert numbers(deployment_id="d0", worker_id="w0") == []
+    assert numbers(deployment_id="'; DROP TABLE audit; --") == []
+    assert numbers(limit=0) == []
+    assert numbers(limit=-5) == []
+    assert numbers(limit=10**9) == [1, 2, 3, 5, 8]
+
+
+def test_one_answer_is_bounded(audit):
+    store = audit.open()
+    store.append([event(seq) for seq in range(1, QUERY_EVENTS + 100)])
+    assert [each.seq for each in store.query(limit=10**6)] == list(range(1, QUERY_EVENTS + 1))
+
+
+def test_nothing_that_was_told_holds_up_the_rest(audit):
+    store = audit.open()
+    strange = [
+        event(1, data={"nul": "a\0b", "surrogate": "\ud800", "nan": float("nan")}),
+        event(2, worker_id="w\0x", deployment_id="\ud800"),
+        event(3, data={"large": 2**70, "text": "ü" * 10_000}),
+    ]
+    store.append(strange)
+    store.append(strange)
+    kept = store.query()
+    assert [each.seq for each in kept] == [1, 2, 3]
+    assert kept[0].data["nul"] == "a\0b"
+    assert kept[2].data == strange[2].data
+
+
+def test_many_may_append_and_ask_at_once(audit):
+    store = audit.open()
+    failures = []
+
+    def work(first):
+        try:
+            for seq in range(first, 201, 4):
+                store.append([event(seq)])
+                assert store.query(after=seq - 1, limit=1)[0].seq == seq
+        except Exception as error:  # noqa: BLE001 (told below)
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in (1, 2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert store.last() == 200
+    assert len(store.query()) == 200
+
+
+# --- PostgreSQL ---------------------------------------------------------------------------------
+
+
+@REAL
+def test_of_many_that_start_at_once_one_migrates(postgres):
+    database = postgres.database()
+    stores = [postgres.open(database) for _ in range(6)]
+    gate, failures = threading.Barrier(6), []
+
+    def start(store):
+        gate.wait()
+        try:
+            store.append([event(1)])
+        except Exception as error:  # noqa: BLE001 (told below)
+            failures.append(error)
+
+    threads = [threading.Thread(target=start, args=(each,)) for each in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert stores[0].query() == [event(1)]
+    with postgres.connect(database) as db:
+        assert db.execute("SELECT version FROM audit_schema").fetchall() == [(len(MIGRATIONS),)]
+    for each in stores:
+        each.close()
+
+
+@REAL
+def test_a_migration_that_fails_leaves_nothing_behind(postgres, monkeypatch):
+    database = postgres.database()
+    broken = (*MIGRATIONS, ("CREATE TABLE half (a INTEGER)", "CREATE TABLE half (b INTEGER)"))
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.coordinator.stores.postgres_audit.MIGRATIONS", broken)
+        store = postgres.open(database)
+        with pytest.raises(ServiceUnavailable, match="half"):
+            store.append([event(1)])
+        store.close()
+    store = postgres.open(database)
+    store.append([event(1)])
+    added = (*MIGRATIONS, ("ALTER TABLE audit ADD COLUMN noted TEXT",))
+    monkeypatch.setattr("paceline.coordinator.stores.postgres_audit.MIGRATIONS", added)
+    later = postgres.open(database)
+    later.append([event(2)])
+    assert later.query() == [event(1), event(2)]
+    monkeypatch.undo()
+    older = postgres.open(database)
+    with pytest.raises(ServiceUnavailable, match="newer Paceline"):
+        older.append([event(3)])
+    for each in (store, later, older):
+        each.close()
+
+
+@REAL
+def test_a_wrong_password_is_said(postgres):
+    store = PostgresAudit(postgres.url(postgres.database()), password="wrong")
+    with pytest.raises(ServiceUnavailable, match="password"):
+        store.check()
+    store.close()
+
+
+def test_a_url_that_is_none_is_refused_at_once():
+    with pytest.raises(InvalidProfile):
+        PostgresAudit("postgresql://host/db?nonsense=1")
