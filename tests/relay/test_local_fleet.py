@@ -11,7 +11,7 @@ import pytest
 from paceline.errors import DeploymentFailed, NotReady
 from paceline.manifest import FileEntry, Manifest, verify_directory
 from paceline.relay.local import LocalFleet
-from paceline.relay.origin import DirectoryReader
+from paceline.relay.origin import DirectoryReader, OnSocket
 from paceline.relay.session.extents import Extent
 from paceline.relay.session.feeds import Feed
 from paceline.relay.session.flights import Flights
@@ -280,9 +280,11 @@ class StuckReader:
     def pin(self, file: FileEntry) -> None:
         pass
 
-    def stream(self, file: FileEntry, offset: int, view: memoryview) -> Iterator[int]:
+    def stream(
+        self, file: FileEntry, offset: int, view: memoryview, on_socket: OnSocket
+    ) -> Iterator[int]:
         until(lambda: self._gate[0])
-        return self._reader.stream(file, offset, view)
+        return self._reader.stream(file, offset, view, on_socket)
 
 
 def test_downstream_waits_while_its_upstream_waits_for_the_source(

@@ -14,7 +14,7 @@ from paceline.manifest import FileEntry, Manifest, publish_model, verify_directo
 from paceline.objects import ObjectStore
 from paceline.relay.disk.store import Store
 from paceline.relay.local import LocalFleet
-from paceline.relay.origin import DirectoryReader, OriginStream, S3Reader, range_bytes
+from paceline.relay.origin import DirectoryReader, OnSocket, OriginStream, S3Reader, range_bytes
 from paceline.relay.session.events import SessionEvent
 from paceline.relay.session.extents import Extent
 from paceline.relay.session.limits import SessionLimits
@@ -89,9 +89,11 @@ class Replacing(S3Reader):
         super().__init__(url, store)
         self._objects, self._done, self._one_by_one = store, False, threading.Lock()
 
-    def stream(self, file: FileEntry, offset: int, view: memoryview) -> Iterator[int]:
+    def stream(
+        self, file: FileEntry, offset: int, view: memoryview, on_socket: OnSocket
+    ) -> Iterator[int]:
         with self._one_by_one:
-            yield from super().stream(file, offset, view)
+            yield from super().stream(file, offset, view, on_socket)
             if not self._done and file.path == "shards/a.bin":
                 self._done = True
                 self._objects.put_bytes(f"{URL}/{file.path}", bytes(file.size))
@@ -135,10 +137,12 @@ class Watched(DirectoryReader):
     def pin(self, file: FileEntry) -> None:
         self.pinned.append(file.path)
 
-    def stream(self, file: FileEntry, offset: int, view: memoryview) -> Iterator[int]:
+    def stream(
+        self, file: FileEntry, offset: int, view: memoryview, on_socket: OnSocket
+    ) -> Iterator[int]:
         self.asked.append((file.path, offset, len(view)))
         done = 0
-        for filled in super().stream(file, offset, view):
+        for filled in super().stream(file, offset, view, on_socket):
             while done < filled:
                 self.gate.acquire()
                 done = min(filled, done + 16_384)

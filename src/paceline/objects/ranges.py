@@ -9,8 +9,9 @@ size are compared here as well.
 from __future__ import annotations
 
 import re
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -40,10 +41,16 @@ class PinnedObject:
 
 
 def stream_range(
-    client: Any, endpoint_url: str, pinned: PinnedObject, offset: int, view: memoryview
+    client: Any,
+    endpoint_url: str,
+    pinned: PinnedObject,
+    offset: int,
+    view: memoryview,
+    on_socket: Callable[[socket.socket], None] | None = None,
 ) -> Iterator[int]:
     """Fill ``view`` with the object's bytes from ``offset`` on, and yield how many bytes of it are
     there after every step (and after every failed attempt, so that a caller can stop).
+    ``on_socket`` is given the connection of each answer before its body is read.
 
     Raises SourceChanged, SourceMissing, AccessDenied at once; ServiceUnavailable when the server
     gave no byte for as long as ``Patience`` allows.
@@ -53,7 +60,8 @@ def stream_range(
     done = 0
     while done < len(target):
         try:
-            for done in _one_answer(client, endpoint_url, pinned, offset, target, done):  # noqa: B020
+            answer = _one_answer(client, endpoint_url, pinned, offset, target, done, on_socket)
+            for done in answer:
                 patience.progressed()
                 yield done
         except ServiceUnavailable as error:
@@ -68,12 +76,15 @@ def _one_answer(
     offset: int,
     target: memoryview,
     done: int,
+    on_socket: Callable[[socket.socket], None] | None,
 ) -> Iterator[int]:
     """Ask for what is missing and yield as it arrives; raises where the answer ends too early."""
     with translated(endpoint_url, pinned.url):
         answer = _request(client, pinned, offset + done, len(target) - done)
     body = answer["Body"]
     with closing(body):
+        if on_socket is not None and (sock := _socket_of(body)) is not None:
+            on_socket(sock)
         _check(answer, pinned, offset + done, len(target) - done)
         step = LEAST_STEP
         while done < len(target):
@@ -95,6 +106,13 @@ def _one_answer(
                 step = min(2 * step, MOST_STEP)
             elif took_s > 2 * STEP_S:
                 step = max(step // 2, LEAST_STEP)
+
+
+def _socket_of(body: Any) -> socket.socket | None:
+    """Return the connection of an answer's body, where this urllib3 shows it."""
+    connection = getattr(getattr(body, "_raw_stream", None), "connection", None)
+    found = getattr(connection, "sock", None)
+    return found if isinstance(found, socket.socket) else None
 
 
 def _request(client: Any, pinned: PinnedObject, offset: int, length: int) -> dict[str, Any]:

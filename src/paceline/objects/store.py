@@ -7,9 +7,10 @@ manifest's business) and no knowledge of what is stored.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -157,11 +158,12 @@ class ObjectStore:
         etag: str,
         size: int | None = None,
         version_id: str | None = None,
+        on_socket: Callable[[socket.socket], None] | None = None,
     ) -> Iterator[int]:
         """Do what ``read_range_into`` does, and yield how much of ``view`` is there as it comes."""
         _object(url)
         pinned = PinnedObject(url, etag, size, version_id)
-        return stream_range(self._client, self.endpoint_url, pinned, offset, view)
+        return stream_range(self._client, self.endpoint_url, pinned, offset, view, on_socket)
 
     def upload_file(self, path: Path | str, url: str, sha256: str = "") -> ObjectInfo:
         """Write the file as one object, in parallel parts where it is large, going on with the

@@ -275,6 +275,7 @@ class RelayDriver:
                 counters=share.counters,
                 keepalive_s=share.lanes.piece_deadline_s / 4,
                 report=self._reporter(share),
+                portion=lambda: share.portion(source),
             )
             return self._transport.pull(pull)
         # One reader a deployment and URL: it remembers the ETags, so that versions never mix.
@@ -289,6 +290,7 @@ class RelayDriver:
             counters=share.counters,
             report=self._reporter(share),
             expected_rate=lambda: share.expected_rate(source),
+            portion=lambda: share.portion(source),
         )
 
     def _reporter(self, share: Share) -> Callable[[SessionEvent], None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -42,6 +43,7 @@ from paceline.relay.width import Width
 from paceline.relay.wires.counters import Counters
 from paceline.relay.wires.lull import Lull
 from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.portion import Portion, Rate, no_limit
 from paceline.wire.plan import Source
 
 MIB = 1024 * 1024
@@ -55,15 +57,23 @@ AHEAD = 3  # files whose objects are looked up before a range of them is wanted
 ALIVE_S = 0.2  # how often a range under way is said to move
 
 
+OnSocket = Callable[[socket.socket], None]
+
+
 class RangeReader(Protocol):
     """Something that fills memory with part of a file of the model."""
 
     def pin(self, file: FileEntry) -> None:
         """Find out which content ``file`` has; ``stream`` does it where nobody did."""
 
-    def stream(self, file: FileEntry, offset: int, view: memoryview) -> Iterator[int]:
+    def stream(
+        self, file: FileEntry, offset: int, view: memoryview, on_socket: OnSocket
+    ) -> Iterator[int]:
         """Fill ``view`` from ``offset`` of ``file`` and yield how much of it is there, as it comes
-        (and the same number again where nothing came); raises SourceChanged, SourceMissing, …"""
+        (and the same number again where nothing came); raises SourceChanged, SourceMissing, …
+
+        ``on_socket`` is given each connection, where there is one, before it is read.
+        """
 
 
 class DirectoryReader:
@@ -75,7 +85,13 @@ class DirectoryReader:
     def pin(self, file: FileEntry) -> None:
         """Do nothing: the size is compared with each range, the bytes with their digests."""
 
-    def stream(self, file: FileEntry, offset: int, view: memoryview) -> Iterator[int]:
+    def stream(
+        self,
+        file: FileEntry,
+        offset: int,
+        view: memoryview,
+        on_socket: OnSocket,  # noqa: ARG002 (there is none)
+    ) -> Iterator[int]:
         """Fill ``view``; see RangeReader."""
         path = self._directory / file.path
         try:
@@ -111,7 +127,9 @@ class S3Reader:
         """Find out which content the object has; see RangeReader."""
         self._head(file)
 
-    def stream(self, file: FileEntry, offset: int, view: memoryview) -> Iterator[int]:
+    def stream(
+        self, file: FileEntry, offset: int, view: memoryview, on_socket: OnSocket
+    ) -> Iterator[int]:
         """Fill ``view``; see RangeReader."""
         pinned = self._head(file)
         return self._store.stream_range(
@@ -121,6 +139,7 @@ class S3Reader:
             etag=pinned.etag,
             size=file.size,
             version_id=pinned.version_id,
+            on_socket=on_socket,
         )
 
     def _head(self, file: FileEntry) -> ObjectHead:
@@ -152,9 +171,11 @@ class LazyReader:
         """Look the object up; see RangeReader."""
         self._opened().pin(file)
 
-    def stream(self, file: FileEntry, offset: int, view: memoryview) -> Iterator[int]:
+    def stream(
+        self, file: FileEntry, offset: int, view: memoryview, on_socket: OnSocket
+    ) -> Iterator[int]:
         """Fill ``view``; see RangeReader."""
-        return self._opened().stream(file, offset, view)
+        return self._opened().stream(file, offset, view, on_socket)
 
     def _opened(self) -> RangeReader:
         with self._lock:
@@ -187,6 +208,7 @@ class S3Ranges(Protocol):
         etag: str,
         size: int | None = None,
         version_id: str | None = None,
+        on_socket: OnSocket | None = None,
     ) -> Iterator[int]: ...
 
 
@@ -220,7 +242,8 @@ class OriginStream:
         pacer: Pacer,
         counters: Counters,
         report: Callable[[SessionEvent], None],
-        expected_rate: Callable[[], float] = lambda: 0.0,
+        expected_rate: Rate = no_limit,
+        portion: Rate = no_limit,
     ) -> None:
         self._source = source
         self._stream = stream
@@ -231,6 +254,7 @@ class OriginStream:
         self._counters = counters
         self._report = report
         self._expected_rate = expected_rate  # bytes per second that the plan counts on; 0: unknown
+        self._portion = Portion(portion)
         self._queue: deque[Extent] = deque()
         self._ready = threading.Condition()
         self._closed = False
@@ -337,7 +361,8 @@ class OriginStream:
         data = memoryview(bytearray(size))
         done, alive_at = 0, time.monotonic()
         with self._busy.reading():
-            for filled in _unhurried(self._reader.stream(file, offset, data), lull):
+            steps = self._reader.stream(file, offset, data, self._limit)
+            for filled in _unhurried(steps, lull):
                 self._counters.add(origin=filled - done)
                 self._arrived(filled - done)
                 while done < filled:
@@ -355,6 +380,10 @@ class OriginStream:
                 if time.monotonic() - alive_at >= ALIVE_S:
                     alive_at = time.monotonic()
                     self._report(SourceAlive(self._source.key, self._stream, moving=True))
+
+    def _limit(self, sock: socket.socket) -> None:
+        with self._ready:
+            self._portion.apply(sock, self._width.now)
 
     def _arrived(self, count: int) -> None:
         with self._ready:

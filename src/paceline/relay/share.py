@@ -87,6 +87,13 @@ class Share:
         """Return what the lanes count on from ``source``, in bytes per second; 0: unknown."""
         return sum(each.expected_bytes_s for each in self.lanes.lanes if each.source == source)
 
+    def portion(self, source: Source) -> float:
+        """Return the same where the lanes count on several sources, which share this node's link;
+        0 where ``source`` may have all of it.
+        """
+        several = len({each.source.key for each in self.lanes.lanes}) > 1
+        return self.expected_rate(source) if several else 0.0
+
     def close_streams(self) -> None:
         """Stop pulling from every source."""
         for _, stream in self.streams.values():

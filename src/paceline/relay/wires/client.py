@@ -33,6 +33,7 @@ from paceline.relay.wires.frames import (
     same,
 )
 from paceline.relay.wires.intake import Intake
+from paceline.relay.wires.portion import Portion
 from paceline.relay.wires.pull import Pull
 from paceline.relay.wires.sockets import Channel, PlainChannel, configure, read_frame, shut
 from paceline.relay.wires.tls import connect_tls
@@ -52,6 +53,7 @@ class PeerStream:
         self._tls = tls
         self._hello = pull.hello()
         self._intake = Intake(pull)
+        self._portion = Portion(pull.portion)
         self._block = memoryview(bytearray(pull.pacer.block_bytes))
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None  # until it is a channel
@@ -82,6 +84,7 @@ class PeerStream:
 
     def _send_request(self, extent: Extent) -> None:
         if self._channel is not None:
+            self._portion.apply(self._channel.socket)  # a new plan may have changed it
             self._channel.send(encode(Kind.REQUEST, extent.first, extent.size))
 
     def _run(self) -> None:
@@ -107,6 +110,7 @@ class PeerStream:
         if self._closed:
             raise PeerLost("closed before it was open")
         configure(sock, self._pull.pacer)
+        self._portion.apply(sock)
         sock.settimeout(CONNECT_S)
         sock.connect((host.strip("[]"), int(port)))
         channel = self._channel = self._protect(sock)

@@ -14,6 +14,7 @@ from paceline.relay.session.events import LocalFailed, SessionEvent, SourceFaile
 from paceline.relay.wires.counters import Counters
 from paceline.relay.wires.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello
 from paceline.relay.wires.pacing import Pacer
+from paceline.relay.wires.portion import Rate, no_limit
 from paceline.wire.plan import Source
 
 Report = Callable[[SessionEvent], None]
@@ -31,6 +32,7 @@ class Pull:
     counters: Counters
     keepalive_s: float  # how often the source says that it waits
     report: Report
+    portion: Rate = no_limit  # of this worker's link
 
     @property
     def key(self) -> str:

@@ -30,6 +30,11 @@ IO_TIMEOUT_S = 10.0  # the longest any single read or write may make no progress
 class Channel(Protocol):
     """A connection: one thread reads, any may send whole frames, any may shut it."""
 
+    @property
+    def socket(self) -> socket.socket:
+        """Return the socket that owns the descriptor."""
+        ...
+
     def receive(
         self, view: memoryview, deadline_s: float, on_some: Callable[[], None] | None = None
     ) -> None:
@@ -72,6 +77,11 @@ class PlainChannel:
         timeout = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+
+    @property
+    def socket(self) -> socket.socket:
+        """Return the socket; see Channel."""
+        return self._sock
 
     def receive(
         self, view: memoryview, deadline_s: float, on_some: Callable[[], None] | None = None
