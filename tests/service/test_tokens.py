@@ -1,0 +1,193 @@
+"""The book of tokens against a model of it, and across a death of the coordinator."""
+
+import signal
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from paceline.client import CoordinatorClient
+from paceline.client.access import AccessClient
+from paceline.coordinator import tokens as module
+from paceline.coordinator.messages import (
+    AdmitWorker,
+    Answer,
+    DropToken,
+    IssueToken,
+    KeepToken,
+    RevokeToken,
+    TokensUsed,
+)
+from paceline.coordinator.tokens import REMEMBERED_S, TokenBook, draw, sha256_of
+from paceline.errors import AccessDenied, Conflict, NotFound
+from paceline.relay.wires.identity import new_request
+from paceline.wire.access import CreateJoinToken, CreateToken, JoinWorker, Scope
+
+WORKERS = st.sampled_from(["w-1", "w-2"])
+
+
+class Tokens(RuleBasedStateMachine):
+    """What each token opens, by a model that knows only what was asked for and when."""
+
+    def __init__(self):
+        super().__init__()
+        self.book, self.now = TokenBook(), 1000.0
+        self.kept = {}  # what a store would hold
+        self.texts = {}  # token_id → text
+        self.ends = {}  # token_id → when it opens nothing any more
+        self.join_of, self.access_of = {}, {}  # token_id → worker
+
+    def take(self, event):
+        for effect in self.book.handle(event):
+            if isinstance(effect, KeepToken):
+                self.kept[effect.token.token_id] = effect.token
+            elif isinstance(effect, DropToken):
+                del self.kept[effect.token_id]
+            else:
+                assert isinstance(effect, Answer)
+
+    def alive(self, token_id):
+        return self.now < self.ends[token_id]
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 3600.0, REMEMBERED_S + 1]))
+    def time_passes(self, seconds):
+        self.now += seconds
+
+    @rule(ttl=st.sampled_from([None, 60.0, 7200.0]))
+    def issue(self, ttl):
+        drawn = draw()
+        call = CreateToken(name="x", scopes=(Scope.READ,), ttl_seconds=ttl)
+        self.take(IssueToken(token_id=drawn.token_id, sha256=drawn.sha256, call=call, at=self.now))
+        self.texts[drawn.token_id] = drawn.text
+        self.ends[drawn.token_id] = float("inf") if ttl is None else self.now + ttl
+
+    @rule(worker=WORKERS, ttl=st.sampled_from([60.0, 7200.0]))
+    def issue_join(self, worker, ttl):
+        drawn = draw("0" * 64)
+        call = CreateJoinToken(worker_id=worker, ttl_seconds=ttl)
+        self.take(IssueToken(token_id=drawn.token_id, sha256=drawn.sha256, call=call, at=self.now))
+        self.texts[drawn.token_id] = drawn.text
+        self.ends[drawn.token_id] = self.now + ttl
+        self.join_of[drawn.token_id] = worker
+
+    @precondition(lambda self: self.ends)
+    @rule(data=st.data(), worker=WORKERS)
+    def admit(self, data, worker):
+        shown = data.draw(st.sampled_from(sorted(self.ends)))
+        mine = self.join_of.get(shown) or self.access_of.get(shown)
+        drawn, end = draw(), self.now + 5000.0
+        event = AdmitWorker(
+            spends=shown,
+            worker_id=worker,
+            token_id=drawn.token_id,
+            sha256=drawn.sha256,
+            expires_at=end,
+            at=self.now,
+        )
+        if not self.alive(shown) or mine != worker:
+            before = dict(self.kept)
+            with pytest.raises(AccessDenied):
+                self.take(event)
+            assert self.kept == before, "what is refused changes nothing"
+            return
+        self.take(event)
+        for token_id, owner in self.access_of.items():
+            if owner == worker and token_id != shown and self.alive(token_id):
+                self.ends[token_id] = self.now
+        if shown in self.join_of:
+            self.ends[shown] = self.now
+        self.texts[drawn.token_id], self.ends[drawn.token_id] = drawn.text, end
+        self.access_of[drawn.token_id] = worker
+
+    @precondition(lambda self: self.ends)
+    @rule(data=st.data())
+    def revoke(self, data):
+        token_id = data.draw(st.sampled_from(sorted(self.ends)))
+        if self.book.find(token_id) is None:
+            with pytest.raises(NotFound):
+                self.take(RevokeToken(token_id=token_id, at=self.now))
+            return
+        self.take(RevokeToken(token_id=token_id, at=self.now))
+        self.ends[token_id] = min(self.ends[token_id], self.now)
+
+    @precondition(lambda self: self.ends)
+    @rule(data=st.data())
+    def use(self, data):
+        token_id = data.draw(st.sampled_from(sorted(self.ends)))
+        self.take(TokensUsed(uses=((token_id, self.now), ("nobody", self.now))))
+
+    @rule()
+    def restart(self):
+        self.book = TokenBook()
+        self.book.restore(self.kept.values())
+
+    @invariant()
+    def exactly_the_living_open_something(self):
+        for token_id, text in self.texts.items():
+            if self.alive(token_id):
+                assert self.book.recognise(text, self.now).token_id == token_id
+            else:
+                with pytest.raises(AccessDenied):
+                    self.book.recognise(text, self.now)
+            with pytest.raises(AccessDenied):
+                self.book.recognise(text[:-1], self.now)
+
+    @invariant()
+    def the_store_and_the_book_agree_and_no_secret_is_in_them(self):
+        assert {each.token_id: each for each in self.book.tokens()} == self.kept
+        held = repr(self.kept)
+        assert not any(text.split("_", 2)[2][:43] in held for text in self.texts.values())
+
+
+TestTokens = Tokens.TestCase
+TestTokens.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_there_are_so_many_tokens_and_no_more(monkeypatch):
+    monkeypatch.setattr(module, "MAX_TOKENS", 3)
+    book, call = TokenBook(), CreateToken(name="x", scopes=(Scope.READ,), ttl_seconds=10)
+
+    def issue(at):
+        drawn = draw()
+        book.handle(IssueToken(token_id=drawn.token_id, sha256=drawn.sha256, call=call, at=at))
+
+    for _ in range(3):
+        issue(0.0)
+    with pytest.raises(Conflict) as caught:
+        issue(0.0)
+    assert caught.value.do
+    issue(REMEMBERED_S + 11)  # what opens nothing is forgotten, and makes room
+    assert len(book.tokens()) == 1
+
+
+@pytest.mark.parametrize("text", ["", "pl_", "\ud800", "é", "pl_" + "0" * 16 + "_" + "A" * 43])
+def test_any_text_may_be_asked_about(text):
+    assert len(sha256_of(text)) == 64
+    with pytest.raises(AccessDenied):
+        TokenBook().recognise(text, 0.0)
+
+
+def test_tokens_are_never_alike():
+    drawn = {draw().text for _ in range(200)}
+    assert len(drawn) == 200
+    assert all(len(each.split("_", 2)[2]) == 43 for each in drawn), "256 bits"
+
+
+def test_tokens_and_what_was_spent_survive_a_killed_coordinator(served):
+    owner = AccessClient(served.url, served.runtime.secrets.coordinator_token)
+    good = owner.create_token(CreateToken(name="good", scopes=(Scope.READ,)))
+    bad = owner.create_token(CreateToken(name="bad", scopes=(Scope.READ,)))
+    owner.revoke_token(bad.record.token_id)
+    spent = owner.create_join_token(CreateJoinToken(worker_id="w-1")).token
+    call = JoinWorker(worker_id="w-1", csr=new_request("w-1")[1].decode())
+    identity = AccessClient(served.url, spent).join(call)
+    served.end(signal.SIGKILL)
+    served.start()
+    assert CoordinatorClient(served.url, good.token).workers() == []
+    for dead in (bad.token, spent):
+        with pytest.raises(AccessDenied):
+            CoordinatorClient(served.url, dead).workers()
+    with pytest.raises(AccessDenied):
+        AccessClient(served.url, spent).join(call)
+    assert AccessClient(served.url, identity.token).renew(call).worker_id == "w-1"
