@@ -69,9 +69,12 @@ class Membership:
         self._look_s = float("-inf")  # nobody can have been silent for too long before
 
     def restore(self, workers: Iterable[Worker], now_s: float) -> None:
-        """Take the workers back after a restart; everybody gets a fresh interval to be heard."""
+        """Take the workers back after a restart or a change of leaders.
+
+        Everybody gets a fresh interval to be heard, and the time that finding a leader takes.
+        """
         for worker in workers:
-            self._enter(worker, now_s)
+            self._enter(worker, now_s + self._patience.find_leader_s)
 
     def workers(self) -> list[Worker]:
         """Return everyone who ever registered."""

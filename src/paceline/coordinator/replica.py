@@ -29,7 +29,7 @@ TICK_S = 0.15
 WATCH_S = 0.1  # between two looks at whether this replica still leads
 STUCK_S = 30.0  # a leader whose clock thread is so late makes way for another
 FOLLOW_S = 0.5  # between two readings of the store by a standby, at least,
-FOLLOW_SHARE = 0.2  # and of its time, at most
+FOLLOW_SHARE = 0.2  # and of a core, at most
 LOOK_S = 0.1  # between two looks at who leads
 WAIT_S = 0.5
 RETRY_S = 1.0  # after a store that does not answer, jittered
@@ -198,11 +198,12 @@ class Replica:
                 self._stopping.wait(WATCH_S)
                 continue
             try:
-                began_s, shown = self._monotonic(), self._coordinator.followed
-                self._coordinator.follow(read=began_s >= read_s)
+                began_s, shown = time.thread_time(), self._coordinator.followed
+                self._coordinator.follow(read=self._monotonic() >= read_s)
                 self._has_role.set()
                 if self._coordinator.followed != shown:
-                    took_s = self._monotonic() - began_s
+                    # What it computed, not what it waited for: a slow store needs no rest from us.
+                    took_s = time.thread_time() - began_s
                     read_s = self._monotonic() + max(FOLLOW_S, took_s / FOLLOW_SHARE)
                 elif shown is not None and self._monotonic() >= read_s:
                     self._coordination.wait(shown, WAIT_S)

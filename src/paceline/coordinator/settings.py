@@ -14,6 +14,7 @@ class Patience:
     beat_s: float = 0.5
     lost_after_beats: int = 6
     suspect_beats: float = 2.0  # silence that confirms a peer's word that a worker is gone
+    find_leader_s: float = 5.0  # what agents may need to find a new one: a round of dead endpoints
     return_grace_s: float = 60.0  # how long a dead target may take to come back
     deadline_s: float = 600.0  # one whole deployment
     beats_per_second: float = 1000.0  # beyond this the interval grows with the fleet
