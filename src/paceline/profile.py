@@ -306,6 +306,12 @@ class Runtime(_Settings):
         storage = self.profile.storage
         return f"s3://{storage.bucket}/{storage.checkpoint_prefix}"
 
+    @property
+    def coordinator_ca(self) -> str:
+        """Return the file to check the coordinator's certificate against; "": the system's CAs."""
+        named = self.endpoints.coordinator_ca
+        return str(self.state_dir / named) if named else ""
+
     def node_dir(self, worker_id: str) -> Path:
         """Return the directory that belongs to node ``worker_id`` on its own disk."""
         return self.state_dir / "nodes" / worker_id

@@ -81,7 +81,7 @@ class Follower:
             deployment_id=deployment_id,
             after=after,
             patience_s=patience_s,
-            ca=known.coordinator_ca,
+            ca=runtime.coordinator_ca,
         )
 
     def items(self) -> Iterator[Item]:

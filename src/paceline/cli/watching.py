@@ -350,7 +350,7 @@ def _report(found: StatusReport, runtime: Runtime) -> StatusReport:
 
 def _moment(runtime: Runtime, url: str) -> Moment:
     """Return how everything stands by ``url``'s word."""
-    token, ca = runtime.secrets.coordinator_token, runtime.endpoints.coordinator_ca
+    token, ca = runtime.secrets.coordinator_token, runtime.coordinator_ca
     follower = Follower([url], token, patience_s=0.0, ca=ca)
     for item in follower.items():
         if isinstance(item, Moment):

@@ -99,7 +99,7 @@ class CoordinatorClient:
         if patience_s is None:
             patience_s = FAILOVER_S if len(urls) > 1 else 0.0
         token = secrets.for_agents if worker else secrets.coordinator_token
-        ca = runtime.state_dir / known.coordinator_ca if known.coordinator_ca else ""
+        ca = runtime.coordinator_ca
         return cls(urls, token, timeout_s, patience_s=patience_s, ca=ca)
 
     def use_token(self, token: str) -> None:
