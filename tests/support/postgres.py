@@ -93,7 +93,7 @@ def postgres_server() -> Iterator[PostgresServer]:
         made += ["--auth", "scram-sha-256", "--no-sync", "-E", "UTF8", "--locale", "C"]
         subprocess.run([*ran_as, *made], check=True, capture_output=True, timeout=60, cwd=directory)
         argv = [binary, "-D", str(directory / "data"), "-p", str(port), "-k", str(directory)]
-        argv += ["-c", "listen_addresses=127.0.0.1", "-c", "max_connections=40"]
+        argv += ["-c", "listen_addresses=127.0.0.1", "-c", "max_connections=40", "-c", "fsync=off"]
         name = f"postgresql {version.stdout.split()[2]}"
         found = PostgresServer(
             Server(name, argv, directory, lambda: True, user=user), port, password
@@ -103,7 +103,7 @@ def postgres_server() -> Iterator[PostgresServer]:
         try:
             yield found
         finally:
-            found.server.stop(signal.SIGINT)  # fast: open connections are closed
+            found.server.stop(signal.SIGQUIT)  # at once: nobody needs the data any more
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

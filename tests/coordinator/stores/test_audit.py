@@ -90,7 +90,7 @@ def test_nothing_that_was_told_holds_up_the_rest(audit):
     store.append(strange)
     kept = store.query()
     assert [each.seq for each in kept] == [1, 2, 3]
-    assert kept[0].data["nul"] == "a\0b"
+    assert kept[0].data == {"nul": "a\0b", "surrogate": "?", "nan": None}
     assert kept[2].data == strange[2].data
 
 

@@ -10,11 +10,12 @@ import threading
 
 import pytest
 
-from paceline.coordinator.messages import Answer, DropDeployment, DropToken, KeepKey
+from paceline.coordinator.messages import Answer, DropDeployment, DropToken, KeepKey, Observed
 from paceline.coordinator.stores import Coordination
 from paceline.coordinator.stores.contracts import OUTBOX_EVENTS, RECENT_EVENTS
 from paceline.errors import ServiceUnavailable, StaleEpoch
 from paceline.wire.calls import Success
+from paceline.wire.events import EventName
 from tests.coordinator.stores.conftest import REAL, until
 from tests.coordinator.stores.effects import (
     DIGEST,
@@ -92,6 +93,24 @@ def test_events_are_numbered_without_a_gap_over_terms_and_commits(coordination):
     assert other.events_after(1, 1) == [first[1]]
     assert other.events_after(3, 10) == []
     assert other.outbox().waiting == 3
+
+
+def test_whatever_is_told_can_be_kept_and_read_by_everybody(coordination):
+    store, term = coordination.led()
+    strange = {
+        "nul": "a\0b",
+        "half": "\ud800",
+        "nan": float("nan"),
+        "pair": (1, 2),
+        "kind": ValueError("no"),
+        3: True,
+    }
+    [event] = store.commit(term, [Observed(EventName.WORKER_LOST, 1.0, "d\0", "\ud800", strange)])
+    fit = {"nul": "a\0b", "half": "?", "nan": None, "pair": [1, 2], "kind": "no", "3": True}
+    assert event.data == fit
+    assert (event.deployment_id, event.worker_id) == ("d\ufffd", "?")
+    assert store.events_after(0, 10) == [event]
+    assert event.model_dump_json()
 
 
 def test_epochs_rise_over_every_term(coordination):

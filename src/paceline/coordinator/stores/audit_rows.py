@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.coordinator.stores.contracts import QUERY_EVENTS
+from paceline.coordinator.stores.events import cleaned
 from paceline.errors import Conflict
 from paceline.wire.events import Event, EventName
 
@@ -22,26 +23,6 @@ def row_of(event: Event) -> tuple[object, ...]:
     return (fit.seq, fit.name.value, fit.at, *names, json.dumps(fit.data))
 
 
-def cleaned(event: Event) -> Event:
-    """Return ``event`` as it is once it was kept: data as JSON has it, names without NUL.
-
-    One event that a database refuses would hold up all that come after it.
-    """
-    return event.model_copy(
-        update={
-            "deployment_id": _text(event.deployment_id),
-            "worker_id": _text(event.worker_id),
-            "data": json.loads(event.model_dump_json())["data"],  # NaN becomes null
-        }
-    )
-
-
-def _text(name: str | None) -> str | None:
-    if name is None:
-        return None
-    return name.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
-
-
 def event_of(row: Sequence[Any]) -> Event:
     """Return the event in a row of COLUMNS."""
     data = json.loads(row[5]) if isinstance(row[5], str) else row[5]
@@ -50,7 +31,7 @@ def event_of(row: Sequence[Any]) -> Event:
 
 def require_same(kept: Event, told: Event, where: object) -> None:
     """Raise Conflict where ``kept`` is not the event that came again under its number."""
-    if kept != told:
+    if kept != cleaned(told):
         raise Conflict(
             "the audit store has another event under this number",
             got=f"event {told.seq}: {told.name.value}",

@@ -20,7 +20,6 @@ import psycopg
 from paceline.coordinator.stores.audit_rows import (
     COLUMNS,
     Question,
-    cleaned,
     event_of,
     require_same,
     row_of,
@@ -106,7 +105,7 @@ class PostgresAudit:
             kept = {row[0]: event_of(row) for row in db.execute(query, (there,))}
             for event in events:
                 if event.seq in kept:
-                    require_same(kept[event.seq], cleaned(event), self._where)
+                    require_same(kept[event.seq], event, self._where)
 
         self._do(self._appending, insert)
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 import logging
 import threading
 
+from paceline.coordinator.messages import Observed
 from paceline.coordinator.stores.contracts import Audit, Coordination, Term
-from paceline.errors import PacelineError, StaleEpoch
+from paceline.coordinator.stores.events import cleaned
+from paceline.errors import Conflict, PacelineError, StaleEpoch
+from paceline.wire.events import Event
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +54,30 @@ class Shipper:
         shipped = self._coordination.outbox().shipped
         events = self._coordination.events_after(shipped, BATCH_EVENTS)
         if events:
-            self._audit.append(events)
+            try:
+                self._audit.append(events)
+            except Conflict as error:
+                log.error("events get new numbers: %s", error)  # noqa: TRY400 (its text says all)
+                self._tell_again(events)
             self._coordination.trim_events(self._term, events[-1].seq)
         return len(events)
+
+    def _tell_again(self, events: list[Event]) -> None:
+        """Ship what can be shipped; tell the rest again, under numbers that are free.
+
+        Coordination was restored from an older backup, and went on before the audit store could
+        be asked for its newest number.
+        """
+        self._coordination.number_after(self._term, self._audit.last())
+        first, last = events[0].seq, events[-1].seq
+        taken = {each.seq: each for each in self._audit.query(after=first - 1, before=last + 1)}
+        told = [each for each in events if taken.get(each.seq) not in (None, cleaned(each))]
+        again = [
+            Observed(each.name, each.at, each.deployment_id, each.worker_id, dict(each.data))
+            for each in told
+        ]
+        self._coordination.commit(self._term, again)
+        self._audit.append([each for each in events if each not in told])
 
     def _ship_on(self) -> None:
         pause_s = 0.0

@@ -38,6 +38,7 @@ from paceline.coordinator.stores.contracts import (
     Outbox,
     Term,
 )
+from paceline.coordinator.stores.events import numbered
 from paceline.coordinator.stores.fences import load_first, outbox_is_full, stale
 from paceline.coordinator.stores.memos import boot_id, read_memo, write_memo
 from paceline.coordinator.stores.sqlite_schema import bring_up_to_date
@@ -295,14 +296,8 @@ class SqliteCoordination:
 
     def _tell(self, told: Observed, epoch: int) -> Event:
         self._db.execute("UPDATE counters SET last = last + 1")
-        event = Event(
-            seq=self._db.execute("SELECT last FROM counters").fetchone()[0],
-            name=told.name,
-            at=told.at,
-            deployment_id=told.deployment_id,
-            worker_id=told.worker_id,
-            data=told.data,
-        )
+        seq = int(self._db.execute("SELECT last FROM counters").fetchone()[0])
+        event = numbered(told, seq)
         self._db.execute("INSERT INTO outbox VALUES (?, ?, ?, ?, ?, ?, ?)", event_row(event, epoch))
         return event
 
@@ -315,6 +310,9 @@ class SqliteCoordination:
     def _fenced(self, term: Term, *, decides: bool = True) -> Iterator[None]:
         """A transaction that proves that ``term`` leads; none where a decision failed before."""
         with self._lock:
+            if term.epoch in self._lost:
+                newest = int(self._one("SELECT epoch FROM leader")[0])
+                raise stale(term, newest, self.path)
             if self._unsure and decides:
                 raise load_first(self.path)
             try:

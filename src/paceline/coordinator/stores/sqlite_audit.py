@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from paceline.coordinator.stores.audit_rows import Question, cleaned, event_of, require_same, row_of
+from paceline.coordinator.stores.audit_rows import Question, event_of, require_same, row_of
 from paceline.coordinator.stores.contracts import QUERY_EVENTS
 from paceline.errors import ServiceUnavailable
 from paceline.wire.events import Event, EventName
@@ -63,9 +63,7 @@ class SqliteAudit:
                 )
                 if added.rowcount == 0:
                     same = Question(after=event.seq - 1, limit=1).sql("?")
-                    require_same(
-                        event_of(self._db.execute(*same).fetchone()), cleaned(event), self.path
-                    )
+                    require_same(event_of(self._db.execute(*same).fetchone()), event, self.path)
 
     def last(self) -> int:
         """Return the highest number kept."""

@@ -50,6 +50,7 @@ from paceline.coordinator.stores.etcd.messages import (
 from paceline.coordinator.stores.etcd.mirror import Mirror
 from paceline.coordinator.stores.etcd.tip import Tip
 from paceline.coordinator.stores.etcd.watching import Watcher
+from paceline.coordinator.stores.events import numbered
 from paceline.coordinator.stores.fences import load_first, outbox_is_full, stale
 from paceline.coordinator.stores.memos import boot_id
 from paceline.errors import InvalidInput, PacelineError, ServiceUnavailable, StaleEpoch
@@ -340,7 +341,7 @@ class EtcdCoordination:
             waiting = self._tip.last - self._shipped
             if told and waiting >= OUTBOX_EVENTS:
                 raise outbox_is_full(waiting)
-            events = [_numbered(each, self._tip.last + n) for n, each in enumerate(told, 1)]
+            events = [numbered(each, self._tip.last + n) for n, each in enumerate(told, 1)]
             if events:
                 fields["last"] = events[-1].seq
             settled, blobs = settle([*changes, *self._layout.told(events)])
@@ -471,17 +472,6 @@ class EtcdCoordination:
         message = request("RangeRequest", key=start, range_end=end, keys_only=True)
         answer = self._client.call("Range", message, within_s=within_s)
         return max((kv.mod_revision for kv in answer.kvs), default=0)
-
-
-def _numbered(told: Observed, seq: int) -> Event:
-    return Event(
-        seq=seq,
-        name=told.name,
-        at=told.at,
-        deployment_id=told.deployment_id,
-        worker_id=told.worker_id,
-        data=told.data,
-    )
 
 
 def _size(change: Change) -> int:
