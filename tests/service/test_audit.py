@@ -129,6 +129,26 @@ def test_refused_changes_leave_rows_too_and_watchers_see_neither(rest):
     assert not [each for each in watched if each["name"].startswith("change.")]
 
 
+def test_being_told_to_come_again_is_no_refusal(rest, monkeypatch):
+    told = []
+    coordinator = rest.app.state.coordinator
+    monkeypatch.setattr(
+        coordinator, "handle", lambda event: told.append(event) or _raise(ServiceUnavailable("x"))
+    )
+    answer = call(rest, "POST", "/deployments/dep-y/rollback", rest.owner)
+    assert (answer.status_code, len(told)) == (503, 1)
+    assert int(answer.headers["Retry-After"]) >= 1
+    monkeypatch.undo()
+    call(rest, "POST", "/deployments/dep-z/rollback", rest.owner)  # a refusal, and written later
+    query = "name=change.refused&deployment_id="
+    assert rows(rest, "installation", 1, query + "dep-z")
+    assert rows(rest, "installation", 0, query + "dep-y") == []
+
+
+def _raise(error):
+    raise error
+
+
 def test_the_history_can_be_asked_for_a_part(rest):
     make(rest, "one-more", Scope.READ)
     every = call(rest, "GET", "/audit?limit=1000", rest.owner).json()["events"]

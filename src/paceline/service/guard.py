@@ -130,7 +130,7 @@ class Guard:
             return
 
         async def noted(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
+            if message["type"] == "http.response.start" and _is_refusal(message["status"]):
                 code = scope.get("paceline.code", "")
                 self._refused(Refused(call, message["status"], code))
             await send(message)
@@ -173,6 +173,11 @@ class Guard:
             return self._calls.take(caller.token_id, now_s)
         bound = self._beats if caller.worker_id else self._many_beats
         return bound.take(caller.token_id, now_s)
+
+
+def _is_refusal(status: int) -> bool:
+    """Return whether somebody was refused; a 503 asks them to come again."""
+    return status >= 400 and status != 503
 
 
 def _standing(name: str, scope: TokenScope) -> Caller:
