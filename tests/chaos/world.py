@@ -90,6 +90,9 @@ class World:
         if node.alive and node.frozen:
             self.tell(f"{name} thaws")
             self.fleet.thaw(name)
+            if self.standing[name] is Standing.GONE:
+                # A seed that was planned out goes on with its budget until somebody tells it.
+                self.fleet.untold.add(name)
             self.fleet.at(self.fleet.now_s + 0.3, self.notice, name)
 
     def reset(self, name: str) -> None:
@@ -136,6 +139,7 @@ class World:
         if all(worker.standing is Standing.GONE for worker in workers):
             return
         self.epoch += 1
+        fleet.untold.clear()
         fleet.reliable = {
             name for name, standing in self.standing.items() if standing is Standing.LINE
         }

@@ -70,6 +70,7 @@ class MemoryFleet:
         self.origin_pieces = 0  # sent by the origin
         self.origin_again = 0  # of these, sent before, though somebody else could have sent them
         self.reliable = set(names)  # who is counted on to send them
+        self.untold: set[str] = set()  # planned out while frozen, and nobody there to tell them
         self._origin_sent: set[int] = set()
         self._commits = 0
         self.events = 0
@@ -405,7 +406,7 @@ class MemoryFleet:
 
     def _count_origin(self, reader: Node, piece: int) -> None:
         self.origin_pieces += 1
-        if piece in self._origin_sent:
+        if piece in self._origin_sent and reader.name not in self.untold:
             self.origin_again += any(
                 piece in node.verified and piece not in node.distrusted
                 for node in self.nodes.values()
