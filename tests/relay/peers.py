@@ -211,7 +211,11 @@ class Proxy:
             except OSError:
                 return
             host, _, port = self._target.rpartition(":")
-            target = socket.create_connection((host, int(port)))
+            try:
+                target = socket.create_connection((host, int(port)))
+            except OSError:  # the target is gone: so is the caller
+                caller.close()
+                continue
             self._sockets += [caller, target]
             for one, other in ((caller, target), (target, caller)):
                 threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
