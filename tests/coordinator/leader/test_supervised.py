@@ -1,0 +1,65 @@
+"""The supervisor runs several replicas; a replica that is asked to stop resigns."""
+
+import os
+import secrets
+import signal
+
+import pytest
+
+from benchmarks.leaders.cluster import ask
+from paceline import fleet
+from paceline.client import CoordinatorClient
+from paceline.profile import Profile
+from paceline.wire.calls import RegisterWorker
+from tests.coordinator.leader.fakes import until
+
+pytestmark = [pytest.mark.services, pytest.mark.timeout(180)]
+
+NAMES = ("coordinator", "coordinator-2", "coordinator-3")
+LEASE_S = 60.0  # longer than anything here waits: who leads sooner was let lead
+REGISTRATION = RegisterWorker(
+    worker_id="w", hostname="h", rack="r", available_storage=1, address="127.0.0.1:9"
+)
+
+
+def test_three_replicas_run_and_a_leader_that_stops_lets_the_next_one_lead_at_once(etcd, tmp_path):
+    control = {
+        "coordination": "etcd",
+        "etcd_endpoints": list(etcd.access.endpoints),
+        "etcd_prefix": f"/tests/{secrets.token_hex(6)}",
+        "replicas": len(NAMES),
+        "lease_s": LEASE_S,
+    }
+    profile = Profile.model_validate({"control": control})
+    runtime = fleet.start(profile, tmp_path, detach=False, only=NAMES)
+    try:
+        urls = runtime.endpoints.coordinator_urls
+        assert len(set(urls)) == len(NAMES)
+        assert runtime.endpoints.coordinator_url == urls[0]
+        client = CoordinatorClient.of(runtime, patience_s=LEASE_S / 2)
+        client.register(REGISTRATION)
+        old = urls.index(client.base_url)
+        pids = {each.name: each.pid for each in fleet.status(tmp_path).services}
+        os.kill(pids[NAMES[old]], signal.SIGTERM)
+        client.register(REGISTRATION)
+        new = urls.index(client.base_url)
+        assert new != old
+        assert client.epoch > 1
+
+        def back():
+            found = {each.name: each for each in fleet.status(tmp_path).services}[NAMES[old]]
+            return found.state == "ready" and found.pid not in (0, pids[NAMES[old]])
+
+        until(back, "the supervisor starts it again", 60)
+
+        def follows():
+            token = runtime.secrets.coordinator_token
+            said = ask(urls[old], "GET", "/workers", token=token)
+            return said is not None and said.status == 200 and said.leader == urls[new]
+
+        until(follows, "it follows the new leader", 60)
+        logs = {path.name for path in tmp_path.glob("*.log")}
+        assert {f"{name}.log" for name in NAMES} <= logs, "a log of its own for each"
+        client.close()
+    finally:
+        fleet.stop(tmp_path)
