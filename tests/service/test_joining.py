@@ -238,8 +238,10 @@ def test_an_unbound_token_cannot_take_an_identity(served, admin):
     request = new_request("node-8")[1].decode()
     for each in (token, served.runtime.secrets.for_agents):
         client = AccessClient(served.url, each, ca=ca)
-        with pytest.raises(AccessDenied):
+        with pytest.raises(AccessDenied) as caught:
             client.renew(JoinWorker(worker_id="node-8", csr=request))
+        assert caught.value.what == "the token is not that worker's"
+        assert "paceline tokens join" in caught.value.do
         client.close()
 
 
