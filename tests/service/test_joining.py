@@ -25,8 +25,8 @@ from paceline.relay.wires.tls import TlsSettings, peer_ids
 from paceline.relay.wires.transports import tls_for
 from paceline.wire.access import CreateJoinToken, CreateToken, JoinWorker, Scope
 from paceline.wire.calls import Heartbeat, RegisterWorker
-from paceline.wire.records import WorkerStatus
-from tests.service.conftest import PATIENT, Served, make_runtime
+from paceline.wire.records import DeploymentStatus, WorkerStatus
+from tests.service.conftest import PATIENT, Served, creation, make_model, make_runtime
 
 DEADLINE_S = 40.0
 
@@ -35,7 +35,8 @@ DEADLINE_S = 40.0
 def served(tmp_path_factory):
     """A coordinator process that speaks TLS with a certificate of its own authority."""
     runtime = make_runtime(tmp_path_factory.mktemp("tls") / "state")
-    security = runtime.profile.security.model_copy(update={"rest_tls": "installation", **PATIENT})
+    given = {"rest_tls": "installation", "source_roots": (str(runtime.state_dir),), **PATIENT}
+    security = runtime.profile.security.model_copy(update=given)
     runtime = runtime.model_copy(
         update={"profile": runtime.profile.model_copy(update={"security": security})}
     )
@@ -335,6 +336,40 @@ def test_the_agent_command_joins_and_then_registers_over_tls(served, admin, tmp_
         finally:
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0, (tmp_path / "agent.log").read_text()
+
+
+def test_two_joined_nodes_relay_a_model_over_mutual_tls(served, admin, tmp_path):
+    """Everything they have came with joining: the source's roots, the peers' protection, the CA."""
+    source, _ = make_model(served.runtime.state_dir, version="v7")
+    names, processes = ("relay-1", "relay-2"), []
+    try:
+        for name in names:
+            argv = [sys.executable, "-m", "paceline.cli.main", "agent", "--worker-id", name]
+            argv += ["--state", str(tmp_path / name), "--coordinator", served.url]
+            argv += ["--join", join_token(admin, name)]
+            with (tmp_path / f"{name}.log").open("ab") as log:
+                processes.append(subprocess.Popen(argv, stdout=log, stderr=log))
+        call = creation(source, list(names), version="v7", topology="chain")
+        deployment_id = admin.create(call, "relay-1").deployment_id
+        end_s = time.monotonic() + DEADLINE_S
+        while admin.deployment(deployment_id).status is not DeploymentStatus.COMPLETE:
+            logs = "".join((tmp_path / f"{name}.log").read_text() for name in names)
+            assert time.monotonic() < end_s, logs
+            time.sleep(0.1)
+        for name in names:
+            settings = load_runtime(tmp_path / name).profile.security
+            assert settings.peer_tls == "mtls"
+            kept = tmp_path / name / "nodes" / name / "store" / "models" / "m" / "v7" / "model.bin"
+            assert kept.read_bytes() == (Path(source) / "model.bin").read_bytes()
+        received = [each.receipt for each in admin.workers_of(deployment_id)]
+        assert sorted(each.origin_bytes > 0 for each in received) == [False, True], (
+            "one from a peer"
+        )
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        for process in processes:
+            assert process.wait(20) == 0
 
 
 def test_the_authority_is_made_once_however_many_ask(tmp_path):
