@@ -34,7 +34,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory, small_disk: bool) -> Iterato
         disk.mkdir(parents=True)
         small_disk = _mounted(disk)
     try:
-        with installation(state, "cluster.link_mbit=8", "training.steps=40") as runtime:
+        with installation(
+            state, "cluster.link_mbit=8", "training.steps=40", "control.flow_starter=prefect"
+        ) as runtime:
             yield runtime
     finally:
         if small_disk:

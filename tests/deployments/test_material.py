@@ -1,0 +1,197 @@
+"""Units and manifests: what they start exists, what they refer to fits together."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from paceline.cli.main import cli
+from paceline.errors import InvalidInput
+from paceline.service.routes import ROUTES
+
+ROOT = Path(__file__).resolve().parents[2] / "deployments"
+UNITS = sorted((ROOT / "systemd").glob("*.service"))
+MANIFESTS = sorted((ROOT / "kubernetes").glob("*.yaml"))
+WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet")
+
+
+def unit(path: Path) -> dict[str, list[str]]:
+    """Return a unit's settings; a key may stand several times."""
+    text = re.sub(r"\\\n\s*", " ", path.read_text())
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line and line[0] not in "#;[":
+            key, _, value = line.partition("=")
+            found.setdefault(key, []).append(value)
+    return found
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    """Return what `paceline` understands of a command line; raises for what it does not."""
+    command = cli.get_command(click.Context(cli), words[0])
+    assert command is not None
+    return command.make_context(words[0], words[1:]).params
+
+
+def documents() -> list[dict[str, Any]]:
+    return [each for path in MANIFESTS for each in yaml.safe_load_all(path.read_text())]
+
+
+def workload(component: str) -> dict[str, Any]:
+    (found,) = (
+        each
+        for each in documents()
+        if each["kind"] in WORKLOADS and each["metadata"]["name"] == f"paceline-{component}"
+    )
+    return found
+
+
+def test_the_material_is_there() -> None:
+    assert [each.name for each in UNITS] == [
+        "paceline-agent@.service",
+        "paceline-coordinator.service",
+    ]
+    assert [each.name for each in MANIFESTS] == ["agent.yaml", "coordinator.yaml"]
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda each: each.name)
+def test_a_unit_starts_a_command_with_options_that_it_has(path: Path) -> None:
+    (start,) = unit(path)["ExecStart"]
+    filled = start.replace("%i", "node-7").replace("%H", "host-7").replace("%d", "/run/credentials")
+    given = {
+        "${PACELINE_COORDINATOR}": "https://c.example:8443",
+        "$PACELINE_OPTIONS": "--rack r3 --link-mbit 10000 --listen 10.0.0.7:7070",
+        "${PACELINE_HOST}": "10.0.0.1",
+        "${PACELINE_PORT}": "8443",
+        "${PACELINE_ADVERTISE}": "https://c1.example:8443",
+    }
+    for name, value in given.items():
+        filled = filled.replace(name, value)
+    assert "$" not in filled
+    words = shlex.split(filled)
+    assert words[0].endswith("/paceline")
+    params = parsed(words[1:])
+    state = unit(path)["StateDirectory"][0]
+    assert params["state"] == Path("/var/lib") / state, "the only place that it may write"
+    if words[1] == "agent":
+        assert params["worker_id"] == "node-7"
+        # the node's Dask worker adopts it by this very word on its command line
+        assert "node-7" in words
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda each: each.name)
+def test_a_unit_is_hardened_and_gives_up_on_what_restarts_cannot_mend(path: Path) -> None:
+    settings = unit(path)
+    wanted = {
+        "NoNewPrivileges": "yes", "ProtectSystem": "strict", "ProtectHome": "yes",
+        "PrivateTmp": "yes", "PrivateDevices": "yes", "CapabilityBoundingSet": "",
+        "RestrictNamespaces": "yes", "LockPersonality": "yes", "UMask": "0077",
+        "StateDirectoryMode": "0700", "Restart": "always",
+    }  # fmt: skip
+    assert {key: settings[key][0] for key in wanted} == wanted
+    assert settings["RestartPreventExitStatus"] == [str(InvalidInput.exit_code)]
+    assert settings["User"][0] != "root"
+    for key, values in settings.items():
+        for value in values:
+            assert "TOKEN=" not in value.upper(), f"a secret in {key} is in everybody's list"
+
+
+@pytest.mark.services
+@pytest.mark.parametrize("path", UNITS, ids=lambda each: each.name)
+def test_systemd_finds_nothing_wrong_with_a_unit(path: Path, tmp_path: Path) -> None:
+    tool = shutil.which("systemd-analyze")
+    if tool is None:
+        reason = "needs systemd-analyze (Debian's systemd)"
+        if "systemd" in os.environ.get("PACELINE_REQUIRE", ""):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    copy = tmp_path / path.name.replace("@.", "@node-7.")
+    program = tmp_path / "paceline"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    copy.write_text(path.read_text().replace("/opt/paceline/bin/paceline", str(program)))
+    done = subprocess.run(
+        [tool, "verify", "--man=no", str(copy)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("component", ["coordinator", "agent"])
+def test_a_workload_starts_a_command_with_options_that_it_has(
+    component: str, tmp_path: Path
+) -> None:
+    (container,) = workload(component)["spec"]["template"]["spec"]["containers"]
+    environment = {each["name"] for each in container["env"]}
+    text = "\0".join(container["args"])
+    assert set(re.findall(r"\$\((\w+)\)", text)) <= environment
+    filled = text.replace("$(NODE_ADDRESS)", "10.0.0.7")
+    filled = re.sub(r"\$\(\w+\)", "name-0", filled)
+    (tmp_path / "ca.pem").touch()  # the one file that must be there for the options to be read
+    words = filled.replace("--ca=/etc/paceline/", f"--ca={tmp_path}/").split("\0")
+    params = parsed([*container["command"][1:], *words])
+    mounts = {each["mountPath"]: each for each in container["volumeMounts"]}
+    assert str(params["state"]) in mounts
+    assert not mounts[str(params["state"])].get("readOnly")
+    if component == "agent":
+        assert params["listen"] == "10.0.0.7:7070"
+        assert params["ca"] == tmp_path / "ca.pem"
+        assert "/etc/paceline" in mounts
+        # the node's Dask worker adopts it by this very word on its command line
+        assert "$(NODE_NAME)" in container["args"]
+
+
+@pytest.mark.parametrize("component", ["coordinator", "agent"])
+def test_a_workload_fits_together_and_may_do_little(component: str) -> None:
+    found = workload(component)
+    spec, template = found["spec"], found["spec"]["template"]
+    assert spec["selector"]["matchLabels"] == template["metadata"]["labels"]
+    pod = template["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["automountServiceAccountToken"] is False
+    inner = container["securityContext"]
+    assert inner["allowPrivilegeEscalation"] is False
+    assert inner["readOnlyRootFilesystem"] is True
+    assert inner["capabilities"] == {"drop": ["ALL"]}
+    assert {each["name"] for each in container["volumeMounts"]} == {
+        each["name"] for each in pod["volumes"]
+    }
+    assert "memory" in container["resources"]["limits"]
+    names = {each["name"]: each["containerPort"] for each in container["ports"]}
+    for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+        probe = container.get(kind, {})
+        if (asked := probe.get("httpGet")) is not None:
+            assert asked["port"] in names
+            assert ROUTES["GET", asked["path"]].is_open, "a probe has no token"
+        elif (asked := probe.get("tcpSocket")) is not None:
+            assert asked["port"] in names
+    for each in container["env"]:
+        assert "valueFrom" in each, "a secret by reference, never by value"
+
+
+def test_the_service_leads_to_the_replicas_and_most_of_them_stay() -> None:
+    kinds = {each["kind"]: each for each in documents()}
+    service, budget, replicas = (
+        kinds["Service"], kinds["PodDisruptionBudget"], workload("coordinator"),
+    )  # fmt: skip
+    labels = replicas["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == budget["spec"]["selector"]["matchLabels"] == labels
+    assert replicas["spec"]["serviceName"] == service["metadata"]["name"]
+    assert replicas["spec"]["replicas"] in (3, 5)
+    assert budget["spec"]["maxUnavailable"] == 1
+    container = replicas["spec"]["template"]["spec"]["containers"][0]
+    (port,) = service["spec"]["ports"]
+    assert port["targetPort"] in {each["name"] for each in container["ports"]}
+    (agent,) = workload("agent")["spec"]["template"]["spec"]["containers"]
+    name = f"{replicas['metadata']['name']}-0.{service['metadata']['name']}"
+    url = f"https://{name}.{service['metadata']['namespace']}.svc:{port['port']}"
+    assert f"--coordinator={url}" in agent["args"]

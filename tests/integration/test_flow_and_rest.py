@@ -1,0 +1,211 @@
+"""A deployment asked for over REST is a flow run in Prefect, and the two are one thing."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline.client import CoordinatorClient
+from paceline.profile import Runtime
+from paceline.wire.calls import CreateDeployment
+from paceline.wire.events import EventName
+from paceline.wire.records import Deployment, DeploymentStatus
+from tests.support.stack import Ended, finish, paceline, processes_of, start, wait_until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("installation"),  # one at a time: two cores
+    pytest.mark.timeout(300),
+]
+
+# A flow run takes some 10 s to begin; at 8 Mbit/s the model is not there before.
+SIZES = {"1": 44_000_000, "2": 16_000_000}
+
+
+def prefect(stack: Runtime, method: str, path: str, body: Any = None) -> Any:
+    """Call the installation's Prefect server, as its page does."""
+    secret = base64.b64encode(stack.secrets.prefect_auth.encode()).decode()
+    request = urllib.request.Request(
+        f"{stack.endpoints.prefect_api_url}{path}",
+        method=method,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Content-Type": "application/json", "Authorization": f"Basic {secret}"},
+    )
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        text = answer.read()
+    return json.loads(text) if text else None
+
+
+def flow_runs_of(stack: Runtime, deployment_id: str) -> list[dict[str, Any]]:
+    body = {"flow_runs": {"name": {"any_": [deployment_id]}}}
+    found: list[dict[str, Any]] = prefect(stack, "POST", "/flow_runs/filter", body)
+    return found
+
+
+def state_of(stack: Runtime, flow_run_id: str) -> str:
+    return str(prefect(stack, "GET", f"/flow_runs/{flow_run_id}")["state"]["type"])
+
+
+class Site:
+    """The installation as a client of its REST sees it."""
+
+    def __init__(self, stack: Runtime, source_url: str) -> None:
+        self.stack = stack
+        self.client = CoordinatorClient.of(stack)
+        self.source_url = source_url
+        self.targets = tuple(f"node-{n}" for n in range(3))  # node-3 has a small disk
+
+    def ask(self, version: str, key: str) -> str:
+        call = CreateDeployment(
+            model_id="flowing",
+            version=version,
+            source_url=f"{self.source_url}/{version}",
+            target_workers=self.targets,
+        )
+        return self.client.create(call, idempotency_key=key).deployment_id
+
+    def record(self, deployment_id: str) -> Deployment:
+        return self.client.deployment(deployment_id).deployment
+
+    def driven(self, deployment_id: str) -> str:
+        """Return the flow run once it runs; the deployment is under way then."""
+        flow_run_id = wait_until(
+            lambda: self.record(deployment_id).flow_run_id, 60, "the record names its flow run"
+        )
+        self.flow_is(flow_run_id, "RUNNING")
+        assert not self.record(deployment_id).status.is_final
+        return str(flow_run_id)
+
+    def ends(self, deployment_id: str, status: DeploymentStatus) -> None:
+        wait_until(lambda: self.record(deployment_id).status == status, 60, f"it is {status}")
+
+    def flow_is(self, flow_run_id: str, state: str) -> None:
+        wait_until(lambda: state_of(self.stack, flow_run_id) == state, 90, f"the flow is {state}")
+
+
+@pytest.fixture(scope="module")
+def site(stack: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """Two versions that share nothing, published."""
+    directory = tmp_path_factory.mktemp("flowing")
+    url = f"{stack.models_url}/flowing"
+    for version, size in SIZES.items():
+        (directory / "model.bin").write_bytes(os.urandom(size))
+        ended = paceline(
+            "publish", str(directory), f"{url}/{version}", "--model", "flowing",
+            "--version", version, "--chunk", "1MB", "--link", "8Mbit", state=stack.state_dir,
+        )  # fmt: skip
+        assert ended.code == 0, ended.err
+
+    def registered() -> bool:
+        services = paceline("status", "--json", state=stack.state_dir).answer["services"]
+        return any(
+            each["name"] == "prefect-deployments" and each["state"] == "done" for each in services
+        )
+
+    wait_until(registered, 120, "prefect.yaml is registered")
+    return Site(stack, url)
+
+
+def process_of(flow_run_id: str, state: Path) -> psutil.Process:
+    """Return the process that Prefect's worker runs the flow run in."""
+    for each in processes_of(state):
+        try:
+            if each.environ().get("PREFECT__FLOW_RUN_ID", "").replace("-", "") == (
+                flow_run_id.replace("-", "")
+            ):
+                return each
+        except psutil.Error:
+            continue
+    raise AssertionError(f"no process of {flow_run_id}")
+
+
+def test_a_cancel_in_prefect_ends_both(site: Site, stack: Runtime) -> None:
+    d = site.ask("1", "cancelled-in-prefect")
+    assert site.ask("1", "cancelled-in-prefect") == d, "the same key is the same deployment"
+    flow_run_id = site.driven(d)
+    cancel = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False}
+    prefect(stack, "POST", f"/flow_runs/{flow_run_id}/set_state", cancel)
+    site.ends(d, DeploymentStatus.CANCELLED)
+    site.flow_is(flow_run_id, "CANCELLED")
+
+
+def test_a_delete_ends_both(site: Site, stack: Runtime) -> None:
+    d = site.ask("1", "deleted")
+    flow_run_id = site.driven(d)
+    site.client.cancel(d)
+    assert site.record(d).status is DeploymentStatus.CANCELLED
+    site.flow_is(flow_run_id, "CANCELLED")
+
+
+def test_a_flow_that_crashed_and_runs_again_resumes_the_same_record(
+    site: Site, stack: Runtime
+) -> None:
+    d, before = site.ask("1", "crashed"), len(site.client.deployments())
+    flow_run_id = site.driven(d)
+    process_of(flow_run_id, stack.state_dir).send_signal(signal.SIGKILL)
+    site.flow_is(flow_run_id, "CRASHED")
+
+    def runs_again() -> bool:
+        # "Retry" on Prefect's page; its worker may say once more that the first process is dead.
+        state = state_of(stack, flow_run_id)
+        if state == "CRASHED":
+            now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            retry = {
+                "type": "SCHEDULED",
+                "name": "AwaitingRetry",
+                "state_details": {"scheduled_time": now},
+            }
+            body = {"state": retry, "force": True}
+            prefect(stack, "POST", f"/flow_runs/{flow_run_id}/set_state", body)
+            time.sleep(1)
+        return state in {"RUNNING", "COMPLETED"}
+
+    wait_until(runs_again, 60, "the flow run runs again")
+    site.ends(d, DeploymentStatus.COMPLETE)
+    site.flow_is(flow_run_id, "COMPLETED")
+    (run,) = flow_runs_of(stack, d)
+    assert run["id"] == flow_run_id
+    assert run["parameters"]["deployment_id"] == d
+    assert len(site.client.deployments()) == before, "no other record was made"
+    assert site.record(d).flow_run_id == flow_run_id
+
+
+def test_a_flow_that_makes_its_own_record_names_itself_in_it(site: Site, lifecycle: Ended) -> None:
+    of_lifecycle = [each for each in site.client.deployments() if each.model_id != "flowing"]
+    assert of_lifecycle
+    assert all(each.flow_run_id and not each.flow_wanted for each in of_lifecycle)
+    told = [each.name for each in site.client.events(0).events]
+    started = [each for each in told if each is EventName.FLOW_STARTED]
+    assert len(started) == 3, "one for each deployment that was asked for without a flow"
+
+
+def test_ctrl_c_says_what_goes_on_and_how_to_end_it(site: Site, stack: Runtime) -> None:
+    process = start(
+        "distribute", "flowing", "2", "--to", "node-0", "--stage-only", state=stack.state_dir
+    )
+
+    def under_way() -> str | None:
+        for each in site.client.deployments():
+            if each.version == "2" and not each.status.is_final:
+                return each.deployment_id
+        return None
+
+    d = wait_until(under_way, 90, "its deployment is under way")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    ended = finish(process, 60)
+    assert ended.code == 130
+    assert f"paceline watch {d}" in ended.err
+    assert f"paceline cancel {d}" in ended.err
+    cancelled = paceline("cancel", d, "--json", state=stack.state_dir)
+    assert cancelled.code == 0
+    assert cancelled.answer["status"] == "cancelled"
