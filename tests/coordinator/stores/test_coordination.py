@@ -387,10 +387,10 @@ def test_a_leader_frozen_past_its_lease_is_refused_when_it_wakes(coordination, p
     assert ask(process, "w0") == "kept"
     os.kill(process.pid, signal.SIGSTOP)
     store, term = coordination.led()
-    store.commit(term, [worker("w1")])
     os.kill(process.pid, signal.SIGCONT)
     assert term.epoch > epoch
     assert ask(process, "w2") == "StaleEpoch False"
+    store.commit(term, [worker("w1")])
     assert store.load(0.0) == expected([worker("w0"), worker("w1")])
     assert [each.seq for each in store.commit(term, [told(1)])] == [2]
 

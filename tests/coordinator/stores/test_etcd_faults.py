@@ -253,6 +253,8 @@ def test_a_large_commit_is_finished_by_the_next_leader(cluster, monkeypatch):
 
 def test_blobs_that_nothing_names_are_collected_and_the_others_stay(cluster, store):
     term = lead(store)
+    oldest = deployment("oldest", "v", pieces=4_000)
+    store.commit(term, [oldest])
     made = []
     for number in range(COLLECT_EVERY + 1):
         made = [deployment("d0", f"v{number}", pieces=4_000), plan("d0", 1)]
@@ -263,7 +265,8 @@ def test_blobs_that_nothing_names_are_collected_and_the_others_stay(cluster, sto
     message = request("RangeRequest", key=start, range_end=end, count_only=True)
     assert store._client.call("Range", message).count < COLLECT_EVERY
     fresh = cluster.open(store._layout.prefix.rstrip("/"))
-    assert fresh.load(0.0).deployments[0].manifest == made[0].manifest
+    manifests = [each.manifest for each in fresh.load(0.0).deployments]
+    assert manifests == [oldest.manifest, made[0].manifest]
     fresh.close()
 
 
