@@ -294,6 +294,29 @@ def test_a_fleet_of_equals_demotes_nobody(
     assert here.pass_s(6 * beat_s, rates, dict.fromkeys(edges, busy), step_s=beat_s) == {}
 
 
+def test_new_leader_judges_nobody_by_what_it_did_not_see() -> None:
+    edges = {(f"w{number}", f"w{number + 1}"): LINK for number in range(9)} | {(ORIGIN, "w0"): LINK}
+    standings = Standings(10, PATIENCE)
+    standings.resume(0.0)
+    scene = Scene(standings, edges)
+    # Counted since the beginning, most of it before: the head had waited long for the origin.
+    scene.counted = {edge: [100_000.0, 100.0] for edge in edges}
+    scene.counted[ORIGIN, "w0"] = [1_000.0, 100.0]
+    assert scene.pass_s(12, edges) == {}
+    limping = edges | {("w4", "w5"): LINK / 10, ("w5", "w6"): LINK / 10}
+    assert scene.pass_s(12, limping) == {"w5": TAIL}, "who is slow under its own eyes is found"
+
+
+def test_new_leader_waits_until_the_fleet_has_found_it() -> None:
+    edges = {(f"w{number}", f"w{number + 1}"): LINK for number in range(9)}
+    standings = Standings(10, PATIENCE)
+    standings.resume(0.0)
+    scene = Scene(standings, edges)
+    limping = edges | {("w4", "w5"): LINK / 10, ("w5", "w6"): LINK / 10}
+    assert scene.pass_s(4.5, limping) == {}
+    assert scene.pass_s(2, limping) == {"w5": TAIL}
+
+
 def explained_slowly(standings: Standings, edges: set[Edge]) -> list[tuple[str, set[Edge]]]:
     """What ``_explain`` must yield: everybody ranked anew for each, as its docstring says."""
     ends, left, found = standings._ends(edges), set(edges), []

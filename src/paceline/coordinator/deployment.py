@@ -180,7 +180,9 @@ class DeploymentRun:
         self.memo = replace(self.memo, extra_bytes=self.memo.extra_bytes + extra_bytes)
         self.replan, self.short_since_s, self.rescues = True, None, 0
 
-    def resume(self, alive: Callable[[str], bool], address: Callable[[str], str]) -> None:
+    def resume(
+        self, alive: Callable[[str], bool], address: Callable[[str], str], now_s: float
+    ) -> None:
         """Go on as an earlier coordinator left it; progress comes back with the beats.
 
         Nobody is told anything new before it was heard, unless it is elsewhere than the plan says.
@@ -188,6 +190,7 @@ class DeploymentRun:
         plan = self.plan
         if plan is None or self.final:
             return
+        self.standings.resume(now_s)
         planned = {
             lane.source.worker_id: lane.source.address
             for each in plan.workers

@@ -27,6 +27,7 @@ STALE_LOOKS = 3.0  # a flow that was not heard of for so many looks has ended
 SENDER_PIECES = 20  # a sender of fewer says nothing about what is usual
 MANY = 100  # senders; of so many they are not judged at each tick
 BEYOND_CHANCE = 5.0  # standard deviations
+SETTLED_S = 5.0  # after a change of leaders; agents find the new one one by one
 ALONE = 4  # times as many corrupt pieces, of a sender that nobody can be compared with
 
 
@@ -91,6 +92,8 @@ class Standings:
         self._look_again = self._count_again = False
         self._in_doubt = False  # somebody may be corrupting: what others send will tell
         self._count_s = float("-inf")
+        self._resumed = False  # others counted before: the first word on an edge is only a base
+        self._from_s = float("-inf")  # whoever is slow is judged from here on
         for worker_id, standing in (known or {}).items():
             if standing is Standing.QUARANTINED:
                 self._quarantined.add(worker_id)
@@ -119,6 +122,10 @@ class Standings:
             self._planned_in[reader] += rate
         self._suspects &= {key for key in self._suspects if self._counts[key].slow_s}
 
+    def resume(self, now_s: float) -> None:
+        """Begin anew after a change of leaders, which leaves gaps in what is known of each edge."""
+        self._resumed, self._from_s = True, now_s + SETTLED_S
+
     def close(self) -> None:
         """Forget what was counted; how everybody stands is remembered."""
         self._counts, self._senders, self._suspects = {}, {}, set()
@@ -131,6 +138,11 @@ class Standings:
             count = self._counts.get(key)
             if count is None:
                 count = self._counts[key] = _Count(now_s - tally.busy_s)
+                if self._resumed:
+                    self._counts[key] = _Count(
+                        now_s, tally.bytes, tally.busy_s, tally.pieces, tally.corrupt
+                    )
+                    continue
             if reporter == tally.reader:
                 self._take_pieces(count, tally)
             if reporter == tally.source or tally.source.startswith("origin:"):
@@ -143,7 +155,7 @@ class Standings:
             self._count_again = False
             self._count_s = now_s + len(self._senders) // MANY / 10  # counting 10,000 takes 5 ms
             verdicts += self._judge_senders()
-        if self._look_again:
+        if self._look_again and now_s >= self._from_s:
             self._look_again = False
             verdicts += self._judge_rates(now_s)
         return verdicts

@@ -106,7 +106,7 @@ class CoordinatorState:
             known = each.deployment.deployment_id in newest
             announced = known or each.deployment.status not in CLOSED
             state._follow(run, now_s, announced=announced)
-            run.resume(state.fleet.alive, state.fleet.address)
+            run.resume(state.fleet.alive, state.fleet.address, now_s)
         for key in kept.keys:
             state._book.keep_key(key)
         state._switches.restore()

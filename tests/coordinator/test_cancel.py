@@ -1,0 +1,209 @@
+"""Cancel at random instants: cancelled, nothing left behind, nothing published once acknowledged.
+
+Real drivers with sockets and disks in this process under the real state machine; each instant is
+drawn from a seed: so many milliseconds after the plan, or when somebody holds so many pieces, up to
+the very moment of publishing. Then real agent processes under a real coordinator, over REST.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from paceline.coordinator.messages import Answer, Beat, Cancel, Create, FetchLanes, Register, Tick
+from paceline.coordinator.settings import Patience
+from paceline.coordinator.state import CoordinatorState
+from paceline.errors import Conflict, PacelineError, ServiceUnavailable
+from paceline.manifest import build_manifest, verify_directory
+from paceline.relay.local import LocalFleet
+from paceline.relay.report import Report
+from paceline.wire.calls import CreateDeployment, RegisterWorker
+from paceline.wire.records import WorkerStatus
+from tests.support.site import Site, until
+
+NAMES = ["node-0", "node-1", "node-2"]
+SIZE = 600_000
+LINK_MBIT = 40.0  # 0.12 s
+SEEDS = 40
+PATIENCE_S = 20.0
+
+
+class Controlled:
+    """A fleet of drivers, and the coordinator that they beat to."""
+
+    def __init__(self, root: Path) -> None:
+        self.fleet = LocalFleet(root / "nodes", NAMES, link_mbit=LINK_MBIT)
+        self.root = root / "nodes"
+        self.sources = root / "sources"
+        self.state = CoordinatorState(Patience(beat_s=0.1, lost_after_beats=100))
+        self.reports: dict[str, Report] = {}
+
+    def start(self) -> None:
+        for name, driver in self.fleet.drivers.items():
+            self.reports[name] = Report(name, driver)
+            call = RegisterWorker(
+                worker_id=name,
+                hostname="h",
+                rack="r",
+                available_storage=10**12,
+                address=driver.server.address,
+                link_mbit=LINK_MBIT,
+            )
+            self.ask(Register(call=call))
+
+    def ask(self, event):
+        effects = self.state.handle(event, time.monotonic())
+        return next((each.record for each in effects if isinstance(each, Answer)), None)
+
+    def create(self, deployment_id: str) -> None:
+        """Begin to bring a model that shares nothing with the ones before."""
+        self.version = deployment_id
+        source = self.sources / deployment_id
+        source.mkdir(parents=True)
+        (source / "weights.bin").write_bytes(Random(deployment_id).randbytes(SIZE))
+        self.manifest = build_manifest(
+            source, model_id="m", version=self.version, link_mbit=80, piece_bytes=65_536
+        )
+        call = CreateDeployment(
+            model_id="m",
+            version=self.version,
+            source_url=str(source),
+            target_workers=tuple(NAMES),
+            topology="chain",
+        )
+        self.ask(Create(deployment_id=deployment_id, call=call, manifest=self.manifest))
+
+    def round(self) -> None:
+        """Let every agent beat once, and do what it hears."""
+        for name, report in self.reports.items():
+            driver = self.fleet.drivers[name]
+            answer = self.ask(Beat(beat=report.beat(10**12)))
+            report.was_heard()
+            for command in answer.commands:
+                if command.kind == "cancel":
+                    driver.cancel(command.deployment_id)
+                    continue
+                try:
+                    event = FetchLanes(deployment_id=command.deployment_id, worker_id=name)
+                    driver.deploy(self.ask(event), self.manifest)
+                except PacelineError:
+                    assert self.state.run(command.deployment_id).final, "lanes were to be had"
+        self.ask(Tick())
+
+    def held(self, deployment_id: str) -> int:
+        return max(part.pieces_held for part in self.state.run(deployment_id).parts.values())
+
+    def final(self, name: str) -> Path:
+        return self.root / name / "store/models/m" / self.version
+
+    def published(self) -> set[str]:
+        return {name for name in NAMES if self.final(name).exists()}
+
+    def leftovers(self) -> list[Path]:
+        return [
+            path
+            for name in NAMES
+            for path in (self.root / name / "store").rglob("*")
+            if path.is_file() and "models" not in path.relative_to(self.root / name).parts
+            and path.name != ".lock"
+        ]  # fmt: skip
+
+
+@pytest.fixture
+def controlled(tmp_path: Path) -> Iterator[Controlled]:
+    made = Controlled(tmp_path)
+    with made.fleet:
+        made.start()
+        yield made
+
+
+@pytest.mark.parametrize("seed", range(0, SEEDS, 10))
+def test_at_random_instants_nothing_is_left_or_published_later(controlled, seed):
+    cancelled = 0
+    for number in range(seed, seed + 10):
+        random = Random(number)
+        d = f"v{number}"
+        controlled.create(d)
+        pieces = random.randint(0, controlled.manifest.piece_count)
+        until_s = time.monotonic() + random.uniform(0.0, 0.25)
+        by_pieces = random.random() < 0.6
+        while controlled.held(d) < pieces if by_pieces else time.monotonic() < until_s:
+            controlled.round()
+        try:
+            controlled.ask(Cancel(deployment_id=d))
+        except Conflict:
+            assert controlled.published() == set(NAMES), "too late: it is complete everywhere"
+            continue
+        cancelled += 1
+        end_s = time.monotonic() + PATIENCE_S
+        while controlled.state.unstopped(d):
+            controlled.round()
+            assert time.monotonic() < end_s, "the cancel is never confirmed"
+        shown = controlled.published()  # this is when DELETE is answered
+        moved = {n: each.nic_in.total_bytes for n, each in controlled.fleet.drivers.items()}
+        assert controlled.state.run(d).deployment.status.value == "cancelled"
+        for _ in range(5):
+            controlled.round()
+            time.sleep(0.01)
+        assert controlled.published() == shown, f"seed {number}: published after the cancel"
+        still = {n: each.nic_in.total_bytes for n, each in controlled.fleet.drivers.items()}
+        assert still == moved, f"seed {number}: a stream goes on"
+        for driver in controlled.fleet.drivers.values():
+            statuses = [each.status for each in driver.beats() if each.deployment_id == d]
+            assert WorkerStatus.RECEIVING not in statuses
+        end_s = time.monotonic() + PATIENCE_S
+        while controlled.leftovers():
+            assert time.monotonic() < end_s, f"seed {number}: left {controlled.leftovers()}"
+            time.sleep(0.01)
+        for name in shown:
+            verify_directory(controlled.final(name), controlled.manifest)
+    assert cancelled >= 5, "most instants must come before the end"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.xdist_group("installation")
+def test_of_real_agents_over_rest(tmp_path):
+    nodes = ("n0", "n1", "n2", "n3")
+    site = Site(tmp_path / "state", 32.0)
+    try:
+        for name in nodes:
+            site.start(name)
+        site.registered(*nodes)
+        for seed in range(8):
+            random, version = Random(seed), f"v{seed}"
+            manifest = site.publish(version, 2_000_000)
+            d = site.deploy(version, *nodes, topology=random.choice(["chain", "mesh"]))
+            time.sleep(random.uniform(0.0, 1.5))
+            try:
+                site.client.cancel(d)
+            except Conflict:
+                assert site.view(d).status.value == "complete"
+                continue
+            except ServiceUnavailable:  # decided; not everybody has confirmed within its patience
+                site.client.cancel(d)
+            shown = {name for name in nodes if site.final(name, version).exists()}
+            assert site.view(d).status.value == "cancelled"
+
+            def gone(d=d, version=version, shown=shown):
+                # What lies in staging or among the assignments would come to life at a restart.
+                left = [
+                    path
+                    for name in nodes
+                    for path in (site.state / "nodes" / name).rglob("*")
+                    if d in path.name or ("staging" in path.parts and path.is_file())
+                ]
+                now = {name for name in nodes if site.final(name, version).exists()}
+                assert now == shown, "published after the cancel was acknowledged"
+                return not left
+
+            until(gone, "what it left is gone", PATIENCE_S)
+            for name in shown:
+                verify_directory(site.final(name, version), manifest)
+        assert all(site.processes[name].poll() is None for name in nodes)
+    finally:
+        site.close()
