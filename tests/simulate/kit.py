@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.coordinator import Patience
-from paceline.simulate import Scenario, Timing
+from paceline.simulate import Scenario, Timing, simulate
+from paceline.wire.forecast import SimulationReport
+from paceline.wire.plan import Topology
 
 PIECE = 1 << 20
 LINK = 80.0  # Mbit/s: 10 MB a second
@@ -42,6 +44,17 @@ def scenario(workers: int, pieces: int, **options: Any) -> Scenario:
             **options,
         }
     )
+
+
+def timeless(workers: int, pieces: int, topology: Topology, **options: Any) -> SimulationReport:
+    """Return the report of a fleet whose software takes no time: what the closed formulas say."""
+    return simulate(scenario(workers, pieces, topology=topology, timing=NO_TIME, **options))
+
+
+def assert_well(report: SimulationReport) -> None:
+    """Whoever lives is complete, and no promise was broken (the fuse itself is one)."""
+    assert report.violations == ()
+    assert report.survivors_complete
 
 
 def seconds(pieces: float) -> float:

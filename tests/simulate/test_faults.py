@@ -11,9 +11,8 @@ import pytest
 
 from paceline.errors import InvalidInput
 from paceline.simulate import Fault, Simulation, read_faults, simulate
-from paceline.wire.forecast import SimulationReport
 from paceline.wire.plan import Topology
-from tests.simulate.kit import LINK, scenario, seconds
+from tests.simulate.kit import LINK, assert_well, scenario, seconds
 
 MIDDLE = seconds(60)
 
@@ -23,12 +22,6 @@ def after(*faults: Fault, topology: Topology = Topology.CHAIN, **options: object
     report = simulate(scenario(8, 120, topology=topology, faults=faults, **options))
     assert_well(report)
     return report.seconds
-
-
-def assert_well(report: SimulationReport) -> None:
-    assert report.violations == ()
-    assert report.survivors_complete
-    assert report.origin_bytes <= report.origin_ratio * 1.02e12  # the fuse itself is a violation
 
 
 @pytest.mark.parametrize("topology", [Topology.CHAIN, Topology.TREE_OF_CHAINS, Topology.MESH])
