@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.services, pytest.mark.timeout(180)]
 
 HOUR_S = 3600
 LINK_MBIT = 4.0
-SIZE = 6_000_000  # twelve seconds at that rate
+SIZE = 4_000_000  # eight seconds at that rate
 SOURCE = Path(__file__).parents[2] / "support" / "wall_jump.c"
 TROUBLE = (EventName.WORKER_LOST, EventName.WORKER_RETURNED, EventName.DEPLOYMENT_REPLANNED)
 
