@@ -46,7 +46,7 @@ def place(story, name, **wanted):
 def test_an_agent_and_the_leader_die_and_the_audit_table_tells_the_story(
     etcd, redis, postgres, tmp_path
 ):
-    database = postgres.database()
+    database = postgres.schema()
     control = {
         "progress": "redis",
         "redis_url": f"redis://127.0.0.1:{redis.port}/0",

@@ -78,8 +78,8 @@ def audit(request, tmp_path):
         made = Handles(lambda: SqliteAudit(tmp_path / "audit.sqlite"))
     else:
         server = request.getfixturevalue("postgres")
-        database = server.database()
-        made = Handles(lambda: server.open(database))
+        schema = server.schema()
+        made = Handles(lambda: server.open(schema))
     yield made
     made.close()
 

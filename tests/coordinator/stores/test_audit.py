@@ -121,8 +121,8 @@ def test_many_may_append_and_ask_at_once(audit):
 
 @REAL
 def test_of_many_that_start_at_once_one_migrates(postgres):
-    database = postgres.database()
-    stores = [postgres.open(database) for _ in range(6)]
+    schema = postgres.schema()
+    stores = [postgres.open(schema) for _ in range(6)]
     gate, failures = threading.Barrier(6), []
 
     def start(store):
@@ -139,7 +139,7 @@ def test_of_many_that_start_at_once_one_migrates(postgres):
         thread.join()
     assert failures == []
     assert stores[0].query() == [event(1)]
-    with postgres.connect(database) as db:
+    with postgres.connect(schema) as db:
         assert db.execute("SELECT version FROM audit_schema").fetchall() == [(len(MIGRATIONS),)]
     for each in stores:
         each.close()
@@ -147,23 +147,23 @@ def test_of_many_that_start_at_once_one_migrates(postgres):
 
 @REAL
 def test_a_migration_that_fails_leaves_nothing_behind(postgres, monkeypatch):
-    database = postgres.database()
+    schema = postgres.schema()
     broken = (*MIGRATIONS, ("CREATE TABLE half (a INTEGER)", "CREATE TABLE half (b INTEGER)"))
     with monkeypatch.context() as patch:
         patch.setattr("paceline.coordinator.stores.postgres_audit.MIGRATIONS", broken)
-        store = postgres.open(database)
+        store = postgres.open(schema)
         with pytest.raises(ServiceUnavailable, match="half"):
             store.append([event(1)])
         store.close()
-    store = postgres.open(database)
+    store = postgres.open(schema)
     store.append([event(1)])
     added = (*MIGRATIONS, ("ALTER TABLE audit ADD COLUMN noted TEXT",))
     monkeypatch.setattr("paceline.coordinator.stores.postgres_audit.MIGRATIONS", added)
-    later = postgres.open(database)
+    later = postgres.open(schema)
     later.append([event(2)])
     assert later.query() == [event(1), event(2)]
     monkeypatch.undo()
-    older = postgres.open(database)
+    older = postgres.open(schema)
     with pytest.raises(ServiceUnavailable, match="newer Paceline"):
         older.append([event(3)])
     for each in (store, later, older):
@@ -172,7 +172,7 @@ def test_a_migration_that_fails_leaves_nothing_behind(postgres, monkeypatch):
 
 @REAL
 def test_a_wrong_password_is_said(postgres):
-    store = PostgresAudit(postgres.url(postgres.database()), password="wrong")
+    store = PostgresAudit(postgres.url(postgres.schema()), password="wrong")
     with pytest.raises(ServiceUnavailable, match="password"):
         store.check()
     store.close()

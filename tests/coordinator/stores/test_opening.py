@@ -42,7 +42,7 @@ def test_a_cluster_s_stores_are_opened(runtime, etcd, redis, postgres, monkeypat
         progress="redis",
         redis_url=f"redis://127.0.0.1:{redis.port}/0",
         audit="postgres",
-        postgres_url=postgres.url(postgres.database()),
+        postgres_url=postgres.url(postgres.schema()),
     )
     coordination, progress, audit = (
         opened(made) for opened in (open_coordination, open_progress, open_audit)

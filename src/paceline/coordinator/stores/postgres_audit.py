@@ -70,9 +70,13 @@ class PostgresAudit:
         settings = f"-c statement_timeout={STATEMENT_MS} -c synchronous_commit=on"
         self._conninfo = psycopg.conninfo.make_conninfo(
             "",
-            **{"connect_timeout": CONNECT_S, "application_name": "paceline", **fields},
-            options=f"{fields.get('options') or ''} {settings}".strip(),
-            **({"password": password} if password else {}),
+            **{
+                "connect_timeout": CONNECT_S,
+                "application_name": "paceline",
+                **fields,
+                "options": f"{fields.get('options') or ''} {settings}".strip(),
+                **({"password": password} if password else {}),
+            },
         )
         self._where = url
         self._version = ""
