@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import time
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -29,6 +30,7 @@ class Played:
         self.redirect_to = ""
         self.problem: Problem | None = None
         self.gate: threading.Event | None = None  # closed: the process is frozen
+        self.closes, self.delay_s = False, 0.0
         played = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -39,6 +41,8 @@ class Played:
                     played.gate.wait(20)
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 played.seen.append((self.command, self.path, self.headers["Authorization"]))
+                time.sleep(played.delay_s)
+                self.close_connection = played.closes
                 self.answer()
 
             do_GET = do_POST = do_PUT = do_DELETE = handle_any
@@ -53,6 +57,8 @@ class Played:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(raw)))
                 self.send_header(EPOCH_HEADER, str(played.epoch))
+                if played.closes:
+                    self.send_header("Connection", "close")
                 if played.leader:
                     self.send_header(LEADER_HEADER, played.leader)
                 if played.redirect_to:
@@ -181,6 +187,17 @@ def test_slow_answer_of_a_living_server_is_waited_for(three):
     assert client.heartbeat(BEAT).go_on
     assert asked.is_set()
     assert (slow.beats, other.beats) == (1, 0)
+    client.close()
+
+
+def test_server_that_closes_after_each_answer_may_still_be_slow(three, monkeypatch):
+    monkeypatch.setattr("paceline.client.connection.CONNECT_S", 0.3)
+    slow, other, _ = three
+    slow.closes, slow.delay_s = True, 0.6
+    client = client_of([slow.url, other.url])
+    for _ in range(2):
+        assert client.heartbeat(BEAT).go_on
+    assert (slow.beats, other.beats) == (2, 0)
     client.close()
 
 

@@ -115,8 +115,9 @@ class Connection:
 
     def _exchange(self, connection: http.client.HTTPConnection, sent: Sent) -> Answered:
         until_s = time.monotonic() + sent.timeout_s
-        if connection.sock is not None:
-            connection.sock.settimeout(sent.timeout_s)
+        if connection.sock is None:  # the server wanted it closed after the last answer
+            connection.connect()
+        connection.sock.settimeout(sent.timeout_s)
         path = self.endpoint.prefix + sent.path
         connection.request(sent.method, path, body=sent.body, headers=sent.headers)
         if self._probing:
