@@ -68,6 +68,46 @@ def test_the_table_and_the_app_have_the_same_routes(rest):
     assert all(set(route.scopes) <= set(Scope) for route in ROUTES.values())
 
 
+def test_what_is_dangerous_needs_the_scope_that_it_should():
+    """Said a second time and by hand: a slip in the table must not go unnoticed."""
+
+    def only(scope):
+        return {f"{m} {p}" for (m, p), route in ROUTES.items() if route.scopes == (scope,)}
+
+    one = "/deployments/{deployment_id}"
+    assert only(Scope.ADMIN) == {
+        "GET /audit",
+        "GET /tokens",
+        "POST /tokens",
+        "POST /tokens/join",
+        "DELETE /tokens/{token_id}",
+        f"POST {one}/budget",
+    }
+    assert only(Scope.DEPLOY) == {
+        "POST /deployments",
+        f"DELETE {one}",
+        f"POST {one}/activate",
+        f"POST {one}/rollback",
+        "PUT /ledger/{stage}/{input_digest}",
+    }
+    assert only(Scope.WORKER) == {
+        "POST /workers/register",
+        "POST /workers/heartbeat",
+        "POST /workers/renew",
+        f"GET {one}/lanes",
+    }
+    assert only(Scope.JOIN) == {"POST /workers/join"}
+    assert all(each.startswith("GET ") for each in only(Scope.READ))
+    shared = {f"{m} {p}" for (m, p), route in ROUTES.items() if len(route.scopes) > 1}
+    assert shared == {f"GET {one}/manifest"}
+    opened = {f"{m} {p}" for (m, p), route in ROUTES.items() if route.is_open}
+    pages = ("healthz", "readyz", "ca.pem", "fleet", "docs")
+    assert opened == {f"GET /{each}" for each in pages}
+    silent = {"POST /workers/heartbeat"}  # each beat is no change of anybody's doing
+    changes = {f"{m} {p}" for (m, p), route in ROUTES.items() if route.is_change}
+    assert changes == {f"{m} {p}" for m, p in ROUTES if m != "GET"} - silent
+
+
 def test_an_app_with_an_undeclared_route_does_not_start(rest, monkeypatch):
     for missing in ROUTES:
         fewer = {key: route for key, route in ROUTES.items() if key != missing}

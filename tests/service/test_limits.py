@@ -165,14 +165,23 @@ class _Impatient(Prompt):
 @pytest.fixture(scope="module")
 def slow_server():
     """A real server with a short deadline for headers, on a free port of loopback."""
+    yield from _serving(_Impatient)
 
+
+@pytest.fixture(scope="module")
+def patient_server():
+    """The same with the deadline that production has."""
+    yield from _serving(Prompt)
+
+
+def _serving(protocol):
     async def app(scope, receive, send):
         if scope["type"] == "http":
             await asyncio.sleep(0.6)  # longer than the deadline for headers
             await send({"type": "http.response.start", "status": 204, "headers": []})
             await send({"type": "http.response.body", "body": b""})
 
-    config = uvicorn.Config(app, http=_Impatient, ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -198,8 +207,8 @@ def test_a_request_that_never_ends_loses_its_connection(slow_server, begun):
         assert is_closed(sock), "without an answer"
 
 
-def test_headers_without_end_lose_their_connection(slow_server):
-    with socket.create_connection(slow_server, 20) as sock:
+def test_headers_without_end_lose_their_connection(patient_server):
+    with socket.create_connection(patient_server, 8) as sock:  # before their time is over
         sock.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n")
         line = b"X-More: " + b"a" * 1000 + b"\r\n"
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
