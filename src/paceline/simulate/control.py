@@ -46,7 +46,7 @@ class Control:
         self._receipts: dict[str, Receipt] = {}
         self._rounds: dict[str, int] = {}  # of each agent's loop; an older one ends
         self.calls = 0
-        streams.on_published = self._published
+        streams.disk.on_published = self._published
 
     @property
     def deployment(self) -> Deployment:
@@ -58,6 +58,8 @@ class Control:
         scenario, hosts = self._scenario, self._streams.hosts
         for host in hosts.values():
             self._register(host)
+        for host in hosts.values():  # they have been up for a while: the whole fleet is known
+            self._ask(Beat(beat=self._beat_of(host)))
         call = CreateDeployment(
             model_id=self._manifest.model_id,
             version=self._manifest.version,
@@ -77,12 +79,12 @@ class Control:
             self.resume(host, scenario.timing.call_s + serving_s)
         # A large fleet's coordinator has more to look at; it looks less often.
         self._tick_s = max(scenario.timing.tick_s, len(hosts) / 10_000)
-        self._streams.after(self._tick_s, self._tick)
+        self._streams.clock.after(self._tick_s, self._tick)
 
     def resume(self, host: Host, delay_s: float = 0.0) -> None:
         """Begin an agent's loop (again)."""
         this = self._rounds[host.name] = self._rounds.get(host.name, 0) + 1
-        self._streams.after(delay_s, lambda: self._beat(host, this))
+        self._streams.clock.after(delay_s, lambda: self._beat(host, this))
 
     def restart(self, host: Host) -> None:
         """Start a killed process again, with what its disk has."""
@@ -103,14 +105,14 @@ class Control:
 
     def _ask(self, event: Event) -> Record:
         self.calls += 1
-        effects = self.state.handle(event, self._streams.now_s)
+        effects = self.state.handle(event, self._streams.clock.now_s)
         record = next(each.record for each in effects if isinstance(each, Answer))
         assert isinstance(record, Record)
         return record
 
     def _tick(self) -> None:
-        self.state.handle(Tick(), self._streams.now_s)
-        self._streams.after(self._tick_s, self._tick)
+        self.state.handle(Tick(), self._streams.clock.now_s)
+        self._streams.clock.after(self._tick_s, self._tick)
 
     def _register(self, host: Host) -> None:
         labels = self._scenario.labels(self._numbers[host.name])
@@ -133,16 +135,7 @@ class Control:
     def _beat(self, host: Host, this: int) -> None:
         if not host.serves or self._rounds[host.name] != this:
             return
-        reports = (self._report(host),) if host.lanes is not None else ()
-        status = reports[0].status if reports else WorkerStatus.IDLE
-        beat = Heartbeat(
-            worker_id=host.name,
-            status=status,
-            incarnation=host.incarnation,
-            available_storage=1 << 60,
-            deployments=reports,
-        )
-        answer = self._ask(Beat(beat=beat))
+        answer = self._ask(Beat(beat=self._beat_of(host)))
         assert isinstance(answer, HeartbeatAnswer)
         wait_s = answer.next_beat_s
         if not answer.go_on:  # it was thought lost: it comes back as a new incarnation
@@ -154,10 +147,20 @@ class Control:
             wait_s = self._scenario.timing.call_s
         for command in answer.commands:
             if command.kind == "fetch_lanes":
-                self._streams.after(
+                self._streams.clock.after(
                     self._scenario.timing.call_s, lambda: self._fetch_lanes(host, this)
                 )
-        self._streams.after(wait_s, lambda: self._beat(host, this))
+        self._streams.clock.after(wait_s, lambda: self._beat(host, this))
+
+    def _beat_of(self, host: Host) -> Heartbeat:
+        reports = (self._report(host),) if host.lanes is not None else ()
+        return Heartbeat(
+            worker_id=host.name,
+            status=reports[0].status if reports else WorkerStatus.IDLE,
+            incarnation=host.incarnation,
+            available_storage=1 << 60,
+            deployments=reports,
+        )
 
     def _fetch_lanes(self, host: Host, this: int) -> None:
         if not host.serves or self._rounds[host.name] != this:
@@ -179,7 +182,7 @@ class Control:
                 assert newest is not None
                 self._streams.assign(host, LanesAssigned(newest))
 
-        self._streams.after(self._scenario.timing.prepare_s, prepared)
+        self._streams.clock.after(self._scenario.timing.prepare_s, prepared)
 
     # ── what agents report ───────────────────────────────────────────────────────────────────────
 
@@ -235,5 +238,5 @@ class Control:
             refetched_bytes=0,
             sent_bytes=0,
             corrupt_pieces=host.corrupt_pieces,
-            seconds=self._streams.now_s - host.begun_s,
+            seconds=self._streams.clock.now_s - host.begun_s,
         )

@@ -41,7 +41,8 @@ class Host:
     durable: Extents = field(default_factory=Extents)
     # What it pulls, by source key and lane: a stream that serves two lanes takes turns.
     feeds: dict[tuple[str, int], Flow] = field(default_factory=dict)
-    lane_starts: list[int] = field(default_factory=list)  # first piece of each lane
+    lane_starts: list[int] = field(default_factory=list)  # first piece of each lane,
+    lane_sources: list[str] = field(default_factory=list)  # and whom the plan names for it
     readers: dict[Flow, None] = field(default_factory=dict)  # who pulls from it
     waiting: dict[Flow, None] = field(default_factory=dict)  # of these, those it has nothing for
     edges: dict[tuple[str, str], Tally] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from paceline.simulate.fairness import Flags, Floats, Ints, max_min_rates
 
+MOST_MORE = 64.0  # times its own share, that a flow may carry when others leave it theirs
 NEAR = 1e-3  # bytes: positions closer than this are the same
 _FLOATS = ("pos", "stop", "static", "edge", "rate", "lag", "carried", "busy_s", "moved_s", "over")
 USES = 4  # NIC in, NIC out, uplink out, uplink in
@@ -43,6 +44,7 @@ class Network:
         self.pair: Ints = np.zeros(self._size, np.int64)
         self.moving: Flags = np.zeros(self._size, np.bool_)
         self.parked: Flags = np.zeros(self._size, np.bool_)
+        self.noted: Flags = np.zeros(self._size, np.bool_)  # a mark of the caller's
         self._unused = list(range(self._size - 1, -1, -1))
         self._dirty = True
         self._slots: Ints = np.zeros(0, np.int64)  # of the flows that move, as of the last look
@@ -72,7 +74,7 @@ class Network:
         self.uses[: len(uses), slot] = uses
         self.lag[slot], self.pair[slot] = lag, pair
         self.leader[slot] = -1
-        self.moving[slot] = False
+        self.moving[slot] = self.noted[slot] = False
         self.rate[slot] = self.carried[slot] = self.busy_s[slot] = self.over[slot] = 0.0
         self.moved_s[slot] = self.now_s
         return slot
@@ -134,6 +136,7 @@ class Network:
         self.pair = np.concatenate([self.pair, np.zeros(old, np.int64)])
         self.moving = np.concatenate([self.moving, np.zeros(old, np.bool_)])
         self.parked = np.concatenate([self.parked, np.zeros(old, np.bool_)])
+        self.noted = np.concatenate([self.noted, np.zeros(old, np.bool_)])
         self._unused = list(range(self._size - 1, old - 1, -1))
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
@@ -184,34 +187,37 @@ class Network:
         return hit[np.argsort(-self.pos[hit], kind="stable")]
 
     def _move(self, slots: Ints, step_s: float, to_s: float) -> None:
-        rate, stop = self.rate[slots], self.stop[slots]
-        before = self.pos[slots]
-        wish = before + rate * step_s
-        self.pos[slots] = np.minimum(wish, stop)
+        stop, before = self.stop[slots], self.pos[slots]
         leader, lag, static = self.leader[slots], self.lag[slots], self.static[slots]
         led = np.flatnonzero(leader >= 0)
-        alone = leader < 0
-        self.pos[slots[alone]] = np.minimum(self.pos[slots[alone]], static[alone])
+        most = np.where(leader < 0, np.minimum(stop, static), stop)
+        own = self.rate[slots] * step_s
+        more = self._left_over(slots, own, np.maximum(most - before, 0.0), step_s)
+        wish = before + own if more is None else before + own + more
+        self.pos[slots] = np.minimum(wish, np.maximum(most, before))
         # A step may be longer than it takes to catch up, or to begin: settle who is led, from the
         # front to the back, until nothing changes.
         mine, lead, limit_lag = slots[led], leader[led], lag[led]
-        floor, most = static[led], stop[led]
+        floor, ends, since = static[led], stop[led], before[led]
         waiting = self._state[led] == WAITING
         while mine.size:
-            limit = np.minimum(np.maximum(self.pos[lead] - limit_lag, floor), most)
+            # Nobody goes back, not even where a new leader is behind.
+            limit = np.minimum(np.maximum(self.pos[lead] - limit_lag, floor), ends)
+            limit = np.maximum(limit, since)
             at = self.pos[mine]
             wrong = (at > limit + NEAR) & ~waiting | (waiting & (limit > at + NEAR))
             if not wrong.any():
                 break
             if waiting[wrong].any():
                 self._dirty = True
-            self.pos[mine[wrong]] = np.maximum(limit[wrong], before[led][wrong])
+            self.pos[mine[wrong]] = limit[wrong]
             waiting = waiting & ~wrong
             if not self._behind(wrong, mine, lead):
                 break
         moved = self.pos[slots] - before
         self.over[:] = 0.0
-        self.over[slots] = np.maximum(wish - self.pos[slots], 0.0)
+        over = np.maximum(before + own - self.pos[slots], 0.0)
+        self.over[slots] = over if more is None else self._still_over(slots, over, moved, step_s)
         going = moved > NEAR
         self.moved_s[slots[going]] = to_s
         self.carried[slots] += moved
@@ -221,6 +227,40 @@ class Network:
         self.busy_s[slots] += np.minimum(took_s, step_s)
         if not self._dirty and (self._states(slots) != self._state).any():
             self._dirty = True
+
+    def _left_over(self, slots: Ints, own: Floats, room: Floats, step_s: float) -> Floats | None:
+        """Return what each flow may carry beyond its ``own`` share, because others came to their
+        end within the step; None where none did.
+
+        Without this a repair of one piece costs its neighbours half of a step.
+        """
+        ended = room < own - NEAR
+        if not ended.any():
+            return None
+        uses = self.uses[:, slots]
+        left = np.asarray(self._capacity) * step_s
+        demand = np.zeros(left.size)
+        carried, able = np.minimum(own, room), np.where(ended, 0.0, own)
+        for row in uses:
+            left -= np.bincount(row, weights=carried, minlength=left.size)
+            demand += np.bincount(row, weights=able, minlength=left.size)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = np.where(demand > 0, np.maximum(left, 0.0) / demand, 0.0)
+        share[0] = np.inf
+        more: Floats = able * np.minimum(share[uses].min(axis=0), MOST_MORE)
+        return np.minimum(more, room - carried)
+
+    def _still_over(self, slots: Ints, over: Floats, moved: Floats, step_s: float) -> Floats:
+        """Return what is left of ``over`` on every link of a flow, after others took from it."""
+        uses = self.uses[:, slots]
+        left, owed = np.asarray(self._capacity) * step_s, np.zeros(len(self._capacity))
+        for row in uses:
+            left -= np.bincount(row, weights=moved, minlength=left.size)
+            owed += np.bincount(row, weights=over, minlength=left.size)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            part = np.where(owed > 0, np.clip(left / owed, 0.0, 1.0), 1.0)
+        unused: Floats = over * part[uses].min(axis=0)
+        return unused
 
     def _behind(self, wrong: Flags, mine: Ints, lead: Ints) -> bool:
         """Return whether one of those that were set right leads another."""

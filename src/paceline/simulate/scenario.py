@@ -14,7 +14,7 @@ from paceline.wire.plan import Labels, Topology
 
 MOST_WORKERS = 20_000  # what one deployment may have
 MBIT = 1e6 / 8  # bytes a second
-BEATS_PER_SECOND = 250.0
+BEATS_PER_SECOND = 1000.0
 USUAL_RACK = 32  # workers
 
 
@@ -83,7 +83,7 @@ class Scenario:
     def coordinator(self) -> Patience:
         """Return how patient the coordinator is.
 
-        250 beats a second are half of what one core of a coordinator was measured to take.
+        A thousand beats a second are less than half of what one core of it was measured to take.
         """
         if self.patience is not None:
             return self.patience

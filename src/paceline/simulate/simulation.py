@@ -37,7 +37,6 @@ LEAST_STEP_SHARE, MOST_STEP_SHARE = 2.5e-5, 6e-4
 SETTLED_WORKERS = 256  # up to which the coordinator's verdict is waited for
 FINISHING_S = 120.0  # I7: after the last fault, beyond what the transfer itself takes
 MOST_VIOLATIONS = 50
-TIDY = 40  # times in a run that garbage is collected
 
 
 def simulate(scenario: Scenario) -> SimulationReport:
@@ -74,13 +73,15 @@ class Simulation:
         self.faults = self._schedule()
         self._gone: set[str] = set()  # for good
         self._left = scenario.workers
-        self._published_of = self.streams.on_published
-        self.streams.on_published = self._published
+        self._published_of = self.streams.disk.on_published
+        self.streams.disk.on_published = self._published
 
     def run(self) -> SimulationReport:
         """Run to the end and report."""
         collecting = gc.isenabled()
-        gc.disable()  # looking for cycles after every thousand records took a third of the time
+        # Looking for cycles after every thousand records took a third of the time, and there are
+        # none: a test says so.
+        gc.disable()
         try:
             return self._run()
         finally:
@@ -163,11 +164,9 @@ class Simulation:
         streams, control = self.streams, self.control
         control.start()
         for fault in self.faults:
-            streams.at(fault.at_s, self._doing(fault))
-        streams.after(0.0, streams.watch)
-        streams.after(0.0, streams.assure)
-        if self.scenario.workers > SETTLED_WORKERS:
-            streams.after(self._tidy_s, self._tidy)
+            streams.clock.at(fault.at_s, self._doing(fault))
+        streams.clock.after(0.0, streams.keepalives.watch)
+        streams.clock.after(0.0, streams.keepalives.assure)
         plan = control.state.run("simulated").plan
         predicted_s = plan.predicted_seconds if plan is not None else 0.0
         last_fault_s = max((fault.at_s + fault.for_s for fault in self.faults), default=0.0)
@@ -175,7 +174,7 @@ class Simulation:
         streams.run(limit_s, lambda: self._left <= 0)
         seconds = max((h.published_s or 0.0 for h in self._survivors()), default=0.0)
         if self._left > 0:
-            seconds = streams.now_s
+            seconds = streams.clock.now_s
         violations = [*streams.violations, *self._broken()]
         if self._left <= 0 and self.scenario.workers <= SETTLED_WORKERS:
             violations += self._unfinished()
@@ -196,20 +195,12 @@ class Simulation:
             seed=self.scenario.seed,
             origin_bytes=origin,
             origin_ratio=origin / size,
-            cross_rack_bytes=round(streams.cross_rack_bytes),
+            cross_rack_bytes=round(streams.runs.cross_rack_bytes),
             corrupt_pieces=sum(host.corrupt_pieces for host in streams.hosts.values()),
             killed=tuple(sorted(self._gone)),
             violations=tuple(violations[:MOST_VIOLATIONS]),
             events=streams.events,
         )
-
-    @property
-    def _tidy_s(self) -> float:
-        return max(1.0, self.scenario.bound_s / TIDY)
-
-    def _tidy(self) -> None:
-        gc.collect()  # plans leave cycles behind: without this 10,000 workers took 16 GB
-        self.streams.after(self._tidy_s, self._tidy)
 
     def _published(self, host: Host) -> None:
         self._published_of(host)
@@ -234,11 +225,11 @@ class Simulation:
             else:
                 if host.published_s is not None:
                     self._left += 1
-                streams.after(fault.restart_s, lambda: self.control.restart(host))
+                streams.clock.after(fault.restart_s, lambda: self.control.restart(host))
         else:
             streams.freeze(host)
             if fault.kind == "freeze" and fault.for_s > 0:
-                streams.after(fault.for_s, lambda: self._thaw(host))
+                streams.clock.after(fault.for_s, lambda: self._thaw(host))
             else:
                 self._lose(host)
 
@@ -266,7 +257,7 @@ class Simulation:
                 why = f", {host.error.one_line()}" if host.error else ""
                 found.append(
                     f"I7 {host.name} has {host.have.count} of {pieces} pieces "
-                    f"after {self.streams.now_s:.1f} s{why}"
+                    f"after {self.streams.clock.now_s:.1f} s{why}"
                 )
             elif host.have.count != pieces or host.durable.count != pieces:
                 found.append(f"I2 {host.name} is complete with {host.durable.count} durable pieces")
@@ -279,7 +270,7 @@ class Simulation:
     def _unfinished(self) -> list[str]:
         """Let the coordinator notice that all is done, and return what it says otherwise."""
         patience = self.scenario.coordinator
-        late_s = self.streams.now_s + 2 * patience.lost_s + patience.return_grace_s + 10.0
+        late_s = self.streams.clock.now_s + 2 * patience.lost_s + patience.return_grace_s + 10.0
         self.streams.run(late_s, lambda: self.control.deployment.status.is_final)
         status = self.control.deployment.status
         if status is DeploymentStatus.COMPLETE:

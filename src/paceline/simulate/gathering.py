@@ -1,0 +1,87 @@
+"""Gathering pieces: how many a session is told of at once, and which of them will be corrupt.
+
+Positions are exact, but a session is told of up to ``coalesce`` pieces at a time. In an extent of n
+pieces Binomial(n, q) arrive corrupt, as one run. With ``coalesce`` 1 each piece is on its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.relay.session.extents import Extent
+from paceline.simulate.hosts import Flow
+
+AWAY_EXTENTS = 32  # of the longest extent, on a spare: whether to go back is judged by pieces
+LEAST_EXTENTS = 8  # extents shrink towards a host's end, to this part of the longest
+EARLIEST, LATEST = 0.1, 0.75  # corrupt runs begin in this part of their extent
+MUCH_CORRUPT = 0.05  # beyond it, rejections are not gathered
+
+
+class Gathering:
+    """Fixes the extents of flows; ``corrupt`` is the share of all transfers that arrive so."""
+
+    def __init__(
+        self, *, pieces: int, piece_bytes: int, coalesce: int, corrupt: float, seed: int
+    ) -> None:
+        self.piece_bytes = float(piece_bytes)
+        self.longest = coalesce
+        self._count = pieces
+        self._corrupt = corrupt
+        self._random = np.random.default_rng([seed, 0x70616365])
+
+    @property
+    def exact(self) -> bool:
+        """Return whether nothing is gathered."""
+        return self.longest == 1
+
+    def next_extent(self, flow: Flow) -> None:
+        """Fix where the session is told next, and what of it will be corrupt."""
+        share = max(self._corrupt, flow.source.corrupts)
+        drawn = flow.drawn
+        if drawn.first <= flow.base < drawn.stop:  # a repair came between
+            flow.extent_stop = min(drawn.stop, flow.stop)
+            flow.bad = flow.drawn_bad
+            if flow.bad is not None and flow.bad.stop <= flow.base:
+                flow.bad = None
+        else:
+            longest = self._extent_pieces(flow, share)
+            stop = min((flow.base // longest + 1) * longest, flow.stop)
+            flow.extent_stop = stop
+            flow.bad = self._draw(flow.base, stop, share) if share > 0 else None
+            if flow.base >= drawn.stop:
+                flow.drawn, flow.drawn_bad = Extent(flow.base, stop), flow.bad
+                flow.drawn_pieces = flow.bad.size if flow.bad is not None else 0
+
+    def unspread(self, flow: Flow, reached: int) -> int:
+        """Return how many more corrupt pieces would have come by now, had they been spread."""
+        drawn = flow.drawn
+        if not flow.drawn_pieces or not drawn.first <= reached <= drawn.stop:
+            return 0
+        refused = flow.drawn_pieces - (flow.drawn_bad.size if flow.drawn_bad else 0)
+        return round(flow.drawn_pieces * (reached - drawn.first) / drawn.size) - refused
+
+    def _draw(self, first: int, stop: int, share: float) -> Extent | None:
+        """Return which pieces of an extent will be corrupt."""
+        bad = int(self._random.binomial(stop - first, share))
+        if not bad:
+            return None
+        # After some that are good, or the source would look bad; and not too near the end: it is
+        # repaired when others report the extent.
+        room = stop - first - bad
+        first += int((EARLIEST + self._random.random() * (LATEST - EARLIEST)) * (room + 1))
+        return Extent(first, first + bad)
+
+    def _extent_pieces(self, flow: Flow, corrupt: float) -> int:
+        if self.longest == 1:
+            return 1
+        if corrupt > MUCH_CORRUPT:
+            return max(1, min(self.longest, int(1 / corrupt)))
+        planned = flow.reader.lane_sources
+        if 0 < flow.lane <= len(planned) and planned[flow.lane - 1] != flow.key:
+            return max(1, self.longest // AWAY_EXTENTS)
+        left = (self._count - flow.reader.have.count) // max(1, len(flow.reader.feeds))
+        least = max(1, self.longest // LEAST_EXTENTS)
+        longest = least
+        while longest * 2 <= min(self.longest, left // 3):
+            longest *= 2  # powers of two: an extent's edges are everywhere the same pieces
+        return longest

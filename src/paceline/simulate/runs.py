@@ -1,0 +1,398 @@
+"""What is on its way between hosts: which pieces a source sends next, and what arrives.
+
+A source sends the first asked piece that it has, or that is on its way to it. What has arrived is
+kept where it matches its digest, and is refused where not; whoever waited for it learns. A session
+is told at the ends of extents (``gathering``), and at once where somebody must know.
+
+It decides nothing after a fault: which pieces are asked of whom is what sessions say.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from paceline.relay.session.events import PieceRejected, PieceVerified, SessionEvent
+from paceline.relay.session.extents import Extent, Extents
+from paceline.relay.session.limits import PieceMap
+from paceline.simulate.clock import Clock
+from paceline.simulate.disk import Disk
+from paceline.simulate.gathering import Gathering
+from paceline.simulate.hosts import Flow, Host
+from paceline.simulate.network import NEAR, Network
+
+ASIDE = -1  # instead of a lane's number: a repair, or what was passed by
+
+
+class Runs:
+    """Every flow, and the run of pieces that each is carrying. ``lag_bytes`` is how far behind its
+    source's own reading a reader is, beyond a piece.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        network: Network,
+        pieces: PieceMap,
+        size_bytes: int,
+        lag_bytes: float,
+        gathering: Gathering,
+        disk: Disk,
+        tell: Callable[[Host, SessionEvent], None],
+        settled: Callable[[], None],
+    ) -> None:
+        """``settled`` does whatever follows from what has happened so far."""
+        self.network = network
+        self.by_slot: dict[int, Flow] = {}
+        self.cross_rack_bytes = 0.0
+        self._clock = clock
+        self._pieces = pieces
+        self._piece_bytes = gathering.piece_bytes
+        self._size = float(size_bytes)
+        self._lag_bytes = lag_bytes
+        self._gathering = gathering
+        self._disk = disk
+        self._tell = tell
+        self._settled = settled
+        self._pairs: dict[tuple[str, str], int] = {}
+        self._to_start: deque[Flow] = deque()
+        self._to_report: deque[Flow] = deque()
+
+    # ── what streams ask for ─────────────────────────────────────────────────────────────────────
+
+    def start_soon(self, *flows: Flow) -> None:
+        """Have these begin, or go on, when what happens now is done."""
+        self._to_start.extend(flows)
+
+    @property
+    def unsettled(self) -> bool:
+        """Return whether ``settle`` has something to do."""
+        return bool(self._to_start or self._to_report)
+
+    def settle(self) -> None:
+        """Report what is to be reported, and start what is to be started."""
+        while self._to_report:
+            self.report(self._to_report.popleft())
+        while self._to_start:
+            self._select(self._to_start.popleft())
+
+    def share_of_corrupt(self, flow: Flow) -> int:
+        """Return how many more corrupt pieces would have come by now, had they been spread."""
+        return self._gathering.unspread(flow, self.reached(flow))
+
+    def open(self, host: Host, far: Host, key: str, number: int, lane: int) -> Flow:
+        known = host.feeds.get((key, lane))
+        if known is not None:
+            self.close(known)
+        crosses = not far.is_origin and far.rack != host.rack
+        uses: tuple[int, ...] = (host.nic_in, far.nic_out)
+        if crosses:
+            uses = (*uses, far.uplink_out, host.uplink_in)
+        lanes = max(1, len(host.lanes.lanes)) if host.lanes else 1
+        pair = self._pairs.setdefault((far.name, host.name), len(self._pairs))
+        slot = self.network.add(uses, self._piece_bytes + self._lag_bytes / lanes, pair)
+        flow = Flow(slot, host, far, key, number, lane, crosses)
+        host.feeds[key, lane] = self.by_slot[slot] = flow
+        far.readers[flow] = None
+        return flow
+
+    def close(self, flow: Flow) -> None:
+        """Drop a stream: what arrived is reported, what was on its way is lost."""
+        if flow.closed:
+            return
+        self._arrive(flow, self.reached(flow))
+        self.report(flow)
+        judged = flow.reader.edge(flow.key, flow.reader.name)
+        corrupt = self.share_of_corrupt(flow)
+        judged.corrupt += corrupt
+        judged.pieces -= corrupt
+        self.halt(flow)
+        flow.closed, flow.open = True, False
+        network, slot = self.network, flow.slot
+        keeper = flow.reader if flow.source.is_origin else flow.source
+        tally = keeper.edge(flow.key, flow.reader.name)
+        tally.bytes += float(network.carried[slot])
+        tally.busy_s += float(network.busy_s[slot])
+        if flow.source.is_origin and flow.stop > flow.base:
+            partial = float(network.pos[slot]) - flow.base * self._piece_bytes
+            flow.reader.origin_bytes += max(0.0, min(partial, self._piece_bytes))
+        network.remove(slot)
+        del self.by_slot[slot]
+        flow.source.readers.pop(flow, None)
+        flow.source.waiting.pop(flow, None)
+        if flow.reader.feeds.get((flow.key, flow.lane)) is flow:
+            del flow.reader.feeds[flow.key, flow.lane]
+
+    def extend(self, flow: Flow) -> None:
+        """Let a flow run on into what was asked for since."""
+        run = next((r for r in flow.wanted if r.first <= flow.stop <= r.stop), None)
+        if run is None or run.stop <= flow.stop:
+            return
+        flow.stop = run.stop
+        if flow.cut is None:
+            self.network.extend(flow.slot, self._offset(flow.stop))
+
+    def flush(self, flows: Iterable[Flow]) -> None:
+        for flow in list(flows):
+            self._arrive(flow, self.reached(flow))
+            self.report(flow)
+
+    def report(self, flow: Flow) -> None:
+        """Tell the session what arrived since it was told last."""
+        if not flow.unreported:
+            return
+        runs, flow.unreported = Extents(flow.unreported), []
+        for run in runs:
+            self._tell(flow.reader, PieceVerified(flow.key, flow.number, run))
+        self._disk.commit_soon(flow.reader)
+
+    # ── runs ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _select(self, flow: Flow) -> None:
+        """Begin with the first asked piece that the source has, or that is on its way to it."""
+        source = flow.source
+        if flow.closed or not flow.open:
+            return
+        if not flow.wanted:
+            if flow.parked:
+                self.halt(flow)  # what it stands before has come another way
+            return
+        if flow.moving:
+            if flow.parked:
+                self._resume(flow)
+            return
+        if not source.serves or not flow.reader.serves:
+            return
+        found: tuple[int, int, int] | None = None  # first, stop of what is there, stop of the run
+        for run in flow.wanted:
+            there = next(source.have.common(run), None)
+            if there is not None:
+                found = there.first, there.stop, run.stop
+                break
+        leader: Flow | None = None
+        if found is not None:
+            for other in source.feeds.values():
+                if other.moving and other.base == found[1] < found[2]:
+                    leader = other
+        else:
+            for other in source.feeds.values():
+                if not other.moving:
+                    continue
+                common = next(flow.wanted.common(Extent(other.base, other.stop)), None)
+                if common is not None and (found is None or common.first < found[0]):
+                    stop = next(r.stop for r in flow.wanted if r.stop > common.first)
+                    found, leader = (common.first, common.first, stop), other
+        if found is None:
+            source.waiting[flow] = None
+            return
+        source.waiting.pop(flow, None)
+        first, has, stop = found
+        if leader is None:  # what the source has beyond the present request may be asked for next
+            has = next(source.have.common(Extent(first, self._pieces.count))).stop
+        flow.base, flow.stop, flow.cut = first, stop, None
+        flow.moving = True
+        flow.leader = leader
+        if leader is not None:
+            leader.followers[flow] = None
+        size = self._piece_bytes
+        self.network.start(
+            flow.slot,
+            first * size,
+            self._offset(stop),
+            self._offset(has),
+            -1 if leader is None else leader.slot,
+        )
+        self._next_edge(flow)
+        self._to_start.extend(flow.reader.waiting)
+
+    def _resume(self, flow: Flow) -> None:
+        """Let a flow go on where it ran dry, if its source has more or is being sent it."""
+        source, piece = flow.source, self.reached(flow)
+        has, leader = piece, None
+        there = next(source.have.common(Extent(piece, self._pieces.count)), None)
+        if there is not None and there.first == piece:
+            has = there.stop
+        for other in source.feeds.values():
+            if other.moving and other.base <= has < other.stop:
+                leader = other
+        if leader is None and has == piece:
+            if there is not None and next(flow.wanted.common(there), None) is not None:
+                self.halt(flow)  # it goes on elsewhere
+                self._to_start.append(flow)
+            return
+        flow.parked = False
+        source.waiting.pop(flow, None)
+        flow.leader = leader
+        if leader is not None:
+            leader.followers[flow] = None
+        slot = -1 if leader is None else leader.slot
+        self.network.resume(flow.slot, self._offset(has), slot)
+
+    def halt(self, flow: Flow) -> None:
+        """End the present run where it is; whoever followed has what arrived."""
+        if not flow.moving:
+            return
+        flow.moving = flow.parked = False
+        self.network.halt(flow.slot)
+        for other in flow.followers:
+            other.leader = None
+            self.network.let_go(other.slot, self._offset(flow.base))
+        flow.followers.clear()
+        if flow.leader is not None:
+            flow.leader.followers.pop(flow, None)
+            flow.leader = None
+        flow.bad = None
+
+    def _next_edge(self, flow: Flow) -> None:
+        self._gathering.next_extent(flow)
+        bad = flow.bad
+        edge = flow.extent_stop if bad is None else min(bad.stop, flow.extent_stop)
+        self.network.edge[flow.slot] = self._offset(edge)
+
+    # ── what arrives ─────────────────────────────────────────────────────────────────────────────
+
+    def crossed(self, flow: Flow) -> None:
+        """A flow is at an edge, at its run's end, or has caught up with a source that waits."""
+        at = float(self.network.pos[flow.slot])
+        reached = self.reached(flow)
+        self._arrive(flow, reached)
+        ended = at >= self.network.stop[flow.slot] - NEAR
+        if reached >= flow.extent_stop or ended:
+            self.report(flow)
+            self._settled()
+            if not flow.moving:
+                return
+            ended = at >= self.network.stop[flow.slot] - NEAR
+        dry = flow.leader is None and at >= self.network.static[flow.slot] - NEAR
+        if ended:
+            self.halt(flow)
+            self._to_start.append(flow)
+            self._settled()
+            if not flow.moving:
+                self.report(flow)
+            return
+        if dry:
+            flow.parked = True
+            self.network.park(flow.slot)
+            flow.source.waiting[flow] = None
+            self.report(flow)
+            self._to_start.append(flow)
+        if reached >= flow.extent_stop:
+            self._next_edge(flow)
+        elif flow.bad is None:
+            self.network.edge[flow.slot] = self._offset(flow.extent_stop)
+
+    def reached(self, flow: Flow) -> int:
+        """Return before which piece everything of the present run has arrived."""
+        if not flow.moving:
+            return flow.base
+        at = float(self.network.pos[flow.slot]) + NEAR
+        if at >= self._size:
+            return self._pieces.count
+        return max(flow.base, int(at // self._piece_bytes))
+
+    def _offset(self, piece: int) -> float:
+        return min(piece * self._piece_bytes, self._size)
+
+    def _arrive(self, flow: Flow, upto: int) -> None:
+        """Take pieces off the wire: keep those that match their digests, refuse the others."""
+        upto = min(upto, flow.stop)
+        while flow.base < upto:
+            bad = flow.bad
+            if bad is None or upto <= bad.first:
+                self._keep(flow, upto)
+            elif flow.base < bad.first:
+                self._keep(flow, bad.first)
+            else:
+                self._refuse(flow, Extent(flow.base, min(bad.stop, upto)))
+                left = Extent(flow.base, bad.stop) if flow.base < bad.stop else None
+                if flow.drawn_bad == bad:
+                    flow.drawn_bad = left
+                flow.bad = left
+
+    def _keep(self, flow: Flow, upto: int) -> None:
+        run = Extent(flow.base, upto)
+        behind: list[Flow] = []  # what is on its way to the source counts there first
+        ahead = flow.leader
+        while ahead is not None and ahead.base < upto:
+            behind.append(ahead)
+            ahead = ahead.leader
+        for other in reversed(behind):  # no recursion: a line may have ten thousand hops
+            self._arrive(other, min(upto, self.reached(other)))
+        flow.base = upto
+        reader, size = flow.reader, self._pieces.bytes_of(run)
+        self._count(flow, size)
+        source = flow.source
+        got = [run] if source.is_origin else list(source.have.common(run))
+        if sum(each.size for each in got) < run.size:
+            for each in source.have.gaps(run):
+                flow.owed.add(each)
+        self._take(flow, got)
+        reader.edge(flow.key, reader.name).pieces += run.size
+
+    def _refuse(self, flow: Flow, rotten: Extent) -> None:
+        self.report(flow)  # what came before it counts when the source is judged
+        flow.wanted.remove(rotten)
+        flow.base = rotten.stop
+        self._count(flow, self._pieces.bytes_of(rotten))
+        reader = flow.reader
+        reader.corrupt_pieces += rotten.size
+        reader.edge(flow.key, reader.name).corrupt += rotten.size
+        if self._gathering.exact:  # nobody has begun with it: whoever follows passes it by
+            for other in flow.followers:
+                if other.base <= rotten.first < other.stop:
+                    other.cut = rotten.first
+                    self.network.extend(other.slot, self._offset(rotten.first))
+        self._tell(reader, PieceRejected(flow.key, flow.number, rotten))
+
+    def _count(self, flow: Flow, size: int) -> None:
+        if flow.crosses:
+            self.cross_rack_bytes += size
+        if flow.source.is_origin:
+            flow.reader.origin_bytes += size
+
+    def _take(self, flow: Flow, runs: Iterable[Extent]) -> None:
+        """These pieces are at the reader now, and verified; whoever waits there for them learns."""
+        todo = [(flow, run) for run in runs]
+        for _, run in todo:
+            flow.wanted.remove(run)
+        while todo:
+            flow, run = todo.pop()
+            flow.unreported.append(run)
+            if not flow.reader.have.add(run):
+                continue
+            for other in flow.reader.readers:
+                if other.owed:  # it was sent something in their place
+                    owed = list(other.owed.common(run))
+                    for each in owed:
+                        other.owed.remove(each)
+                        other.wanted.remove(each)
+                        todo.append((other, each))
+                    if owed and (other.parked or not other.moving):
+                        self._to_report.append(other)
+                        self._to_start.append(other)
+            self._gained(flow.reader, run)
+
+    def _gained(self, host: Host, run: Extent) -> None:
+        """Wake up who waited for these pieces; where they were passed by they are sent first."""
+        for flow in host.waiting:
+            if next(flow.wanted.common(run), None) is not None:
+                self._to_start.append(flow)
+        for flow in list(host.readers):
+            if flow.moving and run.first < flow.base:
+                behind = Extent(run.first, min(run.stop, flow.base))
+                passed = list(flow.wanted.common(behind))
+                for each in passed:
+                    flow.wanted.remove(each)
+                    self._aside(flow, each)
+
+    def _aside(self, flow: Flow, extent: Extent) -> None:
+        """Send pieces that were passed by, in turns with what is on its way."""
+        reader = flow.reader
+        aside = reader.feeds.get((flow.key, ASIDE))
+        if aside is None or aside.number != flow.number:
+            aside = self.open(reader, flow.source, flow.key, flow.number, ASIDE)
+            aside.open = True
+        aside.wanted.add(extent)
+        self._to_start.append(aside)
