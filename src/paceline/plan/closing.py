@@ -33,38 +33,53 @@ def match(
     tops = [above(other) for other in others]
     # Whoever has most of them below himself can use fewest: he goes on with the source.
     first, *rest = sorted(orphans, key=lambda orphan: -tops.count(orphan))
-    adopted: dict[int, int] = {}  # orphan → which of the others
-    steps = 0
-
-    def leads_to(orphan: int, start: int | None) -> bool:
-        while start is not None:
-            if start == orphan:
-                return True
-            start = tops[adopted[start]] if start in adopted else None
-        return False
-
-    def assign(at: int, spare: int) -> bool:
-        """Give an adopter to ``rest[at:]``, all but ``spare`` of them."""
-        nonlocal steps
-        if at == len(rest):
-            return True
-        for number, top in enumerate(tops):
-            steps += 1
-            if number in adopted.values() or leads_to(rest[at], top) or steps > _MOST_STEPS:
-                continue
-            adopted[rest[at]] = number
-            if assign(at + 1, spare):
-                return True
-            del adopted[rest[at]]
-        return spare > 0 and assign(at + 1, spare - 1)
-
+    matching = _Matching(rest, tops)
     spare = max(0, len(rest) - len(others))
-    while not assign(0, spare):
+    while not matching.assign(0, spare):
         spare += 1
+    adopted = matching.adopted
     found: dict[int, int | None] = {first: source}
     for orphan in rest:
         found[orphan] = others[adopted[orphan]] if orphan in adopted else None
     return found
+
+
+class _Matching:
+    """The search for adopters. An object and no closure: a function that calls itself is a cycle,
+    which kept each plan's trees alive until garbage was collected.
+    """
+
+    def __init__(self, orphans: Sequence[int], tops: Sequence[int | None]) -> None:
+        self._orphans = orphans
+        self._tops = tops
+        self._steps = 0
+        self.adopted: dict[int, int] = {}  # orphan → which of the others
+
+    def assign(self, at: int, spare: int) -> bool:
+        """Give an adopter to the orphans from number ``at`` on, all but ``spare`` of them."""
+        if at == len(self._orphans):
+            return True
+        orphan, adopted = self._orphans[at], self.adopted
+        for number, top in enumerate(self._tops):
+            self._steps += 1
+            if (
+                number in adopted.values()
+                or self._leads_to(orphan, top)
+                or self._steps > _MOST_STEPS
+            ):
+                continue
+            adopted[orphan] = number
+            if self.assign(at + 1, spare):
+                return True
+            del adopted[orphan]
+        return spare > 0 and self.assign(at + 1, spare - 1)
+
+    def _leads_to(self, orphan: int, start: int | None) -> bool:
+        while start is not None:
+            if start == orphan:
+                return True
+            start = self._tops[self.adopted[start]] if start in self.adopted else None
+        return False
 
 
 def nearest_below(below: Sequence[Sequence[int]], start: int) -> list[int]:

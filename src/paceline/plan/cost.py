@@ -53,10 +53,15 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What flows take together, and the rate that each of them can count on, in their order."""
+    """What flows take together, and what each of them can count on, in their order.
+
+    Of a link ``rates`` gives each its part by size, so that all end together: a lane of one chunk
+    beside one of a hundred is not expected to carry half. ``shares`` gives all of them as much.
+    """
 
     prediction: Prediction
     rates: list[float]  # bytes/s
+    shares: list[float]
 
 
 def price(line: Line, flows: Sequence[Flow], cargo: Cargo, network: Network) -> Price:
@@ -96,9 +101,13 @@ def price(line: Line, flows: Sequence[Flow], cargo: Cargo, network: Network) -> 
     even = by_line / shared if shared else 1.0  # links wait for what limits everybody
     carries = [_hop_rate(flow, speed, sources, readers) for flow in flows]
     from_origin = external / max(1, origin_readers)
-    rates = [
+    shares = [
         even * rate if flow.source >= 0 else min(even * rate, from_origin)
         for flow, rate in zip(flows, carries, strict=True)
+    ]
+    rates = [
+        _part_of_links(flow, share, even, speed, taken, sent, external / max(1, origin))
+        for flow, share in zip(flows, shares, strict=True)
     ]
     depth, path = _longest_path(flows, carries, from_origin, cargo)
     by = {
@@ -120,7 +129,8 @@ def price(line: Line, flows: Sequence[Flow], cargo: Cargo, network: Network) -> 
         seconds *= 1 + STRIPE_PENALTY
     if path > max(DEEP * bound, seconds - bound):
         limit = "depth"
-    return Price(Prediction(seconds + path, bound, crossing, origin, depth, limit), rates)
+    prediction = Prediction(seconds + path, bound, crossing, origin, depth, limit)
+    return Price(prediction, rates, shares)
 
 
 def _external(line: Line, network: Network) -> float:
@@ -167,6 +177,26 @@ def _hop_rate(
     if flow.source >= 0:
         rate = min(rate, speed[flow.source] / max(1, readers[flow.source]))
     return rate
+
+
+def _part_of_links(
+    flow: Flow,
+    share: float,
+    even: float,
+    speed: Sequence[float],
+    taken: Sequence[int],
+    sent: Sequence[int],
+    per_origin_byte: float,
+) -> float:
+    """Return a flow's part by size of the links it passes, in bytes/s; ``share`` where it carries
+    nothing.
+    """
+    if not flow.size:
+        return share
+    rate = even * speed[flow.reader] * flow.size / taken[flow.reader]
+    if flow.source >= 0:
+        return min(rate, even * speed[flow.source] * flow.size / sent[flow.source])
+    return min(rate, per_origin_byte * flow.size)
 
 
 def _longest_path(

@@ -15,6 +15,7 @@ from paceline.plan.trees import NOWHERE, ORIGIN, Trees
 from paceline.plan.worker import PlanWorker, Standing, rack_of
 
 MOST_RUNS = 16  # lanes that one stripe of one worker may be split into
+FEW = 16  # a part of a flow smaller than one in so many crosses after all
 MOST_OTHERS = 3  # holders that step in for one that is asked
 _ROOM = 1e-6
 
@@ -226,7 +227,10 @@ class Feeding:
             for chunk in range(flow.first, flow.last + 1)
             if chunk in held and chunk not in own
         ]
-        if not wanted:
+        # In mid-transfer neighbours are ahead by a chunk here and there: to take each from another
+        # one burdens links that are full, and gives every rack new lanes with every plan.
+        few = not at_origin and len(wanted) * FEW < flow.last - flow.first + 1
+        if not wanted or few:
             return [flow]
         return self._split(flow, wanted, self._partial if at_origin else self._partial_in[rack])
 

@@ -182,23 +182,27 @@ class _Writing:
 
     def parts(self, shares: Mapping[int, int]) -> tuple[WorkerLanes, ...]:
         """Return every living worker's lanes: who feeds from beside first, then the line."""
-        line, rates = self._draft.line, self._draft.price.rates
+        line, price = self._draft.line, self._draft.price
         lanes: list[list[tuple[Flow, float]]] = [[] for _ in line.workers]
-        for flow, rate in zip(self._draft.flows, rates, strict=True):
+        slowest = [float("inf")] * len(line.workers)
+        for flow, rate, share in zip(self._draft.flows, price.rates, price.shares, strict=True):
             lanes[flow.reader].append((flow, rate))
-        parts = [self._part(place, [], 0) for place in line.beside]
+            if share > 0:
+                slowest[flow.reader] = min(slowest[flow.reader], share)
+        parts = [self._part(place, [], 0, float("inf")) for place in line.beside]
         parts += [
-            self._part(place, lanes[place], shares.get(place, 0))
+            self._part(place, lanes[place], shares.get(place, 0), slowest[place])
             for place in range(line.length)
             if not line.is_gone(place)
         ]
         return tuple(parts)
 
-    def _part(self, place: int, flows: list[tuple[Flow, float]], share: int) -> WorkerLanes:
+    def _part(
+        self, place: int, flows: list[tuple[Flow, float]], share: int, slowest: float
+    ) -> WorkerLanes:
         worker = self._draft.line.workers[place]
-        slowest = min((rate for _, rate in flows if rate > 0), default=0.0)
         piece = min(self._manifest.piece_bytes, max(1, self._manifest.total_size))
-        deadline_s = max(LEAST_DEADLINE_S, PIECE_TIMES * piece / slowest if slowest else 0.0)
+        deadline_s = max(LEAST_DEADLINE_S, PIECE_TIMES * piece / slowest)
         counted = SLOW_LINK if worker.standing is Standing.TAIL else 1.0
         return WorkerLanes.model_construct(
             deployment_id=self._deployment_id,
