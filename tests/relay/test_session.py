@@ -132,16 +132,20 @@ def test_a_source_that_waits_itself_is_not_lost() -> None:
         assert relay.handle(SourceAlive("up", 1), tenth / 10) == []
 
 
-def test_a_standstill_of_living_sources_ends() -> None:
+@pytest.mark.parametrize(("arrived", "patience_s"), [(0, SessionLimits().start_s), (1, 8.0)])
+def test_a_standstill_of_living_sources_ends(arrived: int, patience_s: float) -> None:
+    """Later where nothing has come yet: the last of a large fleet hear late of their plan."""
     relay = session()
     relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), ORIGIN)), 0)
+    if arrived:
+        relay.handle(PieceVerified("up", 1, Extent(0, arrived)), 0)
     asked: list[tuple[str, int, int]] = []
     now = 0.0
     while not asked and now < 60:
         now += 0.25
         asked = fetches(relay.handle(SourceAlive("up", 1), now))
     assert asked[0][0] == ORIGIN.key
-    assert now == pytest.approx(8.0)
+    assert now == pytest.approx(patience_s)
 
 
 def test_the_origin_is_asked_last_and_within_its_budget() -> None:

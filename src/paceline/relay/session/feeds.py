@@ -47,8 +47,9 @@ class Feed:
     def is_bad(self, limits: SessionLimits) -> bool:
         """Return whether this stream's share of corrupt pieces makes it not worth reading on.
 
-        With one transfer in a hundred corrupt, four corrupt runs in twenty pieces come once in
-        100,000 pieces by chance; from a sender of garbage they come at once.
+        With one transfer in a hundred corrupt, seven in sixteen come once in ten thousand million
+        pieces by chance, four among the first ten of a stream once in 500,000; from a sender of
+        garbage they come at once.
         """
         runs = sum(corrupt > 0 for _, corrupt in self.judged)
         if runs < limits.corrupt_before_lost:

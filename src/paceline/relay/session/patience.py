@@ -23,6 +23,7 @@ class Patience:
         self._piece_bytes = piece_bytes
         self._random = random
         self.piece_deadline_s = 1.0
+        self.is_first_plan = True
 
     def silence_s(self, source: Source) -> float:
         """Return how long a source may say nothing while it owes us pieces."""
@@ -60,6 +61,8 @@ class Patience:
         would hold us up for as long as it is.
         """
         wait_s = self.standstill_s()
+        if self.is_first_plan and not work.held:
+            wait_s = max(wait_s, self._limits.start_s)
         if feed is None:
             return work.progress_s + wait_s
         if feed.source.kind == "origin":

@@ -61,6 +61,7 @@ class Puller:
         for key, feed in list(flights.feeds.items()):
             if planned.get(key) != feed.source:
                 self._forget(feed, actions)
+        self._patience.is_first_plan = not flights.works
         self._patience.piece_deadline_s = lanes.piece_deadline_s
         self._hedging.begin()
         self._repairs.replan(set(flights.feeds))
