@@ -28,13 +28,13 @@ PIECES = 8
 PIECE = 1024
 
 
-def small_manifest(version: str = "v1") -> Manifest:
+def small_manifest(version: str = "v1", model_id: str = "m") -> Manifest:
     """A model of 8 pieces in 4 chunks, with digests of nothing in particular."""
     digest = hashlib.sha256(version.encode()).hexdigest()
     chunks = tuple(Chunk(index, index * 2 * PIECE, 2 * PIECE, digest) for index in range(4))
     file = FileEntry("model.bin", PIECES * PIECE, digest, (digest,) * PIECES)
     return Manifest.of(
-        model_id="m",
+        model_id=model_id,
         version=version,
         piece_bytes=PIECE,
         chunk_bytes=2 * PIECE,
