@@ -94,6 +94,17 @@ def test_nothing_that_was_told_holds_up_the_rest(audit):
     assert kept[2].data == strange[2].data
 
 
+def test_the_oldest_are_deleted_beyond_what_is_to_be_kept(audit):
+    store = audit.open()
+    assert store.prune(10) == 0
+    store.append([event(seq) for seq in (*range(1, 31), 500, 501)])
+    assert store.prune(12) == 20
+    assert store.prune(12) == 0
+    assert [each.seq for each in store.query()] == [*range(21, 31), 500, 501]
+    assert store.prune(0) == 11
+    assert store.last() == 501
+
+
 def test_many_may_append_and_ask_at_once(audit):
     store = audit.open()
     failures = []

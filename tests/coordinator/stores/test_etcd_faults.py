@@ -174,6 +174,29 @@ def test_a_commit_whose_answer_is_lost_is_recognised_when_it_is_sent_again(paths
     store.close()
 
 
+def test_a_deposed_leader_calls_unknown_what_it_sent_twice(store, cluster, monkeypatch):
+    term = lead(store)
+    send = store._client.send
+    other = cluster.open(store._layout.prefix.rstrip("/"))
+
+    def answerless(name, message, **more):
+        """The commit is carried out; its answer comes too late for this leader's term."""
+        send(name, message, **more)
+        store._held.lease.end(revoke=True)
+        other.commit(lead(other), [worker("w1"), told(2)])
+        return send(name, message, **more)[0], False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._client, "send", answerless)
+        with pytest.raises(ServiceUnavailable) as caught:
+            store.commit(term, [worker("w0"), told(1)])
+    assert not isinstance(caught.value, StaleEpoch)
+    assert store.load(0.0) == expected([worker("w0"), worker("w1")])  # it had been kept
+    with pytest.raises(StaleEpoch):
+        store.commit(term, [worker("w2")])
+    other.close()
+
+
 def test_a_commit_of_unknown_outcome_is_told_by_the_next_load(paths):
     store = opened(paths, "/tests/no-answer")
     term = lead(store)
@@ -200,10 +223,10 @@ def test_a_commit_that_a_load_did_not_show_never_comes_to_pass(store, monkeypatc
         late.append((name, message))
         raise ServiceUnavailable("on its way, and slow")
 
-    monkeypatch.setattr(store._client, "call", delayed)
-    with pytest.raises(ServiceUnavailable):
-        store.commit(term, [worker("late"), told(1)])
-    monkeypatch.setattr(store._client, "call", call)
+    with monkeypatch.context() as patch:
+        patch.setattr(store._client, "send", delayed)
+        with pytest.raises(ServiceUnavailable):
+            store.commit(term, [worker("late"), told(1)])
     assert store.load(0.0) == expected([worker("w0")])
     assert not call(*late[0]).succeeded  # it arrives now
     assert store.load(0.0) == expected([worker("w0")])
@@ -213,7 +236,7 @@ def test_a_commit_that_a_load_did_not_show_never_comes_to_pass(store, monkeypatc
 
 def test_a_commit_that_arrives_before_the_bar_is_shown(store, monkeypatch):
     term = lead(store)
-    call = store._client.call
+    send = store._client.send
     late = []
 
     def delayed(name, message, **more):
@@ -222,10 +245,10 @@ def test_a_commit_that_arrives_before_the_bar_is_shown(store, monkeypatch):
             late.append(message)
             raise ServiceUnavailable("on its way, and slow")
         if name == "Txn" and message.compare and len(late) == 1:
-            late.append(call(name, late[0]))
-        return call(name, message, **more)
+            late.append(send(name, late[0])[0])
+        return send(name, message, **more)
 
-    monkeypatch.setattr(store._client, "call", delayed)
+    monkeypatch.setattr(store._client, "send", delayed)
     with pytest.raises(ServiceUnavailable):
         store.commit(term, [worker("w0"), told(1)])
     assert store.load(0.0) == expected([worker("w0")])

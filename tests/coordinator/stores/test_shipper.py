@@ -36,6 +36,17 @@ def test_everything_committed_is_shipped_in_order(coordination, audit):
     assert shipper.trouble is None
 
 
+def test_the_history_is_kept_to_a_length(coordination, audit):
+    store, term = coordination.led()
+    kept = audit.open()
+    kept_before = store.commit(term, [told(number) for number in range(30)])
+    kept.append(kept_before)
+    shipper = Shipper(store, kept, term, keep_events=5)
+    shipper.start()
+    until(lambda: [each.seq for each in kept.query()] == list(range(26, 31)), "five events")
+    shipper.stop()
+
+
 def test_a_crash_between_the_two_stores_doubles_nothing(coordination, audit, monkeypatch):
     store, term = coordination.led()
     kept = audit.open()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.coordinator.stores.contracts import QUERY_EVENTS
+from paceline.coordinator.stores.contracts import PRUNE_EVENTS, QUERY_EVENTS
 from paceline.coordinator.stores.events import cleaned
 from paceline.errors import Conflict
 from paceline.wire.events import Event, EventName
@@ -39,6 +39,16 @@ def require_same(kept: Event, told: Event, where: object) -> None:
             where=where,
             do="Give each installation an audit store of its own, or restore both stores alike.",
         )
+
+
+def pruning(mark: str, keep: int) -> tuple[str, list[object]]:
+    """Return the DELETE of the oldest events beyond ``keep``, and its values."""
+    query = (
+        "DELETE FROM audit WHERE seq IN (SELECT seq FROM audit WHERE seq <="  # noqa: S608
+        f" (SELECT seq FROM audit ORDER BY seq DESC LIMIT 1 OFFSET {mark})"
+        f" ORDER BY seq LIMIT {mark})"
+    )
+    return query, [max(1, keep), PRUNE_EVENTS]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

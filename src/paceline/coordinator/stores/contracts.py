@@ -29,6 +29,7 @@ from paceline.wire.records import StageRecord, WorkerProgress
 
 OUTBOX_EVENTS = 10_000  # waiting for the audit store; with so many, nothing more is committed
 RECENT_EVENTS = 1_000  # shipped already and still kept, for who begins to follow
+PRUNE_EVENTS = 20_000  # deleted from the audit store in one go
 QUERY_EVENTS = 1_000  # the most that one question to the audit store is answered with
 
 
@@ -268,6 +269,13 @@ class Audit(Protocol):
 
         ``limit`` is brought down to QUERY_EVENTS; page on with the last number as ``after`` (or as
         ``before`` where the newest come first).
+        """
+        ...
+
+    def prune(self, keep: int) -> int:
+        """Delete the oldest events beyond the newest ``keep`` (at least 1); return how many.
+
+        At most PRUNE_EVENTS at once: call again where it returns so many.
         """
         ...
 

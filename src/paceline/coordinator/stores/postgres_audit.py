@@ -21,6 +21,7 @@ from paceline.coordinator.stores.audit_rows import (
     COLUMNS,
     Question,
     event_of,
+    pruning,
     require_same,
     row_of,
 )
@@ -147,6 +148,11 @@ class PostgresAudit:
         ).sql("%s")
         rows = self._do(self._asking, lambda db: db.execute(query.encode(), values).fetchall())
         return [event_of(row) for row in rows]
+
+    def prune(self, keep: int) -> int:
+        """Delete the oldest events beyond the newest ``keep``."""
+        query, values = pruning("%s", keep)
+        return self._do(self._appending, lambda db: db.execute(query.encode(), values).rowcount)
 
     def close(self) -> None:
         """Let both connections go."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from paceline.coordinator.messages import Observed
-from paceline.coordinator.stores.contracts import Audit, Coordination, Term
+from paceline.coordinator.stores.contracts import PRUNE_EVENTS, Audit, Coordination, Term
 from paceline.coordinator.stores.events import cleaned
 from paceline.errors import Conflict, PacelineError, StaleEpoch
 from paceline.wire.events import Event
@@ -20,14 +21,26 @@ log = logging.getLogger(__name__)
 
 BATCH_EVENTS = 500
 PAUSE_S = 0.25  # between two looks: a batch costs both stores one transaction
+KEPT_EVENTS = 1_000_000  # in the audit store, unless it is said otherwise
+PRUNE_S = 3600.0
 PATIENCE_S = 2.0  # between two tries while the audit store is away
 
 
 class Shipper:
     """One term's shipping; a new term gets a new shipper."""
 
-    def __init__(self, coordination: Coordination, audit: Audit, term: Term) -> None:
+    def __init__(
+        self,
+        coordination: Coordination,
+        audit: Audit,
+        term: Term,
+        *,
+        keep_events: int = KEPT_EVENTS,
+    ) -> None:
+        """``keep_events``: the newest in the audit store; older ones are deleted each hour."""
         self._coordination, self._audit, self._term = coordination, audit, term
+        self._keep_events = keep_events
+        self._pruned_s = float("-inf")
         self._numbered = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._ship_on, name="audit-shipper", daemon=True)
@@ -96,7 +109,19 @@ class Shipper:
                 pause_s = PATIENCE_S
             else:
                 self._note(None)
+                self._prune()
                 pause_s = 0.0 if count == BATCH_EVENTS else PAUSE_S
+
+    def _prune(self) -> None:
+        if time.monotonic() < self._pruned_s + PRUNE_S:
+            return
+        try:
+            pruned = self._audit.prune(self._keep_events)
+        except PacelineError as error:
+            log.info("the audit history is shortened later: %s", error)
+            pruned = 0
+        if pruned < PRUNE_EVENTS:  # else the next round goes on with it
+            self._pruned_s = time.monotonic()
 
     def _note(self, error: PacelineError | None) -> None:
         if error is not None and self.trouble is None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from paceline.coordinator.stores.audit_rows import Question, event_of, require_same, row_of
+from paceline.coordinator.stores.audit_rows import Question, event_of, pruning, require_same, row_of
 from paceline.coordinator.stores.contracts import QUERY_EVENTS
 from paceline.errors import ServiceUnavailable
 from paceline.wire.events import Event, EventName
@@ -97,6 +97,11 @@ class SqliteAudit:
         )
         with self._lock, self._translated():
             return [event_of(row) for row in self._db.execute(*asked.sql("?"))]
+
+    def prune(self, keep: int) -> int:
+        """Delete the oldest events beyond the newest ``keep``."""
+        with self._lock, self._translated(), self._transaction():
+            return self._db.execute(*pruning("?", keep)).rowcount
 
     def close(self) -> None:
         """Let the file go."""

@@ -98,6 +98,10 @@ class EtcdClient:
         Raises ServiceUnavailable where none does in time: whether a member carried the call out is
         then unknown. Raises AccessDenied and Compacted.
         """
+        return self.send(name, message, within_s=within_s)[0]
+
+    def send(self, name: str, message: Any, *, within_s: float = CALL_S) -> tuple[Any, bool]:
+        """Do as ``call``, and return too whether the message was sent only once."""
         path, _, answer = CALLS[name]
         unary = name != "LeaseKeepAlive"
 
@@ -148,7 +152,7 @@ class EtcdClient:
         """Return the version of the member that answers."""
         return str(self.call("Status", request("StatusRequest")).version)
 
-    def _attempts(self, once: Any, within_s: float) -> Any:
+    def _attempts(self, once: Any, within_s: float) -> tuple[Any, bool]:
         until_s = time.monotonic() + within_s
         for tried in itertools.count(1):
             with self._lock:
@@ -156,7 +160,7 @@ class EtcdClient:
             left_s = until_s - time.monotonic()
             timeout_s = max(0.05, min(ATTEMPT_S, left_s))
             try:
-                return once(channel, timeout_s, self._metadata())
+                return once(channel, timeout_s, self._metadata()), tried == 1
             except grpc.RpcError as error:
                 if self._again(error, channel):
                     left_s = until_s - time.monotonic()

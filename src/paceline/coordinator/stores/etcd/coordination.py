@@ -14,7 +14,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from paceline.coordinator.messages import Answer, Effect, Kept, Observed
@@ -26,6 +26,7 @@ from paceline.coordinator.stores.contracts import (
     Term,
 )
 from paceline.coordinator.stores.etcd.client import CALL_S, Access, EtcdClient
+from paceline.coordinator.stores.etcd.election import Election, Held
 from paceline.coordinator.stores.etcd.layout import (
     Blob,
     Change,
@@ -38,7 +39,6 @@ from paceline.coordinator.stores.etcd.layout import (
     unpack,
     write_journal,
 )
-from paceline.coordinator.stores.etcd.lease import Lease
 from paceline.coordinator.stores.etcd.messages import (
     changed_at,
     created_at,
@@ -61,18 +61,8 @@ log = logging.getLogger(__name__)
 
 OPS = 100  # of one transaction: etcd takes 128
 BYTES = 1_000_000  # of one transaction: etcd takes 1.5 MiB
-ASK_S = 0.2  # a candidate looks this often whether it should give up
 COLLECT_EVERY = 32  # blobs written, before those that nothing names are looked for
 EVENT_KEYS = 50  # read at once
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """The term that this process won, and the key that proves it."""
-
-    term: Term
-    lease: Lease
-    created: int  # revision at which the leader's key was created: no other term has it
 
 
 class EtcdCoordination:
@@ -84,10 +74,9 @@ class EtcdCoordination:
         self._client = EtcdClient(access)
         self._layout = Layout(prefix)
         self._where = f"{self._client.where} {prefix}"
-        self._lease_s = lease_s
         self._boot = boot_id()
         self._lock = threading.RLock()  # one decision at a time; never held by a campaign
-        self._held: _Held | None = None
+        self._held: Held | None = None
         self._lost = False  # a write of the held term was refused
         self._unsure = False  # a decision failed, and nothing was loaded since
         self._tip = Tip()
@@ -95,6 +84,7 @@ class EtcdCoordination:
         self._written: set[str] = set()  # blobs of this term, until the next collection
         self._mirror = Mirror(self._client, self._layout, self._boot)
         self._watcher = Watcher(self._client, *self._layout.below("meta"), self._look)
+        self._election = Election(self._client, self._layout, self._watcher, lease_s)
         self._version = ""
 
     @property
@@ -125,73 +115,14 @@ class EtcdCoordination:
         """Wait until nobody leads, and be the first to say so."""
         if self._held is not None:
             self.resign(self._held.term)  # else it would wait for itself
-        lease: Lease | None = None
-        trouble = ""
-        try:
-            while not give_up():
-                try:
-                    seen = self._watcher.note(0)
-                    if lease is not None and not lease.holds:
-                        lease = None  # ran out while etcd was away
-                    leader, epoch = self._standing()
-                    if leader is None:
-                        lease = lease or Lease(self._client, self._lease_s)
-                        leader = self._claim(candidate, lease, epoch)
-                    if leader is not None and lease is not None and leader.lease == lease.lease_id:
-                        held = self._hold(candidate, lease, leader)
-                        lease = None
-                        return held.term
-                    if lease is not None:
-                        lease.end(revoke=True)  # another was first: the next claim needs a new one
-                        lease = None
-                    trouble = ""
-                    self._watcher.wait(seen, ASK_S)
-                except PacelineError as error:
-                    if error.what != trouble:
-                        log.warning("the campaign waits: %s", error)
-                    trouble = error.what
-                    threading.Event().wait(ASK_S)
-            return None
-        finally:
-            if lease is not None:
-                lease.end(revoke=True)
+        held = self._election.stand(candidate, give_up, self._take)
+        return None if held is None else held.term
 
-    def _standing(self) -> tuple[Any | None, Any | None]:
-        """Return the keys that say who leads and which epoch was the newest."""
-        gets = [get(self._layout.leader), get(self._layout.epoch)]
-        answer = self._client.call("Txn", request("TxnRequest", success=gets))
-        leader, epoch = (each.response_range.kvs for each in answer.responses)
-        return (leader[0] if leader else None), (epoch[0] if epoch else None)
-
-    def _claim(self, candidate: Candidate, lease: Lease, epoch: Any | None) -> Any | None:
-        """Try to be the leader; return the leader's key as it is then."""
-        layout = self._layout
-        number = (int(epoch.value) if epoch is not None else 0) + 1
-        fields = {"epoch": number, "replica_id": candidate.replica_id, "url": candidate.url}
-        message = request(
-            "TxnRequest",
-            compare=[
-                created_at(layout.leader, 0),
-                changed_at(layout.epoch, epoch.mod_revision if epoch is not None else 0),
-            ],
-            success=[
-                put(layout.leader, json.dumps(fields).encode(), lease.lease_id),
-                put(layout.epoch, str(number).encode()),
-            ],
-        )
-        self._client.call("Txn", message)
-        return self._standing()[0]  # whoever won: an answer may have been lost on the way
-
-    def _hold(self, candidate: Candidate, lease: Lease, leader: Any) -> _Held:
-        term = Term(json.loads(leader.value)["epoch"], candidate.replica_id, candidate.url)
-        held = _Held(term, lease, leader.create_revision)
+    def _take(self, held: Held) -> None:
         with self._lock:
             tip, shipped = self._read_tip()
-            lease.keep()
             self._held, self._lost, self._unsure = held, False, False
             self._tip, self._shipped, self._written = tip, shipped, set()
-        self._watcher.note(leader.mod_revision)
-        return held
 
     def resign(self, term: Term) -> None:
         """Give the lease back, which takes the leader's key along."""
@@ -209,8 +140,7 @@ class EtcdCoordination:
 
     def leader(self) -> Term | None:
         """Return who holds the leader's key."""
-        key, _ = self._standing()
-        return None if key is None else Term(**json.loads(key.value))
+        return self._election.standing().term()
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -323,7 +253,7 @@ class EtcdCoordination:
 
     # --- inside: deciding ------------------------------------------------------------------------
 
-    def _leading(self, term: Term, *, sure: bool = True) -> _Held:
+    def _leading(self, term: Term, *, sure: bool = True) -> Held:
         held = self._held
         if held is None or held.term != term or self._lost:
             newest = self.leader() or term
@@ -333,7 +263,7 @@ class EtcdCoordination:
         return held
 
     def _decide(
-        self, held: _Held, changes: Sequence[Change], told: Sequence[Observed], **fields: int
+        self, held: Held, changes: Sequence[Change], told: Sequence[Observed], **fields: int
     ) -> list[Event]:
         """Commit ``changes`` and what ``told`` tells; after an error the outcome is unknown."""
         try:
@@ -360,7 +290,7 @@ class EtcdCoordination:
         self._tidy(held)
         return events
 
-    def _move_tip(self, held: _Held, tip: Tip, ops: Sequence[Any] = ()) -> None:
+    def _move_tip(self, held: Held, tip: Tip, ops: Sequence[Any] = ()) -> None:
         """Carry ``ops`` out together with the step from the known tip to ``tip``."""
         layout = self._layout
         message = request(
@@ -372,22 +302,23 @@ class EtcdCoordination:
             success=[*ops, put(layout.tip, tip.value())],
             failure=[get(layout.tip)],
         )
-        answer = self._client.call("Txn", message)
+        answer, sent_once = self._client.send("Txn", message)
         if answer.succeeded:
             self._tip = replace(tip, revision=answer.header.revision)
         else:
             found = Tip.read(answer.responses[0].response_range.kvs)
             if found.commit != tip.commit:  # else: it was carried out when it was sent before
-                self._require_leading(held)
+                if sent_once:  # else it may have been, before somebody else went on from there
+                    self._require_leading(held)
                 raise ServiceUnavailable(
-                    "an earlier write came to pass late",
+                    "somebody else wrote meanwhile, or an earlier write came late",
                     where=self._where,
                     do="Ask again; the state is read anew first.",
                 )
             self._tip = found
         self._watcher.note(self._tip.revision)
 
-    def _bar(self, held: _Held) -> None:
+    def _bar(self, held: Held) -> None:
         """Move the tip, so that whatever was sent before has come to pass or never will."""
         while True:
             self._tip, self._shipped = self._read_tip()
@@ -397,7 +328,7 @@ class EtcdCoordination:
                 if self._read_tip()[0].revision == self._tip.revision:
                     raise  # it was not a late one that moved the tip: etcd is away
 
-    def _carry_out(self, held: _Held) -> None:
+    def _carry_out(self, held: Held) -> None:
         """Do what a pending journal says; doing it twice does no harm."""
         if self._tip.pending is None:
             return
@@ -405,7 +336,7 @@ class EtcdCoordination:
             self._fenced(held, _ops(some))
         self._move_tip(held, self._tip.next(pending=None))
 
-    def _tidy(self, held: _Held) -> None:
+    def _tidy(self, held: Held) -> None:
         """Finish what a commit left to do; it is committed whatever happens here."""
         try:
             self._carry_out(held)
@@ -417,14 +348,14 @@ class EtcdCoordination:
 
     # --- inside: blobs ---------------------------------------------------------------------------
 
-    def _put_blob(self, held: _Held, blob: Blob) -> None:
+    def _put_blob(self, held: Held, blob: Blob) -> None:
         if blob.digest in self._written:
             return
         for number, part in enumerate(blob.parts):
             self._fenced(held, [put(self._layout.part(blob.digest, number), part)])
         self._written.add(blob.digest)
 
-    def _collect(self, held: _Held) -> None:
+    def _collect(self, held: Held) -> None:
         """Delete blobs that nothing names; with the tip, so that a late deletion is barred too."""
         named = self._mirror.blobs()
         start, end = self._layout.below("blobs")
@@ -448,18 +379,17 @@ class EtcdCoordination:
 
     # --- inside: etcd ----------------------------------------------------------------------------
 
-    def _fenced(self, held: _Held, ops: Sequence[Any]) -> None:
+    def _fenced(self, held: Held, ops: Sequence[Any]) -> None:
         compare = [created_at(self._layout.leader, held.created)]
         message = request("TxnRequest", compare=compare, success=ops)
         if not self._client.call("Txn", message).succeeded:
             self._require_leading(held)
 
-    def _require_leading(self, held: _Held) -> None:
-        leader, epoch = self._standing()
-        if leader is None or leader.create_revision != held.created:
+    def _require_leading(self, held: Held) -> None:
+        found = self._election.standing()
+        if found.leader is None or found.leader.create_revision != held.created:
             self._lost = True
-            newest = int(epoch.value) if epoch is not None else held.term.epoch
-            raise stale(held.term, newest, self._where)
+            raise stale(held.term, found.newest, self._where)
 
     def _read_tip(self) -> tuple[Tip, int]:
         gets = [get(self._layout.tip), get(self._layout.shipped)]

@@ -1,0 +1,129 @@
+"""Who leads, in etcd: the leader's key stands under a lease, and epochs are counted beside it.
+
+A candidate waits until there is no such key and puts it, together with the next epoch, in one
+transaction. The key's creation revision is what a term's writes prove themselves with: no other
+term has it, and with the lease it is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.coordinator.stores.contracts import Candidate, Term
+from paceline.coordinator.stores.etcd.client import EtcdClient
+from paceline.coordinator.stores.etcd.layout import Layout
+from paceline.coordinator.stores.etcd.lease import Lease
+from paceline.coordinator.stores.etcd.messages import changed_at, created_at, get, put, request
+from paceline.coordinator.stores.etcd.watching import Watcher
+from paceline.errors import PacelineError
+
+log = logging.getLogger(__name__)
+
+ASK_S = 0.2  # a candidate looks this often whether it should give up
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The term that this process won, and the key that proves it."""
+
+    term: Term
+    lease: Lease
+    created: int  # revision at which the leader's key was created
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The keys that say who leads and which epoch was the newest, as etcd has them."""
+
+    leader: Any | None
+    epoch: Any | None
+
+    @property
+    def newest(self) -> int:
+        """Return the newest epoch ever given, 0 before the first."""
+        return int(self.epoch.value) if self.epoch is not None else 0
+
+    def term(self) -> Term | None:
+        """Return the term of whoever leads."""
+        return None if self.leader is None else Term(**json.loads(self.leader.value))
+
+
+class Election:
+    """Stands for election; one candidate at a time."""
+
+    def __init__(
+        self, client: EtcdClient, layout: Layout, watcher: Watcher, lease_s: float
+    ) -> None:
+        self._client, self._layout = client, layout
+        self._watcher, self._lease_s = watcher, lease_s
+
+    def standing(self) -> Standing:
+        """Return who leads now."""
+        gets = [get(self._layout.leader), get(self._layout.epoch)]
+        answer = self._client.call("Txn", request("TxnRequest", success=gets))
+        leader, epoch = (each.response_range.kvs for each in answer.responses)
+        return Standing(leader[0] if leader else None, epoch[0] if epoch else None)
+
+    def stand(
+        self, candidate: Candidate, give_up: Callable[[], bool], take: Callable[[Held], None]
+    ) -> Held | None:
+        """Wait until nobody leads and be the first to say so; ``take`` is called once it is so.
+
+        Whatever fails, also in ``take``, is tried again until ``give_up()``.
+        """
+        lease: Lease | None = None
+        trouble = ""
+        try:
+            while not give_up():
+                try:
+                    seen = self._watcher.note(0)
+                    if lease is not None and not lease.holds:
+                        lease = None  # ran out while etcd was away
+                    found = self.standing()
+                    if found.leader is None:
+                        lease = lease or Lease(self._client, self._lease_s)
+                        self._claim(candidate, lease, found)
+                        found = self.standing()  # whoever won: an answer may have been lost
+                    leader, term = found.leader, found.term()
+                    if lease is not None and leader is not None and term is not None:
+                        if leader.lease == lease.lease_id:
+                            held = Held(term, lease, leader.create_revision)
+                            take(held)
+                            lease.keep()
+                            lease = None
+                            self._watcher.note(leader.mod_revision)
+                            return held
+                        lease.end(revoke=True)  # another was first: the next claim needs a new one
+                        lease = None
+                    trouble = ""
+                    self._watcher.wait(seen, ASK_S)
+                except PacelineError as error:
+                    if error.what != trouble:
+                        log.warning("the campaign waits: %s", error)
+                    trouble = error.what
+                    threading.Event().wait(ASK_S)
+            return None
+        finally:
+            if lease is not None:
+                lease.end(revoke=True)
+
+    def _claim(self, candidate: Candidate, lease: Lease, found: Standing) -> None:
+        layout, number = self._layout, found.newest + 1
+        fields = {"epoch": number, "replica_id": candidate.replica_id, "url": candidate.url}
+        message = request(
+            "TxnRequest",
+            compare=[
+                created_at(layout.leader, 0),
+                changed_at(layout.epoch, found.epoch.mod_revision if found.epoch else 0),
+            ],
+            success=[
+                put(layout.leader, json.dumps(fields).encode(), lease.lease_id),
+                put(layout.epoch, str(number).encode()),
+            ],
+        )
+        self._client.call("Txn", message)
