@@ -18,7 +18,7 @@ from paceline.client import CoordinatorClient
 from paceline.profile import Runtime
 from paceline.wire.calls import CreateDeployment
 from paceline.wire.events import EventName
-from paceline.wire.records import Deployment, DeploymentStatus
+from paceline.wire.records import Deployment, DeploymentStatus, Worker
 from tests.support.stack import Ended, finish, paceline, processes_of, start, wait_until
 
 pytestmark = [
@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 # A flow run takes some 10 s to begin; at 8 Mbit/s the model is not there before.
-SIZES = {"1": 44_000_000, "2": 16_000_000}
+SIZES = {"1": 44_000_000, "2": 16_000_000, "3": 1_000_000}
 
 
 def prefect(stack: Runtime, method: str, path: str, body: Any = None) -> Any:
@@ -76,11 +76,13 @@ class Site:
     def record(self, deployment_id: str) -> Deployment:
         return self.client.deployment(deployment_id).deployment
 
-    def driven(self, deployment_id: str) -> str:
-        """Return the flow run once it runs; the deployment is under way then."""
+    def driven(self, deployment_id: str, *, under_way: bool = True) -> str:
+        """Return the flow run; with ``under_way`` once it runs, and before the model is there."""
         flow_run_id = wait_until(
             lambda: self.record(deployment_id).flow_run_id, 60, "the record names its flow run"
         )
+        if not under_way:
+            return str(flow_run_id)
         self.flow_is(flow_run_id, "RUNNING")
         assert not self.record(deployment_id).status.is_final
         return str(flow_run_id)
@@ -94,7 +96,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(stack: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """Two versions that share nothing, published."""
+    """Three versions that share nothing, published."""
     directory = tmp_path_factory.mktemp("flowing")
     url = f"{stack.models_url}/flowing"
     for version, size in SIZES.items():
@@ -185,7 +187,8 @@ def test_a_flow_that_makes_its_own_record_names_itself_in_it(site: Site, lifecyc
     assert all(each.flow_run_id and not each.flow_wanted for each in of_lifecycle)
     told = [each.name for each in site.client.events(0).events]
     started = [each for each in told if each is EventName.FLOW_STARTED]
-    assert len(started) == 3, "one for each deployment that was asked for without a flow"
+    wanted = [each for each in site.client.deployments() if each.flow_wanted and each.flow_run_id]
+    assert len(started) == len(wanted), "one for each that was asked for without a flow"
 
 
 def test_ctrl_c_says_what_goes_on_and_how_to_end_it(site: Site, stack: Runtime) -> None:
@@ -209,3 +212,32 @@ def test_ctrl_c_says_what_goes_on_and_how_to_end_it(site: Site, stack: Runtime) 
     cancelled = paceline("cancel", d, "--json", state=stack.state_dir)
     assert cancelled.code == 0
     assert cancelled.answer["status"] == "cancelled"
+
+
+def test_a_resident_agent_is_a_target_like_any_other(site: Site, stack: Runtime) -> None:
+    # Dask knows nothing of this node: its machine runs the agent, as a unit or a DaemonSet would.
+    resident = start(
+        "agent", "--worker-id", "spare-0", "--host", "spare-0", "--rack", "rack-9",
+        state=stack.state_dir,
+    )  # fmt: skip
+    try:
+
+        def registered() -> Worker | None:
+            here = {each.worker_id: each for each in site.client.workers() if each.alive}
+            return here.get("spare-0")
+
+        spare = wait_until(registered, 30, "the resident agent has registered")
+        ours = next(each for each in site.client.workers() if each.worker_id == "node-0")
+        alike = {"alive", "link_mbit"}
+        assert spare.model_dump(include=alike) == ours.model_dump(include=alike)
+        site.targets = ("node-0", "spare-0")
+        d = site.ask("3", "to-a-resident")
+        flow_run_id = site.driven(d, under_way=False)
+        site.flow_is(flow_run_id, "COMPLETED")
+        assert set(site.client.deployment(d).workers_complete) == {"node-0", "spare-0"}
+        paceline("activate", d, state=stack.state_dir)
+        active = stack.node_dir("spare-0") / "store" / "models" / "flowing" / "active"
+        assert active.readlink().name == "3"
+    finally:
+        resident.send_signal(signal.SIGTERM)
+        assert finish(resident, 30).code == 0
