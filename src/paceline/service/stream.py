@@ -223,23 +223,27 @@ class StreamHub:
                 return
 
     async def _tell_moment(self) -> None:
-        wanted = {each.deployment_id for each in self._watchers if each.deployment_id}
-        listeners = list(self._watchers)
-        look = await asyncio.to_thread(self._look, wanted)
-        changed = self._moments.take(look)
-        said: dict[tuple[bool, str | None], bytes] = {}
-        whole: Moment | None = None
-        for each in listeners:
-            key = (each.fresh, each.deployment_id)
-            if key not in said:
-                if each.fresh:
-                    whole = whole or self._moments.whole()
-                moment = whole if each.fresh and whole is not None else changed
-                if each.deployment_id is not None:
-                    moment = of_deployment(moment, each.deployment_id, each.targets)
-                said[key] = _message(moment)
+        listeners = [(each, (each.fresh, each.deployment_id)) for each in self._watchers]
+        targets = {each.deployment_id: each.targets for each in self._watchers}
+        # On a thread: of 10,000 workers it takes some 0.3 s, and beats go through this loop.
+        said = await asyncio.to_thread(self._moment, {key for _, key in listeners}, targets)
+        for each, key in listeners:
             each.fresh = False
             each.put(said[key])
+
+    def _moment(
+        self, wanted: set[tuple[bool, str | None]], targets: dict[str | None, frozenset[str]]
+    ) -> dict[tuple[bool, str | None], bytes]:
+        """Look, and return what to tell each kind of watcher: all or changes, of one or all."""
+        changed = self._moments.take(self._look({each for _, each in wanted if each is not None}))
+        whole = self._moments.whole() if any(fresh for fresh, _ in wanted) else changed
+        said = {}
+        for fresh, deployment_id in wanted:
+            moment = whole if fresh else changed
+            if deployment_id is not None:
+                moment = of_deployment(moment, deployment_id, targets[deployment_id])
+            said[fresh, deployment_id] = _message(moment)
+        return said
 
     def _look(self, wanted: set[str]) -> Look:
         leader = self._leader()
