@@ -12,13 +12,19 @@ from collections.abc import Callable
 import pytest
 
 from paceline.cli.following import Follower, Lost
+from paceline.coordinator.messages import Beat, FetchLanes
 from paceline.coordinator.ring import EventRing
 from paceline.errors import AccessDenied, NotFound, ServiceUnavailable
 from paceline.service import stream
+from paceline.service.observation import _leader
 from paceline.service.stream import EventStream, StreamHub, Watcher
+from paceline.wire.calls import DeploymentBeat, Heartbeat
 from paceline.wire.events import Event, EventName
+from paceline.wire.records import WorkerStatus
 from paceline.wire.stream import Dropped, Happened, LeaderView, Missed, Moment, StreamItem
 from tests.coordinator.conftest import World
+from tests.coordinator.leader.conftest import Three, three  # noqa: F401
+from tests.coordinator.leader.test_replica import CALL, registration
 from tests.service.conftest import FakeAgent, creation, make_model
 
 DEADLINE_S = 20.0
@@ -371,6 +377,42 @@ def test_strangers_and_unknown_deployments_are_refused_at_once(served) -> None:
     gone = Follower(["http://127.0.0.1:9"], token, patience_s=0.0)
     with pytest.raises(ServiceUnavailable, match="no coordinator answers"):
         list(gone.items())
+
+
+def test_a_standby_streams_who_leads_who_has_what_and_what_happened(
+    three: Three,  # noqa: F811
+) -> None:
+    leader = three.leader.coordinator
+    leader.handle(registration())
+    made = leader.create(CALL, "key-1").deployment_id
+    leader.handle(FetchLanes(deployment_id=made, worker_id="node-0"))
+    epoch = leader.read(lambda state: state.plan(made)).epoch
+    entry = DeploymentBeat(
+        deployment_id=made, epoch=epoch, status=WorkerStatus.RECEIVING, pieces_held=3,
+        bytes_held=3072, chunks_received=(0,),
+    )  # fmt: skip
+    beat = Heartbeat(worker_id="node-0", status=WorkerStatus.RECEIVING, deployments=(entry,))
+    leader.handle(Beat(beat=beat))
+    three.follow_up()
+    standby = three.standbys[0]
+
+    async def story() -> None:
+        coordinator = standby.coordinator
+        hub = StreamHub(coordinator, lambda: _leader(coordinator, standby.url, "b"))
+        reader = Reader(hub, hub.join(made, 0))
+
+        def chunks() -> list[tuple[int, int]]:
+            parts = [p for m in reader.of(Moment) for d in m.deployments for p in d.parts]
+            return [run for part in parts for run in part.chunks]
+
+        await reader.until(lambda: chunks() == [(0, 0)])
+        await reader.until(lambda: reader.ids)
+        said = reader.of(Moment)[0].leader
+        assert (said.leads, said.leader_url, said.url) == (False, three.leader.url, standby.url)
+        assert reader.of(Happened)[0].event.name is EventName.DEPLOYMENT_CREATED
+        await reader.leave()
+
+    run(story)
 
 
 def test_every_kind_of_item_reads_back_as_it_was_written() -> None:
