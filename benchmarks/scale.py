@@ -119,7 +119,16 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             label=f"{topology}, {'5 % die, 1 % corrupt' if faults else 'nothing fails'}",
         )
     axes.axhline(rows[0]["bound_seconds"], color="black", linewidth=0.8, label="bound")
+    for faults, marker in ((False, "_"), (True, "x")):
+        goals = sorted({(r["workers"], r["goal_seconds"]) for r in rows if r["faults"] == faults})
+        goals = [goal for goal in goals if goal[1] is not None]
+        if goals:
+            what = "with faults" if faults else "nothing failing"
+            axes.scatter(*zip(*goals, strict=True), marker=marker, c="grey", label=f"goal, {what}")
+    sizes = sorted({row["workers"] for row in rows})
     axes.set_xscale("log")
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], minor=False)
+    axes.set_xticks([], minor=True)
     axes.set_xlabel("workers")
     axes.set_ylabel("seconds")
     axes.legend()
