@@ -226,10 +226,11 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "load": max(each["load"] for each in runs if each["contender"] == name),
         }
         if (under := FLOOR_OF.get(name)) in median:
-            # Of the same round: the machine was as busy for both.
-            pairs = zip(mine, costs[under], strict=True)
-            line["of_floor"] = round(statistics.median(a / b for a, b in pairs), 3)
-        if best_peer and name in FLOOR_OF:
+            # Of the same round: the machine was as busy for both. A floor of a few ticks of the
+            # CPU clock, of a tiny run, may read 0.
+            ratios = [a / b for a, b in zip(mine, costs[under], strict=True) if b]
+            line["of_floor"] = round(statistics.median(ratios), 3) if ratios else None
+        if best_peer and median[name] and name in FLOOR_OF:
             line["best_verifying_peer_over_this"] = round(best_peer / median[name], 2)
         lines[name] = line
     return lines

@@ -16,7 +16,7 @@ def measured(tmp_path: Path, *contenders: str) -> dict[str, dict[str, float]]:
         [
             sys.executable,
             str(SCRIPT),
-            *("--mb", "3", "--rounds", "1", "--receivers", "2", "--piece-kib", "256"),
+            *("--mb", "24", "--rounds", "1", "--receivers", "2", "--piece-kib", "256"),
             *("--only", ",".join(contenders), "--directory", str(tmp_path), "--out", str(tmp_path)),
         ],
         check=False,

@@ -111,6 +111,8 @@ def test_making_and_revoking_a_token_is_a_change_by_whoever_did_it(rest):
 
 def test_refused_changes_leave_rows_too_and_watchers_see_neither(rest):
     token, token_id = make(rest, "reader", Scope.READ)
+    worker = {"worker_id": "seen", "hostname": "h", "rack": "r", "available_storage": 1}
+    assert call(rest, "POST", "/workers/register", rest.owner, json=worker).status_code == 200
     call(rest, "POST", "/deployments/dep-x/activate", token)
     call(rest, "POST", "/deployments/dep-x/activate", None)
     call(rest, "POST", "/deployments/dep-x/activate", rest.owner)

@@ -91,7 +91,7 @@ class PeerStream:
         try:
             with self._pull.receiving(lambda: self._closed):
                 channel = self._connect()
-                while True:
+                while not self._closed:  # a shut socket still gives what has arrived
                     self._next_frame(channel)
         finally:
             self._intake.drop()
@@ -180,6 +180,8 @@ class PeerStream:
         while left:
             block = self._block[: min(len(self._block), left)]
             channel.receive(block, deadline_s, lambda: arriving.alive(moving=True))
+            if self._closed:
+                return
             arriving.take(block)
             left -= len(block)
         if not arriving.end():
