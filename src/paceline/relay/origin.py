@@ -364,15 +364,13 @@ class OriginStream:
             steps = self._reader.stream(file, offset, data, self._limit)
             for filled in _unhurried(steps, lull):
                 self._counters.add(origin=filled - done)
-                if self._closed:
-                    return
                 self._arrived(filled - done)
                 while done < filled:
+                    if self._closed:
+                        return
                     step = min(self._pacer.block_bytes, filled - done)
                     self._pacer.take(step)
                     done += step
-                    if self._closed:
-                        return
                 while pieces and pieces[0].file_offset + pieces[0].length <= offset + done:
                     piece = pieces.popleft()
                     self._keep(piece, data[piece.file_offset - offset :][: piece.length])
