@@ -426,16 +426,21 @@ def default_state_dir() -> Path:
     return Path(os.environ.get("PACELINE_STATE") or ".paceline").absolute()
 
 
-def save_runtime(runtime: Runtime) -> Path:
-    """Write ``runtime`` into its state directory (mode 0600) and return the path."""
-    path = runtime.state_dir / RUNTIME_FILE
-    temporary = path.with_suffix(".tmp")
+def write_private(path: Path, content: bytes) -> None:
+    """Write ``content`` so that only the owner can read it, whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(runtime.model_dump_json(indent=2))
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def save_runtime(runtime: Runtime) -> Path:
+    """Write ``runtime`` into its state directory (mode 0600) and return the path."""
+    path = runtime.state_dir / RUNTIME_FILE
+    write_private(path, runtime.model_dump_json(indent=2).encode())
     return path
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import NotReady
-from paceline.fleet.credentials import write_private
 from paceline.fleet.nodes import AgentInfo
 from paceline.fleet.processes import clean_environment, dying_with_us
+from paceline.profile import write_private
 
 log = logging.getLogger(__name__)
 

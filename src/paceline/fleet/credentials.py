@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 import secrets
 from pathlib import Path
 
-from paceline.profile import Secrets
+from paceline.profile import Secrets, write_private
 
 SECRETS_FILE = "secrets.json"
 _VALIDITY = datetime.timedelta(days=3650)
@@ -38,17 +37,6 @@ def ensure_secrets(state_dir: Path) -> Secrets:
     _write_certificates(Path(made.tls_ca), Path(made.tls_cert), Path(made.tls_key))
     write_private(path, made.model_dump_json(indent=2).encode())  # last: it vouches for the rest
     return made
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write ``content`` so that only the owner can read it, whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _write_certificates(ca_path: Path, cert_path: Path, key_path: Path) -> None:

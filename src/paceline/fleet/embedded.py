@@ -12,9 +12,8 @@ import sysconfig
 from pathlib import Path
 
 from paceline.errors import InvalidInput, MissingTool
-from paceline.fleet.credentials import write_private
 from paceline.fleet.spec import Ready, ServiceSpec
-from paceline.profile import Runtime
+from paceline.profile import Runtime, write_private
 
 WORK_POOL = "paceline"
 CLUSTER_FILE = "cluster.json"  # below <state>/dask; written once every node has joined

@@ -23,14 +23,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from paceline.errors import Cancelled, Conflict, NotReady, PacelineError, PortInUse, StateLocked
-from paceline.fleet.credentials import ensure_secrets, write_private
+from paceline.fleet.credentials import ensure_secrets
 from paceline.fleet.embedded import embedded_services
 from paceline.fleet.guard import become_subreaper, descendants, kill_descendants
 from paceline.fleet.ports import ReservedPort, reserve_port
 from paceline.fleet.processes import resident_bytes
 from paceline.fleet.service import Service
 from paceline.fleet.spec import Launch
-from paceline.profile import RUNTIME_FILE, Endpoints, Profile, Runtime, save_runtime
+from paceline.profile import RUNTIME_FILE, Endpoints, Profile, Runtime, save_runtime, write_private
 from paceline.wire.status import InstallationStatus
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from pydantic import ValidationError
 from paceline.client.access import AccessClient
 from paceline.client.connection import Endpoint
 from paceline.errors import AccessDenied, Conflict, InvalidInput, PacelineError, ServiceUnavailable
-from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
-from paceline.relay.wires.identity import fingerprint, new_request, write_private
+from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime, write_private
+from paceline.relay.wires.identity import fingerprint, new_request
 from paceline.wire.access import JoinWorker, WorkerIdentity
 
 log = logging.getLogger(__name__)

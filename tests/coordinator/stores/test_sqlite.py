@@ -103,16 +103,6 @@ def test_a_file_of_version_one_goes_on_with_all_it_held(tmp_path):
     audit.close()
 
 
-def test_a_file_of_a_later_version_is_refused_untouched(tmp_path):
-    path = tmp_path / "c.sqlite"
-    database = sqlite3.connect(path)
-    database.execute("PRAGMA user_version=99")
-    database.close()
-    with pytest.raises(ServiceUnavailable) as caught:
-        SqliteCoordination(path)
-    assert (caught.value.got, caught.value.wanted) == (99, 2)
-
-
 @pytest.mark.parametrize("kind", [SqliteCoordination, SqliteAudit])
 def test_a_file_that_is_no_database_is_a_clear_error(tmp_path, kind):
     path = tmp_path / "c.sqlite"

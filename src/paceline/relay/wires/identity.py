@@ -12,13 +12,13 @@ from __future__ import annotations
 import datetime
 import fcntl
 import ipaddress
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import InvalidInput
+from paceline.profile import write_private
 from paceline.relay.wires.tls import TlsSettings, valid_name, worker_host_name, worker_uri
 
 if TYPE_CHECKING:
@@ -274,14 +274,3 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     )
 
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write ``content`` so that only the owner can read it, whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
