@@ -52,7 +52,7 @@ def train(
     inputs = {
         "manifest": manifest.digest,
         "snapshot": snapshot["digest"],
-        "settings": settings.model_dump(mode="json", exclude={"max_restarts"}),
+        "settings": settings.model_dump(mode="json", exclude={"guard"}),
         "labels": labels,
     }
     job = TrainJob(

@@ -14,8 +14,10 @@ from paceline.manifest import build_manifest, write_manifest
 from paceline.models import config_for, load_model, new_model, save_model, weights_digest
 from paceline.objects import ObjectStore
 from paceline.profile import (
+    CheckpointSettings,
     DataSettings,
     Endpoints,
+    GuardSettings,
     Profile,
     Runtime,
     Secrets,
@@ -35,11 +37,8 @@ SETTINGS = TrainingSettings(
     batch_sequences=BATCH,
     learning_rate=3e-3,
     warmup_steps=3,
-    checkpoint_every_steps=4,
-    keep_checkpoints=3,
-    max_restarts=3,
-    start_deadline_s=60,
-    step_deadline_s=60,
+    checkpoints=CheckpointSettings(every_steps=4, keep=3),
+    guard=GuardSettings(max_restarts=3, start_deadline_s=60, step_deadline_s=60),
 )
 
 
@@ -72,6 +71,10 @@ class Camp:
     finished: dict[str, Listener] = field(default_factory=dict)
 
     def job(self, job_id: str, **changes: object) -> TrainJob:
+        settings = SETTINGS.model_dump()
+        for key in set(changes) & set(settings):
+            change = changes.pop(key)
+            settings[key] = settings[key] | change if isinstance(change, dict) else change
         fields = {
             "job_id": job_id,
             "run_id": "run-20260101-000000-abcdef",
@@ -83,17 +86,9 @@ class Camp:
             "snapshot_digest": self.snapshot.digest,
             "purpose": self.purpose,
             "checkpoint_url": f"s3://{BUCKET}/checkpoints",
-            "settings": SETTINGS,
+            "settings": settings,
         }
-        settings = {k: v for k, v in changes.items() if k in TrainingSettings.model_fields}
-        rest = {k: v for k, v in changes.items() if k not in settings}
-        fields |= rest
-        job = TrainJob.model_validate(fields)
-        return job.model_copy(
-            update={
-                "settings": TrainingSettings.model_validate(job.settings.model_dump() | settings)
-            }
-        )
+        return TrainJob.model_validate(fields | changes)
 
     def run_alone(self, job: TrainJob, stop: StopFlag | None = None) -> tuple[int, Listener]:
         """One rank in this process: no launch, so cheap."""

@@ -38,7 +38,7 @@ def alone(camp: Camp) -> list[float]:
 def pair(camp: Camp) -> Story:
     """Two ranks on two nodes, undisturbed."""
     events: list[RankEvent] = []
-    job = camp.job("dp2", ranks=2, keep_checkpoints=10)
+    job = camp.job("dp2", ranks=2, checkpoints={"keep": 10})
     result = run_job(job, camp.nodes, LocalLauncher(), on_event=events.append)
     return Story(result, events)
 
@@ -48,7 +48,7 @@ def stormy(camp: Camp) -> Story:
     """Two ranks; one is killed, then one gets SIGTERM, then one freezes; a checkpoint rots too."""
     events: list[RankEvent] = []
     launcher = LocalLauncher()
-    job = camp.job("stormy", ranks=2, checkpoint_every_steps=2, step_deadline_s=8)
+    job = camp.job("stormy", ranks=2, checkpoints={"every_steps": 2}, guard={"step_deadline_s": 8})
     generations = Generations(camp.store, f"{job.checkpoint_url}/{job.job_id}")
     blows = [(6, signal.SIGKILL), (9, signal.SIGTERM), (12, signal.SIGSTOP)]
     struck_in: list[int] = []  # attempts
@@ -85,7 +85,7 @@ def test_a_result_is_stored_and_given_again_without_a_gang(camp: Camp, pair: Sto
         def run_gang(self, members, **_):
             raise AssertionError("a finished job starts nothing")
 
-    job = camp.job("dp2", ranks=2, keep_checkpoints=10)
+    job = camp.job("dp2", ranks=2, checkpoints={"keep": 10})
     assert run_job(job, camp.nodes, NoLauncher()) == pair.result
     with pytest.raises(Conflict, match="other settings"):
         run_job(camp.job("dp2", ranks=2, seed=9), camp.nodes, NoLauncher())
@@ -185,7 +185,7 @@ def test_restarts_are_bounded_and_a_bad_node_is_left_out(camp: Camp) -> None:
     launcher = ScriptedLauncher(
         (lost("node-1", 1, None), []), (lost("node-0", 0), []), (lost("node-0", 1), [])
     )
-    job = camp.job("bounded", ranks=2, max_restarts=2)
+    job = camp.job("bounded", ranks=2, guard={"max_restarts": 2})
     with pytest.raises(TrainingFailed, match="used up its restarts"):
         run_job(job, camp.nodes, launcher)
     assert launcher.workers == [["node-0", "node-1"], ["node-0", "node-0"], ["node-0", "node-0"]]

@@ -107,7 +107,7 @@ def test_a_request_to_stop_saves_the_step_and_a_restart_continues_it(camp: Camp)
 def test_divergence_stops_with_a_reason_and_leaves_the_last_checkpoint(camp: Camp) -> None:
     with pytest.raises(TrainingFailed, match=r"diverged|not finite"):
         camp.run_alone(
-            camp.job("nan", learning_rate=1e30, warmup_steps=0, checkpoint_every_steps=1)
+            camp.job("nan", learning_rate=1e30, warmup_steps=0, checkpoints={"every_steps": 1})
         )
     generations = Generations(camp.store, f"s3://{BUCKET}/checkpoints/nan")
     for step in generations.steps():

@@ -56,7 +56,7 @@ def run_job(
     account = _Account(job, on_event)
     left = list(workers)
     failures: Counter[str] = Counter()
-    for attempt in range(1, job.settings.max_restarts + 2):
+    for attempt in range(1, job.settings.guard.max_restarts + 2):
         account.begin(attempt)
         outcome = _launch(job, left, launch, account, attempt)
         if outcome.ok:
@@ -65,12 +65,12 @@ def run_job(
             return result
         account.failed(outcome)
         left = _without_bad(left, failures, outcome)
-        if attempt <= job.settings.max_restarts:
+        if attempt <= job.settings.guard.max_restarts:
             time.sleep(min(MAX_BACKOFF_S, 0.25 * 2**attempt))
     raise TrainingFailed(
         "training used up its restarts",
         got=account.reasons(),
-        wanted=f"at most {job.settings.max_restarts} restarts",
+        wanted=f"at most {job.settings.guard.max_restarts} restarts",
         where=join_url(job.checkpoint_url, job.job_id),
         do="Look at the reasons; the last healthy checkpoint is kept, the same job id resumes it.",
     )
@@ -119,8 +119,8 @@ def _launch(
         return launch.run_gang(
             members_of(job, workers),
             on_event=account.on_line,
-            start_deadline_s=job.settings.start_deadline_s,
-            silence_deadline_s=job.settings.step_deadline_s,
+            start_deadline_s=job.settings.guard.start_deadline_s,
+            silence_deadline_s=job.settings.guard.step_deadline_s,
             attempt=attempt,
         )
     except TemporaryError as error:

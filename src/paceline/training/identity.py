@@ -17,11 +17,8 @@ from paceline.wire.training import TrainJob
 _NUMBERLESS = {
     "ranks",
     "threads_per_rank",
-    "checkpoint_every_steps",
-    "keep_checkpoints",
-    "max_restarts",
-    "start_deadline_s",
-    "step_deadline_s",
+    "checkpoints",
+    "guard",
 }
 
 

@@ -164,7 +164,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
 
     settings = job.settings
     with contextlib.ExitStack() as stack:
-        with voice.beating("loading", settings.start_deadline_s):
+        with voice.beating("loading", settings.guard.start_deadline_s):
             its = load(job, place)
             group = stack.enter_context(
                 join_group(
@@ -173,7 +173,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
                     place.master_host,
                     place.master_port,
                     place.attempt,
-                    settings.step_deadline_s,
+                    settings.guard.step_deadline_s,
                 )
             )
             progress, cursor = resume(its, group, voice)
@@ -186,8 +186,8 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             job_id=job.job_id,
             config_digest=its.config_digest,
             code_version=code_version(),
-            every_steps=settings.checkpoint_every_steps,
-            keep=settings.keep_checkpoints,
+            every_steps=settings.checkpoints.every_steps,
+            keep=settings.checkpoints.keep,
             work_dir=its.work_dir,
         )
         stream = SampleStream.of_snapshot(
@@ -205,7 +205,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
         stop.listening = True
         # The first step lays out buckets and fetches shards: it has the start's deadline too.
         first = contextlib.ExitStack()
-        first.enter_context(voice.beating("first step", settings.start_deadline_s))
+        first.enter_context(voice.beating("first step", settings.guard.start_deadline_s))
         with stream, first:
             train(
                 its.model,

@@ -1,0 +1,82 @@
+"""Profiles: one TOML file into frozen settings. The only reader of the environment.
+
+``load_profile`` reads ``profiles/NAME.toml`` (or a path); unknown keys fail and name the nearest
+valid one. ``Runtime`` is what a running installation adds: where its servers listen and the secrets
+that were generated for it.
+"""
+
+from paceline.profile.loading import (
+    load_profile,
+    profile_directories,
+)
+from paceline.profile.runtime import (
+    RUNTIME_FILE,
+    Endpoints,
+    ObjectAccess,
+    Runtime,
+    Secrets,
+    default_state_dir,
+    derived_token,
+    load_runtime,
+    named_secret,
+    object_access,
+    save_runtime,
+    write_private,
+)
+from paceline.profile.settings import (
+    ClusterSettings,
+    ControlSettings,
+    EvaluationSettings,
+    GateSettings,
+    ModelSettings,
+    ObjectSettings,
+    Profile,
+    RelaySettings,
+    SecuritySettings,
+    ServiceSettings,
+    StorageSettings,
+    StoreSettings,
+)
+from paceline.profile.training import (
+    CheckpointSettings,
+    DataSettings,
+    GuardSettings,
+    MeshSettings,
+    SynchronySettings,
+    TrainingSettings,
+)
+
+__all__ = [
+    "RUNTIME_FILE",
+    "CheckpointSettings",
+    "ClusterSettings",
+    "ControlSettings",
+    "DataSettings",
+    "Endpoints",
+    "EvaluationSettings",
+    "GateSettings",
+    "GuardSettings",
+    "MeshSettings",
+    "ModelSettings",
+    "ObjectAccess",
+    "ObjectSettings",
+    "Profile",
+    "RelaySettings",
+    "Runtime",
+    "Secrets",
+    "SecuritySettings",
+    "ServiceSettings",
+    "StorageSettings",
+    "StoreSettings",
+    "SynchronySettings",
+    "TrainingSettings",
+    "default_state_dir",
+    "derived_token",
+    "load_profile",
+    "load_runtime",
+    "named_secret",
+    "object_access",
+    "profile_directories",
+    "save_runtime",
+    "write_private",
+]
