@@ -1,0 +1,96 @@
+"""The norm of a model's gradients, whatever mesh each of them is spread over.
+
+``torch.nn.utils.clip_grad_norm_`` refuses parameters of different meshes and knows no pipeline.
+Here each rank adds the squares of what it holds, divided by how many ranks hold the same values,
+and one all-reduce over all ranks gives everyone the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from paceline.training.mesh import Mesh
+
+
+def settle(parameters: Iterable[nn.Parameter]) -> None:
+    """Make each gradient's layout that of its parameter: sums still pending are carried out."""
+    for each in parameters:
+        gradient = each.grad
+        if (
+            isinstance(each, DTensor)
+            and isinstance(gradient, DTensor)
+            and gradient.placements != each.placements
+        ):
+            each.grad = gradient.redistribute(placements=each.placements)
+
+
+def clip(
+    parameters: Sequence[nn.Parameter],
+    mesh: Mesh,
+    max_norm: float,
+    unscale: float = 1.0,
+    skipped: frozenset[int] = frozenset(),
+) -> float:
+    """Return the norm of ``unscale`` × all gradients and shorten them to ``max_norm`` at most.
+
+    ``skipped`` are ids of parameters that another rank counts (the second copy of a tied one). A
+    norm that is not finite leaves gradients as they are.
+    """
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    square = _square(parameters, mesh, skipped)
+    if square is None:  # nothing is spread out: every rank has all of it
+        norm = float(_norm([local(each) for each in gradients])) * abs(unscale)
+    else:
+        dist.all_reduce(square)
+        norm = float(square.sqrt()) * abs(unscale)
+    factor = unscale * min(1.0, max_norm / (norm + 1e-6))
+    if gradients and factor != 1.0 and norm < float("inf"):
+        torch._foreach_mul_([local(each) for each in gradients], factor)
+    return norm
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of ``tensor`` that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def copies(parameter: Tensor, mesh: Mesh) -> int:
+    """Return how many ranks hold the same values as this rank's part of ``parameter``."""
+    held = mesh.spec.world_size // mesh.spec.pp
+    if isinstance(parameter, DTensor):
+        for dimension, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                held //= parameter.device_mesh.size(dimension)
+            else:
+                assert isinstance(placement, Replicate), "settle() comes first"
+    return held
+
+
+def _square(
+    parameters: Sequence[nn.Parameter], mesh: Mesh, skipped: frozenset[int]
+) -> Tensor | None:
+    """Return this rank's share of the squared norm, or None where it has all of it."""
+    spread = mesh.spec.pp > 1 or any(isinstance(each, DTensor) for each in parameters)
+    if not spread or mesh.spec.world_size == 1:
+        return None
+    by_copies: dict[int, list[Tensor]] = {}
+    device = torch.device(mesh.device_type)
+    for each in parameters:
+        if each.grad is not None and id(each) not in skipped:
+            by_copies.setdefault(copies(each, mesh), []).append(local(each.grad))
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for held, gradients in by_copies.items():
+        square += _norm(gradients).double().square() / held
+    return square
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    if not gradients:
+        return torch.zeros(())
+    norms: list[Tensor] = torch._foreach_norm(gradients)
+    return torch.linalg.vector_norm(torch.stack(norms).double())
