@@ -10,14 +10,21 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.data.build import parse_line
 from paceline.data.snapshot import Shard, Snapshot, Split, require_purpose
 from paceline.errors import CorruptData, SourceMissing
 from paceline.objects import ObjectStore
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from paceline.data.samples import ShardSamples
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +73,24 @@ class ShardCache:
             log.warning("cached shard is corrupt, fetching again shard=%s", shard.sha256[:12])
             path.unlink(missing_ok=True)
         return self._fetch(shard, path)
+
+    def lengths(self, shard: Shard) -> npt.NDArray[np.int32]:
+        """Return each sample's length in tokens, in the shard's order, without reading the shard
+        itself where the snapshot has an index (version 2)."""
+        import numpy as np
+
+        samples = self.samples(shard)
+        return np.array([len(samples.tokens(i)) for i in range(len(samples))], dtype=np.int32)
+
+    def samples(self, shard: Shard) -> ShardSamples:
+        """Return the shard's samples; raises CorruptData, and the shard is in quarantine."""
+        from paceline.data.samples import TextSamples
+
+        lines = self.lines(shard)
+        return TextSamples([line.path for line in lines], [line.text for line in lines])
+
+    def prefetch(self, shards: Sequence[Shard]) -> None:
+        """Say which shards come next, in this order; a few of them are fetched ahead."""
 
     def lines(self, shard: Shard) -> list[Line]:
         """Return the documents of the shard; raises CorruptData for one that cannot be parsed."""

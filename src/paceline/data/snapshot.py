@@ -1,51 +1,99 @@
 """What a snapshot is: a record of shards, counts and labels, named by the digest of itself.
 
-Layout below the data URL: ``shards/<sha256>.jsonl`` (shared by all snapshots) and
-``snapshots/<digest>/snapshot.json``. Nothing here is ever overwritten with other content. Knows how
-a snapshot is read, not how it is made.
+Layout below the data URL: ``shards/<sha256>.safetensors`` with ``shards/<sha256>.lengths`` beside
+it (shared by all snapshots), ``tokenizers/<sha256>.json`` and ``snapshots/<digest>/snapshot.json``.
+Nothing here is ever overwritten with other content. Records of version 1 (JSONL shards of text,
+without lengths) stay readable. Knows how a snapshot is read, not how it is made.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from paceline.errors import CorruptData, InvalidSnapshot, SourceMissing
 from paceline.objects import ObjectStore, join_url
 from paceline.wire.base import Name, Record, Sha256, canonical_json, digest_of
 
 SNAPSHOT_FILE = "snapshot.json"
-MAX_SNAPSHOT_BYTES = 64 * 1024 * 1024
+MAX_SNAPSHOT_BYTES = 256 * 1024 * 1024  # about a million shards
 
 Split = Literal["train", "held-out"]
 
 
-class Shard(Record):
-    """One JSONL file of documents, all of one split, named by its content."""
+class Vocabulary(Record):
+    """What a snapshot's tokens mean."""
+
+    kind: Literal["bytes", "tokenizers"] = "bytes"
+    sha256: Sha256 | None = None  # of the tokenizer.json; None: bytes need none
+    vocab_size: int = Field(default=256, ge=2, le=2**31 - 1)
+    separator: int = Field(default=0xFF, ge=0)  # stands between documents; for bytes, never UTF-8
+
+
+BYTES = Vocabulary()
+
+
+class Column(Record):
+    """One array that every sample has beside its tokens."""
+
+    name: str = Field(min_length=1, max_length=128)
+    dtype: str = Field(pattern=r"^(bool|u?int(8|16|32|64)|float(16|32|64))$")
+    shape: tuple[int | None, ...] = Field(max_length=8)  # of a sample; None: differs, first axis
+
+
+class _Grown(Record):
+    """A record that grew: a field that an older version lacks is not written while it is unset, so
+    that an old record keeps its bytes and its digest."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class Shard(_Grown):
+    """One file of samples, all of one split, named by its content."""
 
     split: Split
     sha256: Sha256
     bytes: int = Field(ge=1)  # of the file
-    documents: int = Field(ge=1)
-    text_bytes: int = Field(ge=1)  # of the documents' text, UTF-8
+    documents: int = Field(ge=1)  # samples
+    text_bytes: int = Field(ge=0)  # of the samples' text, UTF-8
+    token_count: int | None = Field(default=None, ge=0)  # None: version 1, a token a byte
+    lengths_sha256: Sha256 | None = None  # of the file of lengths beside it; None: version 1
 
     @property
     def name(self) -> str:
         """Return the shard's file name."""
-        return f"{self.sha256}.jsonl"
+        return f"{self.sha256}.{'jsonl' if self.lengths_sha256 is None else 'safetensors'}"
+
+    @property
+    def lengths_name(self) -> str:
+        """Return the name of the file with its samples' lengths (int32, little endian)."""
+        return f"{self.sha256}.lengths"
+
+    @property
+    def samples(self) -> int:
+        """Return how many samples it holds."""
+        return self.documents
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens its samples have together, separators not counted."""
+        return self.text_bytes if self.token_count is None else self.token_count
 
     @property
     def stream_bytes(self) -> int:
         """Return its token stream's length: a separator before each document and at the end."""
-        return self.text_bytes + self.documents + 1
+        return self.tokens + self.documents + 1
 
 
-class SnapshotRecord(Record):
+class SnapshotRecord(_Grown):
     """What ``snapshot.json`` holds; its canonical JSON's SHA-256 is the snapshot's digest."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1, 2] = 1
     purpose: Name
     project: Name
     source: str = Field(max_length=200)
@@ -53,10 +101,15 @@ class SnapshotRecord(Record):
     held_out_share: float = Field(gt=0, lt=1)
     shards: tuple[Shard, ...] = Field(min_length=2, max_length=1_000_000)
     documents: int = Field(ge=2)
-    total_bytes: int = Field(ge=2)  # of text
-    duplicates: int = Field(default=0, ge=0)  # files left out because another has the same text
-    skipped: int = Field(default=0, ge=0)  # files left out because they are no acceptable text
+    total_bytes: int = Field(ge=0)  # of text
+    duplicates: int = Field(default=0, ge=0)  # left out because another has the same content
+    skipped: int = Field(default=0, ge=0)  # left out because they are not acceptable
     skipped_examples: tuple[str, ...] = Field(default=(), max_length=100)
+    # version 2
+    format: Literal["text", "jsonl", "parquet", "tar"] | None = None
+    vocabulary: Vocabulary | None = None
+    columns: tuple[Column, ...] | None = Field(default=None, max_length=1000)
+    token_count: int | None = Field(default=None, ge=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +131,21 @@ class Snapshot:
         return self.record.project
 
     @property
+    def vocabulary(self) -> Vocabulary:
+        """Return what its tokens mean; snapshots of version 1 are bytes."""
+        return self.record.vocabulary or BYTES
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Return the features that each sample has."""
+        return self.record.columns or ()
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens all its samples have, separators not counted."""
+        return sum(each.tokens for each in self.record.shards)
+
+    @property
     def shards(self) -> tuple[Shard, ...]:
         """Return all shards, of both splits."""
         return self.record.shards
@@ -89,6 +157,16 @@ class Snapshot:
     def shard_url(self, shard: Shard) -> str:
         """Return where the shard's bytes are."""
         return join_url(root_url(self.url), "shards", shard.name)
+
+    def lengths_url(self, shard: Shard) -> str:
+        """Return where the lengths of the shard's samples are."""
+        return join_url(root_url(self.url), "shards", shard.lengths_name)
+
+    @property
+    def tokenizer_url(self) -> str | None:
+        """Return where its tokenizer.json is; None where tokens are bytes."""
+        digest = self.vocabulary.sha256
+        return digest and join_url(root_url(self.url), "tokenizers", f"{digest}.json")
 
 
 def snapshot_url(url: str, digest: str) -> str:
@@ -156,11 +234,17 @@ def require_purpose(snapshot: Snapshot, purpose: str, project: str | None = None
 
 def _check_sums(record: SnapshotRecord, where: str) -> None:
     shards = record.shards
+    grown = [each.lengths_sha256 is not None for each in shards]
+    empty = [each.sha256[:12] for each in shards if not each.tokens and not record.columns]
+    tokens = sum(each.tokens for each in shards)
     problems = [
         (sum(each.documents for each in shards) != record.documents, "documents do not add up"),
         (sum(each.text_bytes for each in shards) != record.total_bytes, "bytes do not add up"),
+        (record.token_count not in {None, tokens}, "tokens do not add up"),
         (len({each.sha256 for each in shards}) != len(shards), "a shard is listed twice"),
         ({each.split for each in shards} != {"train", "held-out"}, "a split is empty"),
+        (bool(empty), f"shard {', '.join(empty[:3])} is empty"),
+        (set(grown) != {record.schema_version == 2}, "shards of another version"),
     ]
     for wrong, what in problems:
         if wrong:
