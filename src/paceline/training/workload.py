@@ -1,0 +1,164 @@
+"""What is learned: a model, how a batch becomes its inputs, and the loss to lower.
+
+The loop and every layout drive a ``Workload`` and know nothing else of the task; a ``codeRef``
+returns one. ``TransformerWorkload`` is ours: the next token of our decoder. Losses are SUMS over
+weighted tokens in nats, never means: only sums add up over parts, ranks and uneven shares.
+
+Shapes in names: B rows, T tokens a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor, nn
+
+from paceline.data import Batch
+from paceline.models import ModelConfig, new_model
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One part of a batch as tensors: ``model(*args, **kwargs)``, then what its outputs answer for.
+
+    Tensors among ``args``, ``kwargs`` and ``targets`` have the rows as their first dimension, so
+    that a pipeline can cut them into microbatches.
+    """
+
+    args: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]
+    weight: float  # sum of the tokens' weights; known on the host, so that nobody waits for it
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class LossSums(NamedTuple):
+    """What one rank saw of the loss: nats summed over weighted tokens, and the sum of the weights.
+
+    A rank that sees no loss (an early stage of a pipeline) has zeros in both, and ranks that work
+    on the same rows have the same sums: Σ loss / Σ weight over all ranks is the mean under every
+    layout. ``loss`` is a detached scalar tensor: turning it into a number is what waits for a GPU.
+    """
+
+    loss: Tensor
+    weight: float
+
+    @classmethod
+    def of(cls, parts: Sequence[LossSums]) -> LossSums:
+        """Return the sum of ``parts``, of which there is at least one."""
+        loss = parts[0].loss
+        for each in parts[1:]:
+            loss = loss + each.loss
+        return cls(loss, sum(each.weight for each in parts))
+
+
+@runtime_checkable
+class Workload(Protocol):
+    """A task to learn; a ``codeRef`` entrypoint returns one.
+
+    A model that carries state between batches also has ``initial_state(rows)`` and takes the state
+    of the batch before where ``Batch.carries_B`` says so (``paceline.models.recurrent``).
+    """
+
+    def build(self) -> nn.Module:
+        """Return the model, freshly initialised, on the CPU or on the meta device.
+
+        The same workload gives the same bits each time.
+        """
+        ...
+
+    def inputs(self, batch: Batch, device: torch.device) -> Inputs:
+        """Return ``batch`` as tensors on ``device``."""
+        ...
+
+    def loss_sum(self, outputs: Any, *targets: Tensor) -> Tensor:
+        """Return the loss as a scalar: the SUM over weighted tokens, in nats."""
+        ...
+
+
+@dataclass(frozen=True)
+class TransformerWorkload:
+    """Predict each next token with our decoder."""
+
+    config: ModelConfig
+    seed: int = 0
+
+    def build(self) -> nn.Module:
+        """Return the model of ``config``, initialised from ``seed``."""
+        return new_model(self.config, self.seed)
+
+    def inputs(self, batch: Batch, device: torch.device) -> Inputs:
+        """Return tokens, and documents and positions where the batch is packed."""
+        return Inputs(
+            args=(as_tensor(batch.inputs_BT, device),),
+            kwargs={
+                name: as_tensor(found, device)
+                for name in ("positions_BT", "documents_BT")
+                if (found := getattr(batch, name)) is not None
+            },
+            targets=(
+                as_tensor(batch.targets_BT, device),
+                torch.from_numpy(batch.weights_BT).to(device, non_blocking=True),
+            ),
+            weight=float(batch.weights_BT.sum(dtype=np.float64)),
+        )
+
+    def loss_sum(self, outputs: Any, *targets: Tensor) -> Tensor:
+        """Return the weighted sum of the cross-entropy of ``outputs``, logits_BTV."""
+        targets_BT, weights_BT = targets
+        return weighted_loss(outputs, targets_BT, weights_BT)
+
+
+@dataclass(frozen=True)
+class ShuffledLabels:
+    """The control run: the same task, but each row's targets in a random order of their own.
+
+    What a model learns from it, it did not learn from the order of the text.
+    """
+
+    workload: Workload
+    seed: int
+
+    def build(self) -> nn.Module:
+        """Return the model of the true task."""
+        return self.workload.build()
+
+    def inputs(self, batch: Batch, device: torch.device) -> Inputs:
+        """Return ``batch`` with permuted targets as tensors on ``device``."""
+        changed = dataclasses.replace(batch, targets_BT=shuffled(batch, self.seed))
+        return self.workload.inputs(changed, device)
+
+    def loss_sum(self, outputs: Any, *targets: Tensor) -> Tensor:
+        """Return the loss of the true task."""
+        return self.workload.loss_sum(outputs, *targets)
+
+
+def weighted_loss(logits_BTV: Tensor, targets_BT: Tensor, weights_BT: Tensor) -> Tensor:
+    """Return Σ over tokens of weight × cross-entropy, in nats; halves are computed in float32."""
+    if logits_BTV.dtype in (torch.bfloat16, torch.float16):
+        logits_BTV = logits_BTV.float()
+    loss_N = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none")
+    return torch.dot(loss_N, weights_BT.flatten().to(loss_N.dtype))
+
+
+def shuffled(batch: Batch, seed: int) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
+    """Return the batch's targets, those that count of each row in a random order of its own.
+
+    The order is a pure function of (seed, step, row): the same for any number of ranks.
+    """
+    targets_BT = np.array(batch.targets_BT)
+    for row, targets_T, weights_T in zip(batch.rows, targets_BT, batch.weights_BT, strict=True):
+        (counted,) = np.nonzero(weights_T)
+        generator = np.random.Generator(np.random.Philox([abs(seed), batch.step, row]))
+        targets_T[counted] = generator.permutation(targets_T[counted])
+    return targets_BT
+
+
+def as_tensor(array: np.ndarray[tuple[int, ...], np.dtype[Any]], device: torch.device) -> Tensor:
+    """Return integers as an int64 tensor on ``device``."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, torch.int64, non_blocking=True)
