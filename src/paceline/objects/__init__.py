@@ -1,9 +1,12 @@
 """Object storage: the one package that talks to S3; models, data and checkpoints go through it.
 
+``DiskStore`` has the same methods for directories of a local or shared disk.
+
 It knows buckets, keys and ranges. It does not know what a model, a piece or a checkpoint is.
 """
 
+from paceline.objects.disk import DiskStore
 from paceline.objects.store import ObjectStore
 from paceline.objects.url import ObjectInfo, join_url, parse_url
 
-__all__ = ["ObjectInfo", "ObjectStore", "join_url", "parse_url"]
+__all__ = ["DiskStore", "ObjectInfo", "ObjectStore", "join_url", "parse_url"]
