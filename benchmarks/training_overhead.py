@@ -20,7 +20,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from paceline.data import SampleStream, Shard
+from paceline.data import PlannedStream, Shard
+from paceline.data.batching import WindowPlan
 from paceline.models import config_for, count_parameters, new_model
 from paceline.profile import TrainingSettings
 from paceline.training.group import Group
@@ -28,7 +29,18 @@ from paceline.training.loop import Progress, train
 from paceline.training.recipe import new_optimizer
 
 
-def stream_of(context: int, batch: int) -> SampleStream:
+class InMemory:
+    """A cache of one shard that is there already."""
+
+    def __init__(self, stream: bytes) -> None:
+        self.quarantined: dict[str, str] = {}
+        self._stream = stream
+
+    def token_bytes(self, _: Shard) -> bytes:
+        return self._stream
+
+
+def stream_of(context: int, batch: int) -> PlannedStream:
     """A stream of random bytes from memory: what it costs to slice and to hand over."""
     size = 4 * context * batch
     shard = Shard(
@@ -40,7 +52,8 @@ def stream_of(context: int, batch: int) -> SampleStream:
     )
     text = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8).tobytes()
     stream = b"\xff" + text + b"\xff"
-    return SampleStream([shard], lambda _: stream, context, batch, seed=0)
+    plan = WindowPlan([len(stream)], context, batch, seed=0)
+    return PlannedStream(plan, [shard], InMemory(stream))
 
 
 def ours(parameters: int, context: int, batch: int, steps: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data import SampleOrder, SampleStream, Shard
+from paceline.data import Batch, PlannedStream, Shard
+from paceline.data.batching import WindowPlan
+from paceline.data.position import Position
 from paceline.errors import CorruptData, DataRejected, InvalidInput, InvalidSnapshot
 
 
@@ -29,16 +32,45 @@ def shards_of(contents: list[bytes]) -> tuple[list[Shard], dict[str, bytes]]:
 CONTENTS = [bytes([number]) * (40 + 13 * number) for number in range(7)]
 
 
-def stream(**changes: object) -> SampleStream:
+class InMemory:
+    """A cache of shards that are there already, some of which ``broken`` answers for."""
+
+    def __init__(self, streams: dict[str, bytes], broken: dict[str, Exception] | None = None):
+        self.quarantined: dict[str, str] = {}
+        self._streams = streams
+        self._broken = broken or {}
+
+    def token_bytes(self, shard: Shard) -> bytes:
+        if shard.sha256 in self._broken:
+            raise self._broken[shard.sha256]
+        return self._streams[shard.sha256]
+
+
+def stream(seed: int = 5, broken: dict[int, Exception] | None = None, **changes) -> PlannedStream:
     shards, streams = shards_of(CONTENTS)
-    values: dict[str, object] = {
-        "shards": shards,
-        "tokens": lambda shard: streams[shard.sha256],
-        "context": 8,
-        "global_batch": 6,
-        "seed": 5,
-    }
-    return SampleStream(**(values | changes))  # type: ignore[arg-type]
+    plan = WindowPlan([each.stream_bytes for each in shards], 8, 6, seed)
+    bad = {shards[number].sha256: error for number, error in (broken or {}).items()}
+    return PlannedStream(plan, shards, InMemory(streams, bad), **changes)
+
+
+def batches(of: PlannedStream, count: int) -> list[Batch]:
+    """The first batches, made without a thread."""
+    position = Position(**of.position)
+    found = []
+    for _ in range(count):
+        batch, position = of.make(position)
+        found.append(batch)
+    return found
+
+
+def windows(plan: WindowPlan, epoch: int) -> list[tuple[int, int]]:
+    """Shard and number of each window of an epoch, in order."""
+    found = []
+    for group in range(plan.groups):
+        rows = plan.rows(epoch, group)
+        numbers = rows.start_P // plan.context
+        found += list(zip(rows.shard_P.tolist(), numbers.tolist(), strict=True))
+    return found
 
 
 @given(
@@ -52,53 +84,50 @@ def stream(**changes: object) -> SampleStream:
 def test_each_sample_comes_exactly_once_an_epoch(sizes, context, seed, group, epoch) -> None:
     if sum((max(0, size - 1)) // context for size in sizes) == 0:
         with pytest.raises(InvalidSnapshot):
-            SampleOrder(sizes, context, seed, group)
+            WindowPlan(sizes, context, 4, seed, group)
         return
-    order = SampleOrder(sizes, context, seed, group)
-    first = epoch * order.samples
-    seen = Counter(order.locate(first + n) for n in range(order.samples))
+    plan = WindowPlan(sizes, context, 4, seed, group)
+    seen = Counter(windows(plan, epoch))
     assert set(seen.values()) == {1}
-    assert {each.epoch for each in seen} == {epoch}
-    by_shard = Counter(each.shard for each in seen)
+    by_shard = Counter(shard for shard, _ in seen)
     assert all(by_shard[n] == (max(0, size - 1)) // context for n, size in enumerate(sizes))
-    covered = order.samples * context
-    assert covered + order.tail_bytes == sum(sizes), "what is not a sample is counted"
+    covered = plan.samples * context
+    assert covered + plan.tail_tokens == sum(sizes), "what is not a sample is counted"
 
 
-@given(world=st.integers(1, 6), cursor=st.integers(0, 60), seed=st.integers(0, 99))
+@given(world=st.integers(1, 6), skipped=st.integers(0, 30), seed=st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
-def test_the_global_batch_does_not_depend_on_the_number_of_ranks(world, cursor, seed) -> None:
-    whole = stream(seed=seed).batch_at(6 * cursor)
+def test_the_global_batch_does_not_depend_on_the_number_of_ranks(world, skipped, seed) -> None:
+    whole = batches(stream(seed), skipped + 1)[-1]
     parts = [
-        stream(seed=seed, rank=rank, world_size=world).batch_at(6 * cursor) for rank in range(world)
+        batches(stream(seed, rank=rank, world_size=world), skipped + 1)[-1] for rank in range(world)
     ]
     assert np.array_equal(np.concatenate([part.inputs_BT for part in parts]), whole.inputs_BT)
     assert np.array_equal(np.concatenate([part.targets_BT for part in parts]), whole.targets_BT)
     assert [row for part in parts for row in part.rows] == list(range(6))
+    assert {part.global_tokens for part in parts} == {whole.weights_BT.sum()} == {48.0}
 
 
 @given(steps=st.integers(0, 25), world=st.integers(1, 3))
 @settings(max_examples=25, deadline=None)
 def test_a_resumed_stream_goes_on_exactly_where_it_stopped(steps, world) -> None:
-    with stream(prefetch=2) as first:
+    with stream(prefetch_batches=2) as first:
         for _ in range(steps):
             first.next()
-        cursor = first.cursor
+        position = json.loads(json.dumps(first.position))
         expected = [first.next() for _ in range(3)]
-    with stream(cursor=cursor, world_size=world) as second:
+    with stream(position=position, world_size=world) as second:
         for wanted in expected:
             got = second.next()
             rows = slice(got.rows.start, got.rows.stop)
             assert np.array_equal(got.inputs_BT, wanted.inputs_BT[rows])
-            assert got.cursor == wanted.cursor
+            assert got.step == wanted.step
 
 
 def test_targets_are_the_next_bytes_and_every_byte_is_predicted_once() -> None:
     whole = stream()
-    order = whole.order
-    predicted = Counter()
-    for cursor in range(0, order.samples - order.samples % 6, 6):
-        batch = whole.batch_at(cursor)
+    predicted: Counter[int] = Counter()
+    for batch in batches(whole, whole.plan.samples // 6):
         assert np.array_equal(batch.inputs_BT[:, 1:], batch.targets_BT[:, :-1])
         predicted.update(batch.targets_BT.ravel().tolist())
     for number, text in enumerate(CONTENTS):
@@ -106,69 +135,71 @@ def test_targets_are_the_next_bytes_and_every_byte_is_predicted_once() -> None:
 
 
 def test_epochs_differ_and_seeds_differ() -> None:
-    order = SampleOrder([200] * 5, 8, seed=1)
-    other = SampleOrder([200] * 5, 8, seed=2)
-
-    def positions(of: SampleOrder, epoch: int) -> list[tuple[int, int]]:
-        found = [of.locate(epoch * of.samples + n) for n in range(of.samples)]
-        return [(each.shard, each.window) for each in found]
-
-    assert positions(order, 0) != positions(order, 1)
-    assert positions(order, 0) != positions(other, 0)
-    assert sorted(positions(order, 0)) == sorted(positions(order, 1))
+    plan = WindowPlan([200] * 5, 8, 4, seed=1)
+    other = WindowPlan([200] * 5, 8, 4, seed=2)
+    assert windows(plan, 0) != windows(plan, 1)
+    assert windows(plan, 0) != windows(other, 0)
+    assert sorted(windows(plan, 0)) == sorted(windows(plan, 1))
 
 
 def test_the_order_is_the_same_on_every_machine() -> None:
-    order = SampleOrder([100, 200, 300], 16, seed=7)
-    found = [(s.shard, s.window) for s in (order.locate(n) for n in range(6))]
-    assert found == GOLDEN
+    assert windows(WindowPlan([100, 200, 300], 16, 4, seed=7), 0)[:6] == GOLDEN
 
 
 GOLDEN = [(0, 1), (2, 3), (2, 13), (1, 8), (2, 4), (2, 12)]
 
 
 def test_samples_of_a_bad_shard_are_passed_over_with_weight_zero_and_named() -> None:
-    shards, streams = shards_of(CONTENTS)
-    bad = shards[2].sha256
-
-    def tokens(shard: Shard) -> bytes:
-        if shard.sha256 == bad:
-            raise CorruptData("data shard is corrupt")
-        return streams[shard.sha256]
-
-    damaged = stream(tokens=tokens)
-    intact = stream()
+    damaged, intact = stream(broken={2: CorruptData("data shard is corrupt")}), stream()
+    bad = damaged.shards[2].sha256
     skipped = 0
-    for cursor in range(0, damaged.order.samples - 5, 6):
-        got, wanted = damaged.batch_at(cursor), intact.batch_at(cursor)
-        kept = got.weights_B > 0
+    count = damaged.plan.samples // 6
+    for got, wanted in zip(batches(damaged, count), batches(intact, count), strict=True):
+        kept = got.weights_BT[:, 0] > 0
         assert np.array_equal(got.inputs_BT[kept], wanted.inputs_BT[kept])
         assert got.skipped == ((bad,) if not kept.all() else ())
+        assert got.global_tokens == wanted.global_tokens, "planned, whoever finds what is bad"
+        assert not got.weights_BT[~kept].any()
         skipped += int((~kept).sum())
-    assert 0 < skipped <= damaged.order.windows[2]
+    assert 0 < skipped <= damaged.plan.windows[2]
     assert set(damaged.quarantined) == {bad}
 
 
 def test_mostly_bad_shards_stop_the_stream() -> None:
-    def tokens(shard: Shard) -> bytes:
-        raise CorruptData("data shard is corrupt")
-
-    with stream(tokens=tokens) as damaged:
+    broken = dict.fromkeys(range(7), CorruptData("data shard is corrupt"))
+    with stream(broken=broken) as damaged:
         with pytest.raises(DataRejected, match="too many"):
             for _ in range(20):
                 damaged.next()
 
 
 def test_an_error_of_the_reader_reaches_the_trainer() -> None:
-    def tokens(shard: Shard) -> bytes:
-        raise OSError("disk on fire")
-
-    with stream(tokens=tokens) as broken, pytest.raises(OSError, match="disk on fire"):
-        broken.next()
+    with stream(broken=dict.fromkeys(range(7), OSError("disk on fire"))) as broken:
+        with pytest.raises(OSError, match="disk on fire"):
+            broken.next()
 
 
 def test_bad_positions_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="edge"):
-        stream(cursor=3)
+    kept = stream().position
+    for wrong in ({}, kept | {"item": -1}, kept | {"batch": "3"}, {**kept, "more": 1}):
+        with pytest.raises(InvalidInput, match="not a position"):
+            stream(position=wrong)
+    for name, value in (("global_batch", 7), ("context", 9), ("batching", "packed"), ("seed", 6)):
+        with pytest.raises(InvalidInput, match=f"another {name}"):
+            stream(position=kept | {name: value})
+    with pytest.raises(InvalidInput, match="beyond"):
+        stream(position=kept | {"item": 10**6}).next()
     with pytest.raises(InvalidInput, match="more ranks"):
         stream(world_size=7)
+
+
+def test_a_batch_is_split_by_rows_into_as_many_parts_as_asked() -> None:
+    batch = batches(stream(world_size=2), 1)[0]
+    parts = batch.split(2)
+    assert [each.rows for each in parts] == [range(1), range(1, 3)]
+    assert np.array_equal(np.concatenate([each.inputs_BT for each in parts]), batch.inputs_BT)
+    parts = batch.split(5)
+    assert [len(each.inputs_BT) for each in parts] == [1] * 5
+    assert [float(each.weights_BT.sum()) for each in parts] == [8, 8, 8, 0, 0]
+    with pytest.raises(InvalidInput, match="no parts"):
+        batch.split(0)

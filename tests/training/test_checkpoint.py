@@ -71,7 +71,7 @@ def two(generations: Generations, tmp_path: Path) -> State:
     saver = state.saver(generations, tmp_path / "w")
     for step in (1, 2):
         state.step()
-        saver.save(step, 6 * step, {"loss": 1.0 / step}, wait=True)
+        saver.save(step, {"batch": 6 * step}, {"loss": 1.0 / step}, wait=True)
         saver.finish()
     return state
 
@@ -146,7 +146,7 @@ def test_no_single_bit_flip_gets_through(camp: Camp, position: float, bit: int, 
     if not generations.steps():
         state = State(1)
         saver = state.saver(generations, directory / "w")
-        saver.save(1, 6, {})
+        saver.save(1, {"batch": 6}, {})
         saver.finish()
     url = f"{generations.step_url(1)}/{file}"
     good = generations.store.get_bytes(url)
@@ -176,7 +176,7 @@ def test_only_so_many_generations_are_kept(generations: Generations, tmp_path: P
     saver = state.saver(generations, tmp_path, keep=2)
     for step in range(1, 6):
         state.step()
-        saver.save(step, step, {}, wait=True)
+        saver.save(step, {"batch": step}, {}, wait=True)
     saver.finish()
     assert generations.steps() == [5, 4]
     assert [each.step for each in saver.kept()] == [4, 5]
@@ -206,10 +206,10 @@ def test_one_save_is_in_flight_and_a_slow_store_only_puts_the_next_off(
     held = Generations(slow, generations.url)  # type: ignore[arg-type]
     state = State(1)
     saver = state.saver(held, tmp_path, every_steps=10)
-    assert saver.save(10, 10, {})
+    assert saver.save(10, {"batch": 10}, {})
     saved = state.bits()
     state.step()  # training goes on; what is being saved does not change under the writer
-    assert not saver.save(20, 20, {})
+    assert not saver.save(20, {"batch": 20}, {})
     assert saver.put_off == 1
     assert saver.due(21, 100), "a save that was put off is due at once"
     assert generations.steps() == [], "nothing half-written is a generation"
@@ -218,7 +218,7 @@ def test_one_save_is_in_flight_and_a_slow_store_only_puts_the_next_off(
     assert generations.steps() == [10]
     restored, _ = resume(generations, tmp_path / "r", [])
     assert restored.bits() == saved
-    assert saver.save(21, 21, {})
+    assert saver.save(21, {"batch": 21}, {})
     saver.finish()
     assert generations.steps() == [21, 10]
 
@@ -235,10 +235,10 @@ def test_a_store_that_is_away_costs_one_save_and_two_in_a_row_are_fatal(
 ) -> None:
     broken = Generations(BrokenStore(generations.store), generations.url)  # type: ignore[arg-type]
     saver = two.saver(broken, tmp_path / "b")
-    saver.save(3, 3, {})
+    saver.save(3, {"batch": 3}, {})
     saver.finish()
     assert generations.steps() == [2, 1], "the generations before are intact"
-    saver.save(4, 4, {})
+    saver.save(4, {"batch": 4}, {})
     with pytest.raises(ServiceUnavailable):
         saver.finish()
 
@@ -249,14 +249,14 @@ def test_weights_that_are_not_finite_are_never_saved(
     with torch.no_grad():
         two.model.model.norm.weight[0] = float("inf")
     with pytest.raises(TrainingFailed, match="not finite"):
-        two.saver(generations, tmp_path / "n").save(3, 3, {})
+        two.saver(generations, tmp_path / "n").save(3, {"batch": 3}, {})
     assert generations.steps() == [2, 1]
 
 
 def test_a_commit_marker_says_what_made_it(two: State, generations: Generations) -> None:
     commit = json.loads(generations.store.get_bytes(f"{generations.step_url(2)}/commit.json"))
     assert commit["step"] == 2
-    assert commit["cursor"] == 12
+    assert commit["position"] == {"batch": 12}
     assert commit["config_digest"] == DIGEST
     assert commit["code_version"] == "test"
     assert commit["metrics"] == {"loss": 0.5}

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data import SampleStream, ShardCache, build_snapshot
+from paceline.data import ShardCache, build_snapshot, open_stream
 from paceline.errors import (
     CorruptData,
     DataRejected,
@@ -72,13 +72,22 @@ def test_the_same_job_gives_the_same_bits_and_other_seeds_do_not(camp: Camp) -> 
 
 
 def test_the_control_learns_from_the_same_bytes_in_another_order(camp: Camp) -> None:
-    shards = camp.snapshot.of_split("train")
     cache = ShardCache(camp.snapshot, camp.store, camp.runtime.state_dir / "control")
     parts = [
-        SampleStream(shards, cache.token_bytes, 32, 6, 0, rank=rank, world_size=world).batch_at(12)
+        open_stream(
+            camp.snapshot,
+            "train",
+            cache,
+            DataSettings(),
+            context=32,
+            global_batch=6,
+            seed=0,
+            rank=rank,
+            world_size=world,
+        ).next()
         for rank, world in ((0, 1), (0, 2), (1, 2))
     ]
-    whole, *halves = [shuffled(part, seed=5) for part in parts]
+    whole, *halves = [shuffled(part, 6, seed=5) for part in parts]
     assert np.array_equal(whole, np.concatenate(halves)), "whatever the number of ranks"
     assert np.array_equal(np.sort(whole), np.sort(parts[0].targets_BT))
     assert (whole != parts[0].targets_BT).mean() > 0.5

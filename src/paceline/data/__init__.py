@@ -6,6 +6,7 @@ model and no training; pandas and Great Expectations are imported when a snapsho
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from paceline.data.build import build_snapshot
@@ -14,32 +15,33 @@ from paceline.data.snapshot import Shard, Snapshot, Split, load_snapshot, requir
 from paceline.data.validate import ValidationReport, require_valid, validate_snapshot
 
 if TYPE_CHECKING:
-    from paceline.data.stream import Batch, SampleOrder, SampleStream
+    from paceline.data.batch import Batch
+    from paceline.data.stream import PlannedStream, Stream, open_stream
 
-_LATE = {"Batch", "SampleOrder", "SampleStream"}  # they need numpy
+# they need numpy
+_LATE = {"Batch": "batch", "PlannedStream": "stream", "Stream": "stream", "open_stream": "stream"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATE:
-        from paceline.data import stream
-
-        return getattr(stream, name)
+        return getattr(import_module(f"paceline.data.{_LATE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
     "Batch",
     "Document",
-    "SampleOrder",
-    "SampleStream",
+    "PlannedStream",
     "Shard",
     "ShardCache",
     "Snapshot",
     "Split",
+    "Stream",
     "ValidationReport",
     "build_snapshot",
     "documents",
     "load_snapshot",
+    "open_stream",
     "require_purpose",
     "require_valid",
     "validate_snapshot",

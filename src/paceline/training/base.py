@@ -20,7 +20,7 @@ from pydantic import Field
 from paceline.data import Snapshot
 from paceline.errors import PacelineError
 from paceline.objects import ObjectStore
-from paceline.profile import ModelSettings, TrainingSettings
+from paceline.profile import DataSettings, ModelSettings, TrainingSettings
 from paceline.wire.base import Record, Sha256
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def train_base(
     """Make the base model in ``directory_out`` (safetensors and config, ready to publish)."""
     import torch
 
-    from paceline.data import SampleStream, ShardCache
+    from paceline.data import ShardCache, open_stream, require_purpose
     from paceline.models import (
         config_for,
         count_parameters,
@@ -91,11 +91,12 @@ def train_base(
         update={"steps": steps, "warmup_steps": min(training.warmup_steps, max(1, steps // 4))}
     )
     progress = Progress()
-    stream = SampleStream.of_snapshot(
+    require_purpose(snapshot, purpose)
+    stream = open_stream(
         snapshot,
         "train",
         ShardCache(snapshot, store, cache_dir),
-        purpose=purpose,
+        DataSettings(),
         context=config.context,
         global_batch=settings.batch_sequences,
         seed=stream_seed("base", model_settings.seed),

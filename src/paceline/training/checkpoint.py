@@ -1,7 +1,7 @@
 """Checkpoints: asynchronous, atomic, verified before use, several generations.
 
 A generation is ``<job>/step-NNNNNNNN/`` with ``model.safetensors``, ``optimizer.safetensors`` and,
-written last, ``commit.json``: the hash of every file, the data cursor, how randomness is derived,
+written last, ``commit.json``: the hash of every file, the data position, how randomness is derived,
 the configuration's digest and the code's version. Without a commit marker that matches itself and
 every byte it names, there is no generation. Nothing is pickled.
 
@@ -53,10 +53,10 @@ class SavedFile(Record):
 class Commit(Record):
     """The marker that makes a generation real."""
 
-    format: int = 1
+    format: int = 2
     job_id: str
     step: int = Field(ge=0)
-    cursor: int = Field(ge=0)  # samples consumed by all ranks since the start of the job
+    position: dict[str, Any]  # of the data stream; means the same to any number of ranks
     config_digest: Sha256
     code_version: str
     randomness: str = "a function of (seed, step, row); no generator state"
@@ -74,7 +74,7 @@ class Restored:
     """Where a checkpoint left off."""
 
     step: int
-    cursor: int
+    position: dict[str, Any]
     metrics: dict[str, float]
 
 
@@ -159,7 +159,7 @@ def restore(
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CorruptData("checkpoint cannot be loaded", got=error, where=directory) from error
     restore_optimizer(model, optimizer, moments)
-    return Restored(commit.step, commit.cursor, dict(commit.metrics))
+    return Restored(commit.step, commit.position, dict(commit.metrics))
 
 
 class Checkpointer:
@@ -203,7 +203,7 @@ class Checkpointer:
         return self._waiting or step % self._every_steps == 0 or step == steps
 
     def save(
-        self, step: int, cursor: int, metrics: dict[str, float], *, wait: bool = False
+        self, step: int, position: dict[str, Any], metrics: dict[str, float], *, wait: bool = False
     ) -> bool:
         """Start saving and return True, or False where the last save is still in flight.
 
@@ -223,7 +223,7 @@ class Checkpointer:
             self._stage(step)
             self._thread = threading.Thread(
                 target=self._write,
-                args=(step, cursor, dict(metrics)),
+                args=(step, position, dict(metrics)),
                 name="checkpoint-writer",
                 daemon=True,
             )
@@ -232,11 +232,11 @@ class Checkpointer:
         finally:
             self.stall_s += time.perf_counter() - started
 
-    def save_last(self, step: int, cursor: int, metrics: dict[str, float]) -> None:
+    def save_last(self, step: int, position: dict[str, Any], metrics: dict[str, float]) -> None:
         """Return once ``step`` is saved, whatever was in flight or put off."""
         self.finish()
         if step not in self.saved:
-            self.save(step, cursor, metrics)
+            self.save(step, position, metrics)
             self.finish()
 
     def finish(self) -> None:
@@ -292,10 +292,10 @@ class Checkpointer:
                     buffers[name] = torch.empty_like(tensor)
                 buffers[name].copy_(tensor)
 
-    def _write(self, step: int, cursor: int, metrics: dict[str, float]) -> None:
+    def _write(self, step: int, position: dict[str, Any], metrics: dict[str, float]) -> None:
         directory = self._work_dir / f"step-{step:08d}"
         try:
-            self._commit(step, cursor, metrics, directory)
+            self._commit(step, position, metrics, directory)
             for old in self._generations.steps()[self._keep :]:
                 self._generations.remove(old)
                 self.saved.pop(old, None)
@@ -314,7 +314,9 @@ class Checkpointer:
 
     _failed_before = False
 
-    def _commit(self, step: int, cursor: int, metrics: dict[str, float], directory: Path) -> None:
+    def _commit(
+        self, step: int, position: dict[str, Any], metrics: dict[str, float], directory: Path
+    ) -> None:
         generations = self._generations
         where = generations.step_url(step)
         shutil.rmtree(directory, ignore_errors=True)
@@ -326,7 +328,7 @@ class Checkpointer:
             files[name] = _hash(directory / name)
             generations.store.upload_file(directory / name, join_url(where, name))
         fields: dict[str, Any] = {**self._identity, "metrics": metrics, "files": files}
-        commit = Commit(step=step, cursor=cursor, **fields).sealed()
+        commit = Commit(step=step, position=position, **fields).sealed()
         generations.store.put_bytes(join_url(where, COMMIT_FILE), canonical_json(commit))
         ref = CheckpointRef(
             step=step,

@@ -11,14 +11,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
-from paceline.data import Batch, SampleStream
+from paceline.data import Batch, Stream
 from paceline.errors import TrainingFailed
 from paceline.profile import TrainingSettings
 from paceline.training.group import Group
@@ -31,7 +31,7 @@ class Saver(Protocol):
     stall_s: float
 
     def due(self, step: int, steps: int) -> bool: ...
-    def save(self, step: int, cursor: int, metrics: dict[str, float]) -> bool: ...
+    def save(self, step: int, position: dict[str, Any], metrics: dict[str, float]) -> bool: ...
 
 
 @dataclass
@@ -74,7 +74,7 @@ class StepReport:
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    stream: SampleStream,
+    stream: Stream,
     settings: TrainingSettings,
     group: Group,
     *,
@@ -94,22 +94,24 @@ def train(
     parallel = group.parallelise(model)
     parameters = [each for each in model.parameters() if each.requires_grad]
     _warm_up(parallel, optimizer, stream, group)
-    global_tokens = stream.global_batch * stream.context
     started = time.perf_counter()
     while progress.step < settings.steps:
         step_started = time.perf_counter()
         waited = stream.data_wait_s
         torch.manual_seed((settings.seed * 1_000_003 + progress.step) * 4096 + group.rank)
         batch = stream.next()
-        inputs_BT, targets_BT, weights_B = _tensors(batch, labels, settings.seed)
+        global_tokens = batch.global_tokens
+        inputs_BT, targets_BT, weights_BT = _tensors(
+            batch, stream.global_batch, labels, settings.seed
+        )
 
         logits_BTV = parallel(inputs_BT)
-        loss_sum = weighted_loss(logits_BTV, targets_BT, weights_B)
+        loss_sum = weighted_loss(logits_BTV, targets_BT, weights_BT)
         # DDP averages over ranks, whose parts may differ in size: scale to get the global mean.
         torch.autograd.backward(loss_sum * (group.world_size / global_tokens))
         grad_norm = float(nn.utils.clip_grad_norm_(parameters, settings.clip_norm))
 
-        counted = float(weights_B.sum()) * stream.context
+        counted = float(weights_BT.sum())
         loss_total, counted, stops = group.sums(
             [float(loss_sum.detach()), counted, 1.0 if should_stop() else 0.0]
         )
@@ -125,10 +127,10 @@ def train(
         if progress.first_loss is None:
             progress.first_loss = loss
         progress.skipped |= set(batch.skipped)
-        progress.tokens += global_tokens
+        progress.tokens += int(global_tokens)
         progress.stopped = stops > 0
         if saver is not None and (progress.stopped or saver.due(progress.step, settings.steps)):
-            saver.save(progress.step, stream.cursor, progress.metrics())
+            saver.save(progress.step, stream.position, progress.metrics())
             progress.stall_s = saver.stall_s
         now = time.perf_counter()
         progress.seconds = now - started
@@ -150,34 +152,41 @@ def train(
     return progress
 
 
-def weighted_loss(logits_BTV: Tensor, targets_BT: Tensor, weights_B: Tensor) -> Tensor:
-    """Return the sum over bytes of the cross-entropy in nats, each row times its weight."""
+def weighted_loss(logits_BTV: Tensor, targets_BT: Tensor, weights_BT: Tensor) -> Tensor:
+    """Return the sum over tokens of the cross-entropy in nats, each times its weight."""
     loss_BT = F.cross_entropy(
         logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="none"
     ).view_as(targets_BT)
-    return (loss_BT.sum(dim=1) * weights_B).sum()
+    return (loss_BT * weights_BT).sum(dim=1).sum()
 
 
-def shuffled(batch: Batch, seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+def shuffled(
+    batch: Batch, global_batch: int, seed: int
+) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
     """Return the batch's targets, each row in a random order of its own: the control."""
+    first = batch.step * global_batch
     rows = [
-        np.random.Generator(np.random.Philox([seed, batch.cursor + row])).permutation(targets_T)
+        np.random.Generator(np.random.Philox([seed, first + row])).permutation(targets_T)
         for row, targets_T in zip(batch.rows, batch.targets_BT, strict=True)
     ]
     return np.stack(rows)
 
 
-def _tensors(batch: Batch, labels: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    targets_BT = shuffled(batch, abs(seed)) if labels == "shuffled" else batch.targets_BT
+def _tensors(
+    batch: Batch, global_batch: int, labels: str, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    targets_BT = batch.targets_BT
+    if labels == "shuffled":
+        targets_BT = shuffled(batch, global_batch, abs(seed))
     return (
         torch.from_numpy(batch.inputs_BT.astype(np.int64)),
         torch.from_numpy(targets_BT.astype(np.int64)),
-        torch.from_numpy(batch.weights_B),
+        torch.from_numpy(batch.weights_BT),
     )
 
 
 def _warm_up(
-    parallel: nn.Module, optimizer: torch.optim.Optimizer, stream: SampleStream, group: Group
+    parallel: nn.Module, optimizer: torch.optim.Optimizer, stream: Stream, group: Group
 ) -> None:
     """Run one backward pass that changes nothing, where there are several ranks.
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import InvalidInput, PacelineError, PeerLost
+from paceline.profile import DataSettings
 from paceline.training.watch import STOPPED_EXIT, StopFlag, die_with_parent, share_cores
 from paceline.wire.training import RankEvent, TrainJob
 
@@ -156,7 +157,7 @@ class Loaded:
 
 def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
     """Train as ``place`` in ``job``: load, resume, train, save, export."""
-    from paceline.data import SampleStream, ShardCache
+    from paceline.data import ShardCache, open_stream
     from paceline.training.checkpoint import Checkpointer
     from paceline.training.group import join_group
     from paceline.training.identity import code_version, stream_seed
@@ -176,9 +177,9 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
                     settings.guard.step_deadline_s,
                 )
             )
-            progress, cursor = resume(its, group, voice)
+            progress, position = resume(its, group, voice)
         resumed_from = progress.step
-        voice.say("resumed", progress.step, cursor=cursor)
+        voice.say("resumed", progress.step, position=position)
         saver = Checkpointer(
             its.generations,
             its.model,
@@ -190,17 +191,17 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             keep=settings.checkpoints.keep,
             work_dir=its.work_dir,
         )
-        stream = SampleStream.of_snapshot(
+        stream = open_stream(
             its.snapshot,
             "train",
             ShardCache(its.snapshot, its.store, its.node / "cache"),
-            purpose=job.purpose,
+            DataSettings(),
             context=its.config.context,
             global_batch=settings.batch_sequences,
             seed=stream_seed("job", settings.seed),
             rank=place.rank,
             world_size=place.world_size,
-            cursor=cursor,
+            position=position,
         )
         stop.listening = True
         # The first step lays out buckets and fetches shards: it has the start's deadline too.
@@ -223,7 +224,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             )
         if place.rank == 0 and progress.step > resumed_from:
             with voice.beating("saving", FINISH_S):
-                saver.save_last(progress.step, stream.cursor, progress.metrics())
+                saver.save_last(progress.step, stream.position, progress.metrics())
             _tell_saved(voice, saver)
         if progress.stopped:
             voice.say("failed", progress.step, code="Stopped", message="stopped, state saved")
@@ -295,8 +296,8 @@ def load(job: TrainJob, place: Place) -> Loaded:
     )
 
 
-def resume(its: Loaded, group: Group, voice: Voice) -> tuple[Progress, int]:
-    """Restore the newest healthy checkpoint, if any; return progress and data cursor."""
+def resume(its: Loaded, group: Group, voice: Voice) -> tuple[Progress, dict[str, Any] | None]:
+    """Restore the newest healthy checkpoint, if any; return progress and data position."""
     from paceline.training.loop import Progress
     from paceline.training.recovery import resume_newest_healthy
 
@@ -310,12 +311,12 @@ def resume(its: Loaded, group: Group, voice: Voice) -> tuple[Progress, int]:
         on_rejected=lambda step, why: voice.say("checkpoint", step, rejected=True, why=why),
     )
     if restored is None:
-        return Progress(), 0
+        return Progress(), None
     metrics = restored.metrics
     progress = Progress(
         step=restored.step, first_loss=metrics.get("first_loss"), loss=metrics.get("loss")
     )
-    return progress, restored.cursor
+    return progress, restored.position
 
 
 def load_base(node: Path, job: TrainJob) -> tuple[ByteTransformer, ModelConfig]:

@@ -1,0 +1,73 @@
+"""The rows of one group, as a plan gives them, and what a stream needs of a plan.
+
+Everything is said in terms of a shard's framed token stream: separator, document, separator, …,
+document, separator. A document of n tokens is n + 1 inputs there (its separator and its tokens)
+and the n + 1 targets one place later (its tokens and the separator that ends it).
+
+Shape letters: R rows of a group, P pieces of all its rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """One group's rows, in the order they come; row r holds pieces first_R1[r] to first_R1[r+1]."""
+
+    first_R1: Ints  # noqa: N815 - arrays carry shape letters; R + 1 of them
+    shard_P: Ints  # noqa: N815 - index into the split's shards
+    start_P: Ints  # noqa: N815 - of the piece's inputs in the shard's framed stream
+    length_P: Ints  # noqa: N815 - inputs, and as many targets
+    document_P: Ints | None = None  # noqa: N815 - index within its shard; None: crosses documents
+    position_P: Ints | None = None  # noqa: N815 - of the piece's first input in its document
+    carries_R: npt.NDArray[np.bool_] | None = None  # noqa: N815
+    width_R: Ints | None = None  # noqa: N815 - T of the batch that the row is in; None: context
+
+    def __len__(self) -> int:
+        return len(self.first_R1) - 1
+
+    @cached_property
+    def tokens_R1(self) -> Ints:  # noqa: N802
+        """Return the number of weighted tokens before each row, and of all rows at the end."""
+        return np.concatenate([[0], np.cumsum(self.length_P)])[self.first_R1]
+
+
+class Plan(Protocol):
+    """Rows of every group of every epoch: a pure function of (seed, epoch, group)."""
+
+    batching: str
+    context: int
+    global_batch: int
+    seed: int
+
+    @property
+    def groups(self) -> int:
+        """Return how many groups an epoch has."""
+        ...
+
+    def shards(self, epoch: int, group: int) -> Ints:
+        """Return the indexes of the group's shards, in the order they should be fetched."""
+        ...
+
+    def rows(self, epoch: int, group: int) -> Rows:
+        """Return the group's rows; raises CorruptData where lengths cannot be read."""
+        ...
+
+
+def identity(plan: Plan) -> dict[str, Any]:
+    """Return what a position must agree on with ``plan``."""
+    return {
+        "batching": plan.batching,
+        "context": plan.context,
+        "global_batch": plan.global_batch,
+        "seed": plan.seed,
+    }
