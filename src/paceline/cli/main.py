@@ -22,6 +22,7 @@ from paceline.errors import PacelineError, ServiceUnavailable
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "demo": ("demo", "demo", "Run the whole lifecycle on this machine and show a summary."),
     "up": ("installation", "up", "Start the embedded installation and leave it running."),
+    "init": ("initialising", "init", "Prepare a fleet's state directory: tokens, authority."),
     "down": ("installation", "down", "Stop what `up` started; the state stays on disk."),
     "status": ("watching", "status", "Show what runs, who leads, the fleet and its deployments."),
     "lifecycle": ("flows", "lifecycle", "Run the lifecycle flow on a running installation."),

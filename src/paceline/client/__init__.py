@@ -5,5 +5,6 @@ older ones; ``connection`` carries one exchange and notices a server that hangs.
 """
 
 from paceline.client.calls import CoordinatorClient
+from paceline.client.connection import Endpoint
 
-__all__ = ["CoordinatorClient"]
+__all__ = ["CoordinatorClient", "Endpoint"]

@@ -9,6 +9,7 @@ gives up as soon as that is not answered either. Standard library only.
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import select
 import ssl
 import time
@@ -48,6 +49,14 @@ class Endpoint:
         secure = parts.scheme == "https"
         prefix = parts.path.rstrip("/")
         return cls(url.rstrip("/"), secure, host, port or (443 if secure else 80), prefix)
+
+    @property
+    def on_loopback(self) -> bool:
+        """Return whether it is this machine's own, reached by nobody else."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
     def serves(self, url: str) -> bool:
         """Return whether ``url`` lies at this endpoint: the same scheme, host, port and prefix."""

@@ -9,7 +9,6 @@ starts like any other.
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import json
 import logging
 import random
@@ -56,7 +55,7 @@ def join(
         _require_same(state_dir, worker_id)
         return False
     endpoint = Endpoint.of(coordinator_url)
-    if not endpoint.secure and not is_loopback_url(endpoint.url):
+    if not endpoint.secure and not endpoint.on_loopback:
         raise InvalidInput(
             "a join token does not cross a network in the clear",
             got=coordinator_url,
@@ -215,19 +214,10 @@ def _runtime_of(state_dir: Path, asked_url: str, identity: WorkerIdentity) -> Ru
 
 def _reachable(urls: tuple[str, ...], asked_url: str) -> tuple[str, ...]:
     """Return where this node finds the replicas: another machine's loopback is not ours."""
-    if is_loopback_url(asked_url):
+    if Endpoint.of(asked_url).on_loopback:
         return urls or (asked_url,)
-    others = tuple(url for url in urls if not is_loopback_url(url))
+    others = tuple(url for url in urls if not Endpoint.of(url).on_loopback)
     return others or (asked_url,)
-
-
-def is_loopback_url(url: str) -> bool:
-    """Return whether ``url`` leads to this machine by its loopback."""
-    host = Endpoint.of(url).host
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _keep(state_dir: Path, identity: WorkerIdentity, key: bytes, runtime: Runtime) -> None:

@@ -151,6 +151,15 @@ class TokenRevoked(Record):
     token_id: Name
 
 
+class FleetInitialised(Record):
+    """What `paceline init --json` prints."""
+
+    status: Literal["initialised"] = "initialised"
+    state: str  # the directory to copy to each replica's machine
+    coordinators: tuple[str, ...]
+    authority: str  # SHA-256 of the certificate that join tokens name
+
+
 class AuditShown(Record):
     """What `paceline audit --json` prints, oldest first."""
 

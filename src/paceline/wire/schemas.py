@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from paceline.wire.access import AuditShown, TokenMade, TokenRevoked, TokensShown
+from paceline.wire.access import AuditShown, FleetInitialised, TokenMade, TokenRevoked, TokensShown
 from paceline.wire.forecast import PlanTable, SimulationReport
 from paceline.wire.local import Distribution, Published
 from paceline.wire.plan import Plan
@@ -39,6 +39,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "tokens": TokensShown,
     "token-revoked": TokenRevoked,
     "audit": AuditShown,
+    "init": FleetInitialised,
 }
 
 

@@ -1,0 +1,120 @@
+"""`paceline init`: a fleet's state directory, from which a coordinator starts and nodes join."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from paceline.profile import load_runtime
+from paceline.wire.schemas import schema_text
+
+DEADLINE_S = 60.0
+TLS = ("--set", 'security.rest_tls="installation"', "--profile", "ci")
+
+
+def paceline(*words, state=None):
+    argv = [sys.executable, "-m", "paceline.cli.main", *words]
+    argv += ["--state", str(state)] if state else []
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def started(log, *words):
+    with log.open("w") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", "paceline.cli.main", *words], stdout=said, stderr=said
+        )
+
+
+def until(check, what):
+    end_s = time.monotonic() + DEADLINE_S
+    while not (found := check()):
+        assert time.monotonic() < end_s, f"timed out waiting until {what}"
+        time.sleep(0.1)
+    return found
+
+
+def end(processes):
+    for each in processes:
+        each.send_signal(signal.SIGTERM)
+    for each in processes:
+        try:
+            each.wait(20)
+        except subprocess.TimeoutExpired:
+            each.kill()
+            each.wait()
+
+
+def test_a_fleet_begins_with_init_and_its_first_node_joins_over_tls(tmp_path):
+    port, state = free_port(), tmp_path / "coordinator"
+    url = f"https://localhost:{port}"
+    made = paceline("init", *TLS, "--coordinator", url, "--json", state=state)
+    assert made.returncode == 0, made.stderr
+    jsonschema.validate(json.loads(made.stdout), json.loads(schema_text("init")))
+    assert stat.S_IMODE((state / "runtime.json").stat().st_mode) == 0o600
+    assert stat.S_IMODE((state / "authority" / "ca-key.pem").stat().st_mode) == 0o600
+    words = ["coordinator", "--state", str(state), "--host", "127.0.0.1", "--port", str(port)]
+    running = [started(tmp_path / "coordinator.log", *words, "--advertise", url)]
+    try:
+        until(lambda: paceline("status", "--json", state=state).returncode == 0, "it answers")
+        token = paceline("tokens", "join", "--worker-id", "node-1", state=state).stdout.strip()
+        node = tmp_path / "node"
+        agent = ["agent", "--state", str(node), "--worker-id", "node-1", "--join", token]
+        running.append(started(tmp_path / "agent.log", *agent, "--coordinator", url))
+
+        def joined():
+            report = json.loads(paceline("status", "--json", state=state).stdout)
+            return [each["worker_id"] for each in report["workers"]] == ["node-1"]
+
+        until(joined, "the node is in the fleet")
+        assert load_runtime(node).secrets.coordinator_token == "", "it got a token of its own"
+        again = paceline("init", *TLS, "--coordinator", url, state=state)
+        assert again.returncode != 0
+        assert "installation's already" in again.stderr
+        assert paceline("status", "--json", state=state).returncode == 0, "nothing has changed"
+    finally:
+        end(running)
+    assert os.listdir(state / "authority"), "the authority outlives its coordinator"
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (("--coordinator", "http://10.0.0.1:7400"), "https://"),
+        (("--coordinator", "https://10.0.0.1:7400"), "rest_tls"),
+        ((*TLS, "--coordinator", "http://127.0.0.1:7400"), "https://"),
+        ((*TLS, "--coordinator", "https://a:1", "--coordinator", "https://b:1"), "etcd"),
+        ((*TLS, "--coordinator", "a:1"), "http"),
+        ((*TLS,), "--coordinator"),
+    ],
+)
+def test_what_would_not_be_safe_is_refused_and_leaves_nothing(tmp_path: Path, words, wanted):
+    done = paceline("init", *words, state=tmp_path / "state")
+    assert done.returncode == 2
+    assert wanted in done.stderr
+    assert not (tmp_path / "state").exists()
+
+
+def test_the_thousand_machines_profile_names_every_replica(tmp_path):
+    urls = [f"https://c{n}.example:8443" for n in range(3)]
+    words = [word for url in urls for word in ("--coordinator", url)]
+    done = paceline("init", "--profile", "fleet-1000", *words, state=tmp_path / "state")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("paceline coordinator --state") == 3
+    runtime = load_runtime(tmp_path / "state")
+    assert runtime.endpoints.coordinator_urls == tuple(urls)
+    assert runtime.profile.security.rest_hosts == tuple(f"c{n}.example" for n in range(3))
+    assert runtime.secrets.coordinator_token not in done.stdout
