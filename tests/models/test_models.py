@@ -17,6 +17,7 @@ from paceline.models import (
     load_model,
     new_model,
     read_config,
+    require_tokenizer,
     save_model,
     weights_digest,
 )
@@ -105,7 +106,7 @@ def test_weights_are_split_by_embedding_and_block(saved: Path) -> None:
 def test_one_changed_block_changes_one_file(saved: Path, tmp_path: Path) -> None:
     model, config = load_model(saved)
     with torch.no_grad():
-        model.model.layers[-1].mlp.up_proj.weight.add_(1.0)
+        model.model.layers["1"].mlp.up_proj.weight.add_(1.0)
     save_model(model, config, tmp_path / "next")
     changed = [
         path.name
@@ -172,7 +173,7 @@ def test_weights_that_do_not_fit_their_config_are_refused(saved: Path, damage) -
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("hidden_size", 33), ("vocab_size", 50_000), ("model_type", "gpt2"), ("odd", 1)],
+    [("hidden_size", 33), ("vocab_size", 1), ("model_type", "gpt2"), ("odd", 1)],
 )
 def test_a_config_of_another_kind_is_refused_and_the_key_named(saved: Path, key, value) -> None:
     config = json.loads((saved / "config.json").read_text())
@@ -196,3 +197,103 @@ def test_a_missing_model_says_where(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(SourceMissing):
         weights_digest(tmp_path / "empty")
+
+
+def test_documents_packed_into_a_row_do_not_see_each_other() -> None:
+    model = new_model(grouped(), 0)
+    one, two = torch.arange(12)[None], torch.arange(100, 120)[None]
+    packed_BT = torch.cat([one, two], dim=1)
+    documents_BT = torch.tensor([[0] * 12 + [1] * 20])
+    positions_BT = torch.cat([torch.arange(12), torch.arange(20)])[None]
+    logits_BTV = model(packed_BT, positions_BT, documents_BT)
+    for alone, found in ((model(one), logits_BTV[:, :12]), (model(two), logits_BTV[:, 12:])):
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
+    # Without the mask the second document sees the first: the comparison can fail.
+    leaking = model(packed_BT, positions_BT)[:, 12:]
+    assert not torch.allclose(leaking, model(two), atol=1e-4)
+
+
+def test_padding_gives_numbers_and_changes_nothing_before_it() -> None:
+    model = new_model(TINY, 0)
+    tokens_BT = torch.arange(16)[None]
+    documents_BT = torch.tensor([[0] * 10 + [-1] * 6])
+    logits_BTV = model(tokens_BT, None, documents_BT)
+    assert torch.isfinite(logits_BTV).all()
+    torch.testing.assert_close(logits_BTV[:, :10], model(tokens_BT[:, :10]), rtol=1e-5, atol=1e-6)
+
+
+def test_positions_go_on_past_the_context_and_only_distances_count() -> None:
+    model = new_model(TINY, 0)
+    tokens_BT = torch.arange(32)[None]
+    near, far = torch.arange(32)[None], torch.arange(1000, 1032)[None]
+    assert torch.equal(model(tokens_BT, near), model(tokens_BT))
+    torch.testing.assert_close(model(tokens_BT, far), model(tokens_BT), rtol=1e-3, atol=1e-5)
+    stretched = 3 * near
+    assert not torch.allclose(model(tokens_BT, stretched), model(tokens_BT), atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_stages_one_after_another_are_the_model_and_keep_its_names(tied: bool) -> None:
+    config = config_for(80_000, 32, 300, tied=tied)
+    model = new_model(config, 0)
+    first = model.stage(range(1), embedding=True, head=False)
+    last = model.stage(range(1, config.num_hidden_layers), embedding=False, head=True)
+    tokens_BT = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(last(first(tokens_BT)), model(tokens_BT))
+    whole = dict(model.named_parameters())
+    parts = [*first.named_parameters(), *last.named_parameters()]
+    assert {name for name, _ in parts} == set(whole)
+    assert all(parameter is whole[name] for name, parameter in parts)
+    twice = {name for name, _ in first.named_parameters()} & {
+        name for name, _ in last.named_parameters()
+    }
+    assert twice == ({"model.embed_tokens.weight"} if tied else set())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_any_vocabulary_is_saved_and_loaded(tied: bool, tmp_path: Path) -> None:
+    config = config_for(200_000, 32, 1000, tied=tied, separator=999, tokenizer_digest="ab" * 32)
+    model = new_model(config, 0)
+    assert sum(p.numel() for p in model.parameters()) == count_parameters(config)
+    assert ("lm_head.weight" in model.state_dict()) is not tied
+    save_model(model, config, tmp_path)
+    loaded, found = load_model(tmp_path)
+    assert found == config
+    assert found.separator == 999
+    tokens_BT = torch.tensor([[999, 0, 500]])
+    assert torch.equal(loaded(tokens_BT), model(tokens_BT))
+
+
+def test_a_billion_parameters_come_from_the_same_dial() -> None:
+    for parameters in (1_000_000_000, 7_000_000_000, 70_000_000_000):
+        config = config_for(parameters, 4096, 32_000, tied=False)
+        assert abs(count_parameters(config) / parameters - 1) < 0.125
+
+
+def test_a_vocabulary_larger_than_the_model_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="vocabulary is too large"):
+        config_for(100_000, 32, 200_000)
+
+
+def test_a_config_written_before_there_were_tokenizers_still_loads(saved: Path) -> None:
+    text = (saved / "config.json").read_text()
+    assert "tokenizer" not in text  # byte-level configs are what other tools write, no more
+    assert read_config(saved).tokenizer_digest == ""
+
+
+def test_data_of_another_tokenizer_is_refused() -> None:
+    mine, other = "ab" * 32, "cd" * 32
+    config = config_for(200_000, 32, 1000, tokenizer_digest=mine)
+    require_tokenizer(config, mine, 1000)
+    require_tokenizer(TINY, "", 256)
+    for digest, vocabulary in ((other, 1000), ("", 256), (mine, 1001)):
+        with pytest.raises(InvalidInput, match="token"):
+            require_tokenizer(config, digest, vocabulary)
+
+
+def test_training_after_scoring_still_works() -> None:
+    model = new_model(TINY, 0)
+    with torch.inference_mode():
+        model(torch.arange(8)[None])
+    model(torch.arange(8)[None]).sum().backward()
+    assert model.model.norm.weight.grad is not None

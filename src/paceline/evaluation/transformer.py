@@ -26,7 +26,7 @@ from paceline.models.files import weight_files
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.models import ByteTransformer
+    from paceline.models import Transformer
 
 Reals = NDArray[np.float64]
 
@@ -96,7 +96,7 @@ def score(
 
 
 def _bits(
-    model: ByteTransformer,
+    model: Transformer,
     config: ModelConfig,
     texts: Sequence[bytes],
     on_progress: Callable[[float], None],
@@ -140,7 +140,7 @@ def _bits(
 
 
 def _nats(
-    model: ByteTransformer,
+    model: Transformer,
     config: ModelConfig,
     group: Sequence[Window],
     inputs: Sequence[NDArray[np.uint8]],

@@ -1,4 +1,4 @@
-"""The byte-level transformer and its files: shape, weights, digests.
+"""The transformer and its files: shape, weights, digests.
 
 Training and evaluation use it; it knows nothing of data, optimisers or several processes. torch is
 imported when a model is asked for, not when this package is.
@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paceline.models.config import SEPARATOR_BYTE, ModelConfig, config_for, count_parameters
+from paceline.models.config import (
+    SEPARATOR_BYTE,
+    ModelConfig,
+    config_for,
+    count_parameters,
+    require_tokenizer,
+)
 from paceline.models.files import read_config, weights_digest
 
 if TYPE_CHECKING:
-    from paceline.models.transformer import ByteTransformer, new_model
+    from paceline.models.transformer import Transformer, new_model
     from paceline.models.weights import load_model, save_model
 
 _LATE = {
-    "ByteTransformer": "transformer",
+    "Transformer": "transformer",
     "new_model": "transformer",
     "load_model": "weights",
     "save_model": "weights",
@@ -33,13 +39,14 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "SEPARATOR_BYTE",
-    "ByteTransformer",
     "ModelConfig",
+    "Transformer",
     "config_for",
     "count_parameters",
     "load_model",
     "new_model",
     "read_config",
+    "require_tokenizer",
     "save_model",
     "weights_digest",
 ]

@@ -1,13 +1,15 @@
-"""A byte-level decoder-only transformer, whole in one process: no parallelism inside.
+"""A decoder-only transformer, whole or a stage of it: no parallelism inside.
 
-Shapes in names: B batch, T time (bytes), D width, H heads, K key-value heads, E head size, V
-vocabulary (256). Modules carry Llama's names, so that ``state_dict`` keys are the ones other tools
-know. Sources: RoPE (arXiv 2104.09864), RMSNorm (1910.07467), SwiGLU (2002.05202), GQA (2305.13245).
+Shapes in names: B batch, T time (tokens), D width, H heads, K key-value heads, E head size, V
+vocabulary. Modules carry Llama's names, so that ``state_dict`` keys are the ones other tools know;
+a stage keeps the whole model's names. Sources: RoPE (arXiv 2104.09864), RMSNorm (1910.07467),
+SwiGLU (2002.05202), GQA (2305.13245).
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from paceline.models.config import ModelConfig
 
 INITIAL_STD = 0.02
+Rotation = tuple[Tensor, Tensor]  # cos and sin, (T or more, E) or (B, 1, T, E)
 
 
 class RMSNorm(nn.Module):
@@ -35,24 +38,29 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_size = config.head_size
-        width, kv_width = config.hidden_size, self.kv_heads * self.head_size
+        width, kv_width = config.hidden_size, config.num_key_value_heads * self.head_size
         self.q_proj = nn.Linear(width, width, bias=False)
         self.k_proj = nn.Linear(width, kv_width, bias=False)
         self.v_proj = nn.Linear(width, kv_width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
 
-    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-        b, t, d = x_BTD.shape
-        q_BHTE = self.q_proj(x_BTD).view(b, t, self.heads, self.head_size).transpose(1, 2)
-        k_BKTE = self.k_proj(x_BTD).view(b, t, self.kv_heads, self.head_size).transpose(1, 2)
-        v_BKTE = self.v_proj(x_BTD).view(b, t, self.kv_heads, self.head_size).transpose(1, 2)
-        q_BHTE, k_BKTE = rotate(q_BHTE, cos_TE, sin_TE), rotate(k_BKTE, cos_TE, sin_TE)
+    def forward(self, x_BTD: Tensor, rotation: Rotation, mask_B1TT: Tensor | None) -> Tensor:
+        b, t, _ = x_BTD.shape
+        # The number of heads follows from the projections: a rank may hold only some of them.
+        q_BHTE = self.q_proj(x_BTD).view(b, t, -1, self.head_size).transpose(1, 2)
+        k_BKTE = self.k_proj(x_BTD).view(b, t, -1, self.head_size).transpose(1, 2)
+        v_BKTE = self.v_proj(x_BTD).view(b, t, -1, self.head_size).transpose(1, 2)
+        q_BHTE, k_BKTE = rotate(q_BHTE, rotation), rotate(k_BKTE, rotation)
         out_BHTE = F.scaled_dot_product_attention(
-            q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=self.heads != self.kv_heads
+            q_BHTE,
+            k_BKTE,
+            v_BKTE,
+            attn_mask=mask_B1TT,
+            is_causal=mask_B1TT is None,
+            enable_gqa=q_BHTE.shape[1] != k_BKTE.shape[1],
         )
-        out: Tensor = self.o_proj(out_BHTE.transpose(1, 2).reshape(b, t, d))
+        out: Tensor = self.o_proj(out_BHTE.transpose(1, 2).reshape(b, t, -1))
         return out
 
 
@@ -80,70 +88,157 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TE, sin_TE)
+    def forward(self, x_BTD: Tensor, rotation: Rotation, mask_B1TT: Tensor | None) -> Tensor:
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotation, mask_B1TT)
         mixed: Tensor = self.mlp(self.post_attention_layernorm(x_BTD))
         return x_BTD + mixed
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and the last norm."""
+    """Embedding, blocks and the last norm, or those of them that a stage has.
 
-    def __init__(self, config: ModelConfig) -> None:
+    ``layers`` is keyed by each block's number in the whole model.
+    """
+
+    def __init__(self, config: ModelConfig, layers: range, embedding: bool, head: bool) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if embedding or (head and config.tie_word_embeddings):
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleDict({str(number): Block(config) for number in layers})
+        if head:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class ByteTransformer(nn.Module):
-    """The model: bytes in, logits of the next byte out."""
+class TiedHead(nn.Module):
+    """Logits from the embedding's own weight; has none itself."""
 
-    cos_TE: Tensor  # noqa: N815 - tensors carry shape letters
-    sin_TE: Tensor  # noqa: N815
+    def forward(self, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+        return F.linear(x_BTD, weight_VD)
 
-    def __init__(self, config: ModelConfig) -> None:
+
+class Transformer(nn.Module):
+    """The model: tokens in, logits of the next token out.
+
+    A stage of it takes the stage before's x_BTD instead of tokens unless it has the embedding, and
+    gives x_BTD instead of logits unless it has the head.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: range | None = None,
+        *,
+        embedding: bool = True,
+        head: bool = True,
+    ) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
-        cos_TE, sin_TE = rotary_tables(config)
-        self.register_buffer("cos_TE", cos_TE, persistent=False)
-        self.register_buffer("sin_TE", sin_TE, persistent=False)
+        self.has_embedding, self.has_head = embedding, head
+        if layers is None:
+            layers = range(config.num_hidden_layers)
+        self.model = Decoder(config, layers, embedding, head)
+        if head and config.tie_word_embeddings:
+            self.tied_head = TiedHead()
+        elif head:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._tables: dict[torch.device, Rotation] = {}
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return logits_BTV for tokens_BT (integers 0 to 255, T ≤ the context)."""
-        t = tokens_BT.shape[1]
-        assert t <= self.config.context, "callers cut their text to the context"
-        cos_TE, sin_TE = self.cos_TE[:t], self.sin_TE[:t]
-        x_BTD = self.model.embed_tokens(tokens_BT)
-        for block in self.model.layers:
-            x_BTD = block(x_BTD, cos_TE, sin_TE)
-        logits_BTV: Tensor = F.linear(self.model.norm(x_BTD), self.model.embed_tokens.weight)
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits_BTV for tokens_BT (integers, T ≤ the context).
+
+        ``positions_BT``: of each token, 0 to T - 1 where missing; may pass the context. Tokens of
+        different ``documents_BT`` do not see each other. (A stage: see the class.)
+        """
+        x_BTD = self.model.embed_tokens(tokens_BT) if self.has_embedding else tokens_BT
+        rotation = self._rotation(positions_BT, x_BTD.device)
+        mask_B1TT = None if documents_BT is None else document_mask(documents_BT)
+        for block in self.model.layers.values():
+            x_BTD = block(x_BTD, rotation, mask_B1TT)
+        if not self.has_head:
+            return x_BTD
+        x_BTD = self.model.norm(x_BTD)
+        if self.config.tie_word_embeddings:
+            logits_BTV: Tensor = self.tied_head(x_BTD, self.model.embed_tokens.weight)
+        else:
+            logits_BTV = self.lm_head(x_BTD)
         return logits_BTV
 
+    def stage(self, layers: range, *, embedding: bool, head: bool) -> Transformer:
+        """Return blocks ``layers`` as a model of their own that shares this one's weights."""
+        with torch.device("meta"):
+            part = Transformer(self.config, range(0), embedding=embedding, head=head)
+        for number in layers:
+            part.model.layers[str(number)] = self.model.layers[str(number)]
+        for name in ("embed_tokens", "norm"):
+            if hasattr(part.model, name):
+                setattr(part.model, name, getattr(self.model, name))
+        if hasattr(part, "lm_head"):
+            part.lm_head = self.lm_head
+        return part.train(self.training)
 
-def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Return cos_TE and sin_TE; computed in float64, so that every machine gets the same table."""
+    def _rotation(self, positions_BT: Tensor | None, device: torch.device) -> Rotation:
+        if positions_BT is not None:
+            cos_BTE, sin_BTE = rotation_at(positions_BT, self.config)
+            return cos_BTE[:, None], sin_BTE[:, None]
+        found = self._tables.get(device)
+        if found is None:
+            with torch.inference_mode(False):  # the same table serves training later
+                positions_T = torch.arange(self.config.context, device=device)
+                found = self._tables[device] = rotation_at(positions_T, self.config)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_tables": {}}
+
+
+def document_mask(documents_BT: Tensor) -> Tensor:
+    """Return mask_B1TT: true where a token (row) may see another (column), its own document's past.
+
+    Padding is a document like any other, so that no row is without anything to see.
+    """
+    t = documents_BT.shape[1]
+    causal_TT = torch.ones(t, t, dtype=torch.bool, device=documents_BT.device).tril()
+    return ((documents_BT[:, :, None] == documents_BT[:, None, :]) & causal_TT)[:, None]
+
+
+def rotation_at(positions: Tensor, config: ModelConfig) -> Rotation:
+    """Return cos and sin for each position, one dimension (E) more than ``positions``.
+
+    Computed in float64, so that every machine gets the same values.
+    """
     half = config.head_size // 2
-    frequency_E = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    angle_TE = torch.outer(torch.arange(config.context, dtype=torch.float64), frequency_E)
+    exponent_E = torch.arange(half, dtype=torch.float64, device=positions.device) / half
+    angle_TE = positions.double()[..., None] * config.rope_theta**-exponent_E
     angle_TE = torch.cat([angle_TE, angle_TE], dim=-1)
     return angle_TE.cos().float(), angle_TE.sin().float()
 
 
-def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Return ``x_BHTE`` turned by its position (the two halves of a head are the two axes)."""
+def rotate(x_BHTE: Tensor, rotation: Rotation) -> Tensor:
+    """Return ``x_BHTE`` turned by its position (the two halves of a head are the two axes).
+
+    Computed in float32 at least: bfloat16 cannot tell positions of a long context apart.
+    """
+    cos_TE, sin_TE = (each[..., : x_BHTE.shape[2], :] for each in rotation)
     low, high = x_BHTE.chunk(2, dim=-1)
-    cos_TE, sin_TE = cos_TE.to(x_BHTE.dtype), sin_TE.to(x_BHTE.dtype)
-    return x_BHTE * cos_TE + torch.cat([-high, low], dim=-1) * sin_TE
+    return (x_BHTE * cos_TE + torch.cat([-high, low], dim=-1) * sin_TE).to(x_BHTE.dtype)
 
 
-def new_model(config: ModelConfig, seed: int) -> ByteTransformer:
+def new_model(config: ModelConfig, seed: int) -> Transformer:
     """Return a freshly initialised model; the same seed gives the same bits."""
     with torch.device("meta"):  # skips torch's own initialisation, which draws from the global RNG
-        model = ByteTransformer(config)
+        model = Transformer(config)
     model.to_empty(device="cpu")
-    model.cos_TE, model.sin_TE = rotary_tables(config)
+    initialise(model, config, seed)
+    return model
+
+
+def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Draw all weights of a whole model anew from ``seed``."""
     generator = torch.Generator().manual_seed(seed)
     # Projections that write into the residual stream start smaller, by depth (GPT-2's rule).
     residual_std = INITIAL_STD / math.sqrt(2 * config.num_hidden_layers)
@@ -155,4 +250,3 @@ def new_model(config: ModelConfig, seed: int) -> ByteTransformer:
                 writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 std = residual_std if writes_residual else INITIAL_STD
                 parameter.normal_(0.0, std, generator=generator)
-    return model

@@ -18,12 +18,12 @@ from torch import Tensor
 from paceline.errors import CorruptData, InvalidInput
 from paceline.models.config import ModelConfig
 from paceline.models.files import CONFIG_FILE, INDEX_FILE, read_config, read_index, weight_files
-from paceline.models.transformer import ByteTransformer, rotary_tables
+from paceline.models.transformer import Transformer
 
 MAX_BLOCK_FILES = 8
 
 
-def save_model(model: ByteTransformer, config: ModelConfig, directory: Path) -> None:
+def save_model(model: Transformer, config: ModelConfig, directory: Path) -> None:
     """Write ``config.json``, the weights and their index into ``directory`` (made where missing).
 
     The same weights give the same bytes. Raises InvalidInput for weights that are not finite.
@@ -46,10 +46,11 @@ def save_model(model: ByteTransformer, config: ModelConfig, directory: Path) -> 
     total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    (directory / CONFIG_FILE).write_text(config.model_dump_json(indent=2) + "\n")
+    unset = None if config.tokenizer_digest else {"tokenizer_digest"}  # as other tools write it
+    (directory / CONFIG_FILE).write_text(config.model_dump_json(indent=2, exclude=unset) + "\n")
 
 
-def load_model(directory: Path) -> tuple[ByteTransformer, ModelConfig]:
+def load_model(directory: Path) -> tuple[Transformer, ModelConfig]:
     """Return the model in ``directory`` and its shape.
 
     Raises InvalidInput or SourceMissing for a directory that is no such model, CorruptData for
@@ -60,7 +61,7 @@ def load_model(directory: Path) -> tuple[ByteTransformer, ModelConfig]:
     files = {path.name: path for path in weight_files(directory)}
     index = read_index(directory)
     with torch.device("meta"):
-        model = ByteTransformer(config)
+        model = Transformer(config)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if set(index) != set(wanted):
         odd = sorted(set(index) ^ set(wanted))
@@ -85,7 +86,6 @@ def load_model(directory: Path) -> tuple[ByteTransformer, ModelConfig]:
                 where=directory / index[name],
             )
     model = model.to_empty(device="cpu").to(dtype)
-    model.cos_TE, model.sin_TE = rotary_tables(config)
     model.load_state_dict(state)
     return model, config
 

@@ -11,6 +11,7 @@ try again, 1: it will not work).
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -30,14 +31,13 @@ from paceline.wire.training import RankEvent, TrainJob
 
 if TYPE_CHECKING:
     from paceline.data import Snapshot
-    from paceline.models import ByteTransformer, ModelConfig
+    from paceline.models import Transformer, ModelConfig
     from paceline.objects import ObjectStore
     from paceline.training.checkpoint import Checkpointer, Generations
     from paceline.training.group import Group
     from paceline.training.loop import Progress
 
-PHASE_BEAT_S = 1.0
-FINISH_S = 600.0  # to save the last state, and again to export it
+PULSE_S = 0.5
 FOLLOWER_BEAT_S = 0.5  # ranks other than 0 speak this often, so that a hang is noticed on any
 
 
@@ -55,6 +55,9 @@ class Place:
     @classmethod
     def from_environment(cls) -> Place:
         """Return the place in the environment; raises InvalidInput where a variable is missing."""
+        if "PACELINE_SPARE" in os.environ:  # its place comes later
+            os.environ.setdefault("RANK", "0")
+            os.environ.setdefault("WORLD_SIZE", "1")
         try:
             return cls(
                 rank=int(os.environ["RANK"]),
@@ -73,11 +76,26 @@ class Place:
 
 
 class Voice:
-    """Writes this rank's events, one line each."""
+    """Writes this rank's events, one line each, and its pulse: phase, step, and since when.
+
+    The pulse is a thread, so that a process that is frozen falls silent, while one whose main
+    thread hangs goes on beating with a step that does not: the launcher tells them apart.
+    """
 
     def __init__(self, place: Place) -> None:
         self._place = place
         self._lock = threading.Lock()
+        self._phase = "loading"
+        self._step = 0
+        self._since = time.monotonic()
+
+    def beat(self) -> None:
+        """Start the pulse."""
+        threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
+
+    def take(self, place: Place) -> None:
+        """Speak as ``place`` from now on (a spare that was given one)."""
+        self._place = place
 
     def say(self, event: Any, step: int = 0, **data: object) -> None:
         """Write one event."""
@@ -85,31 +103,35 @@ class Voice:
         record = RankEvent(
             event=event, rank=place.rank, attempt=place.attempt, step=step, data=data
         )
-        with self._lock:
-            sys.stdout.write(record.model_dump_json() + "\n")
-            sys.stdout.flush()
+        self._write(record.model_dump_json())
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Be in ``phase`` from now on; with "step", a step has just been made."""
+        self._phase, self._since = phase, time.monotonic()
+        if step is not None:
+            self._step = step
 
     @contextlib.contextmanager
-    def beating(self, phase: str, deadline_s: float) -> Iterator[None]:
-        """Say ``started`` again and again through a phase without steps, ``deadline_s`` at most.
-
-        The silence deadline can then be a step's: loading and exporting may take longer, and a
-        process that is frozen in them falls silent all the same.
-        """
-        over = threading.Event()
-
-        def beat() -> None:
-            until = time.monotonic() + deadline_s
-            while not over.wait(PHASE_BEAT_S) and time.monotonic() < until:
-                self.say("started", phase=phase)
-
-        thread = threading.Thread(target=beat, name="phase-beat", daemon=True)
-        thread.start()
+    def phase(self, name: str) -> Iterator[None]:
+        """Be in phase ``name`` for the time of the ``with``, then back in the one before."""
+        before = self._phase
+        self.enter(name)
         try:
             yield
         finally:
-            over.set()
-            thread.join()
+            self.enter(before)
+
+    def _pulse(self) -> None:
+        while True:
+            since = time.monotonic() - self._since
+            line = {"event": "beat", "phase": self._phase, "step": self._step, "since_s": since}
+            self._write(json.dumps(line, separators=(",", ":")))
+            time.sleep(PULSE_S)
+
+    def _write(self, line: str) -> None:
+        with self._lock:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
 
 
 def main() -> int:
@@ -121,9 +143,12 @@ def main() -> int:
     share_cores()
     place = Place.from_environment()
     voice = Voice(place)
+    voice.beat()
     try:
-        voice.say("started", worker_id=place.worker_id, pid=os.getpid())
         job = TrainJob.model_validate_json(sys.stdin.readline())
+        if "PACELINE_SPARE" in os.environ:
+            place, job = wait_for_place(job, voice)
+        voice.say("started", worker_id=place.worker_id, pid=os.getpid())
         return run_rank(job, place, voice, stop)
     except PacelineError as error:
         traceback.print_exc()
@@ -138,6 +163,43 @@ def main() -> int:
         return PeerLost.exit_code if lost else 1
 
 
+def preload() -> None:
+    """Import what a rank needs, before ranks are forked; starts no thread."""
+    import torch
+    import torch.distributed
+    import torch.nn.parallel
+
+    import paceline.data
+    import paceline.models
+    import paceline.objects
+    import paceline.training.checkpoint
+    import paceline.training.group
+    import paceline.training.loop
+    import paceline.training.recovery  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def wait_for_place(job: TrainJob, voice: Voice) -> tuple[Place, TrainJob]:
+    """Load what can be loaded without a place in the gang, then wait for one."""
+    place = Place.from_environment()
+    load(job, place)  # verified, and in this node's caches
+    voice.enter("spare")
+    os.environ.update(json.loads(_line()))
+    place = Place.from_environment()
+    voice.take(place)
+    voice.enter("loading")
+    return place, TrainJob.model_validate_json(_line())
+
+
+def _line() -> str:
+    line = sys.stdin.readline()
+    if not line:  # no longer wanted
+        sys.stdout.flush()
+        os._exit(0)
+    return line
+
+
 @dataclass
 class Loaded:
     """All that a rank has before it meets the others."""
@@ -147,7 +209,7 @@ class Loaded:
     node: Path
     work_dir: Path
     store: ObjectStore
-    model: ByteTransformer
+    model: Transformer
     config: ModelConfig
     snapshot: Snapshot
     optimizer: Any
@@ -165,9 +227,8 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
 
     settings = job.settings
     with contextlib.ExitStack() as stack:
-        with voice.beating("loading", settings.guard.start_deadline_s):
-            its = load(job, place)
-            group = stack.enter_context(
+        its = load(job, place)
+        group = stack.enter_context(
                 join_group(
                     place.rank,
                     place.world_size,
@@ -204,10 +265,8 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             position=position,
         )
         stop.listening = True
-        # The first step lays out buckets and fetches shards: it has the start's deadline too.
-        first = contextlib.ExitStack()
-        first.enter_context(voice.beating("first step", settings.guard.start_deadline_s))
-        with stream, first:
+        voice.enter("first step", progress.step)  # lays out buckets, fetches shards
+        with stream:
             train(
                 its.model,
                 its.optimizer,
@@ -217,13 +276,11 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
                 progress=progress,
                 labels=job.labels,
                 saver=saver if place.rank == 0 else None,
-                on_step=_Teller(
-                    voice, saver, progress, place.rank, stream.quarantined, first.close
-                ),
+                on_step=_Teller(voice, saver, progress, place.rank, stream.quarantined),
                 should_stop=stop,
             )
         if place.rank == 0 and progress.step > resumed_from:
-            with voice.beating("saving", FINISH_S):
+            with voice.phase("saving"):
                 saver.save_last(progress.step, stream.position, progress.metrics())
             _tell_saved(voice, saver)
         if progress.stopped:
@@ -231,7 +288,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             return STOPPED_EXIT
 
     if place.rank == 0:
-        with voice.beating("exporting", FINISH_S):
+        with voice.phase("exporting"):
             result = export(its)
         voice.say(
             "result",
@@ -319,7 +376,7 @@ def resume(its: Loaded, group: Group, voice: Voice) -> tuple[Progress, dict[str,
     return progress, restored.position
 
 
-def load_base(node: Path, job: TrainJob) -> tuple[ByteTransformer, ModelConfig]:
+def load_base(node: Path, job: TrainJob) -> tuple[Transformer, ModelConfig]:
     """Return the base model from this node's own store, after checking every byte of it."""
     from paceline.manifest import MANIFEST_FILE, parse_manifest, verify_directory
     from paceline.models import load_model
@@ -372,9 +429,7 @@ class _Teller:
         progress: Progress,
         rank: int,
         quarantined: dict[str, str],
-        on_first: Callable[[], None],
     ) -> None:
-        self._on_first: Callable[[], None] | None = on_first
         self._voice = voice
         self._saver = saver
         self._progress = progress
@@ -383,9 +438,7 @@ class _Teller:
         self._said_at = 0.0
 
     def __call__(self, report: Any) -> None:
-        if self._on_first is not None:
-            self._on_first()
-            self._on_first = None
+        self._voice.enter("step", report.step)
         now = time.monotonic()
         if self._rank != 0 and now - self._said_at < FOLLOWER_BEAT_S:
             return

@@ -92,5 +92,5 @@ def _square(
 def _norm(gradients: list[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(())
-    norms: list[Tensor] = torch._foreach_norm(gradients)
-    return torch.linalg.vector_norm(torch.stack(norms).double())
+    norms = torch.stack(torch._foreach_norm(gradients)).double()
+    return norms.square().sum().sqrt()
