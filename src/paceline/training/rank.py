@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from paceline.wire.training import RankEvent, TrainJob
 
 if TYPE_CHECKING:
     from paceline.data import Snapshot
-    from paceline.models import Transformer, ModelConfig
+    from paceline.models import ModelConfig, Transformer
     from paceline.objects import ObjectStore
     from paceline.training.checkpoint import Checkpointer, Generations
     from paceline.training.group import Group
@@ -82,11 +82,11 @@ class Voice:
     thread hangs goes on beating with a step that does not: the launcher tells them apart.
     """
 
+    _phase, _step, _since = "loading", 0, 0.0
+
     def __init__(self, place: Place) -> None:
         self._place = place
         self._lock = threading.Lock()
-        self._phase = "loading"
-        self._step = 0
         self._since = time.monotonic()
 
     def beat(self) -> None:
@@ -229,16 +229,16 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
     with contextlib.ExitStack() as stack:
         its = load(job, place)
         group = stack.enter_context(
-                join_group(
-                    place.rank,
-                    place.world_size,
-                    place.master_host,
-                    place.master_port,
-                    place.attempt,
-                    settings.guard.step_deadline_s,
-                )
+            join_group(
+                place.rank,
+                place.world_size,
+                place.master_host,
+                place.master_port,
+                place.attempt,
+                settings.guard.step_deadline_s,
             )
-            progress, position = resume(its, group, voice)
+        )
+        progress, position = resume(its, group, voice)
         resumed_from = progress.step
         voice.say("resumed", progress.step, position=position)
         saver = Checkpointer(
