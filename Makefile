@@ -11,7 +11,7 @@ TORCH_INDEX := $(if $(PACELINE_TORCH_INDEX),--extra-index-url $(PACELINE_TORCH_I
 # Imports without bytecode are two to three times slower; some environments switch it off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-services demo test check format bench bench-links chaos schemas lock clean distclean
+.PHONY: help setup setup-services demo test check format bench bench-links peers chaos schemas lock clean distclean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -56,6 +56,13 @@ bench: setup ## every benchmark, results in benchmarks/results/
 bench-links: setup ## Paceline and its peers on hosts with limited links (root; an hour): a table and a plot
 	$(BIN)/python benchmarks/link_bound.py --hosts 8 16 32 --rate 50 50 25 --seconds 60 60 120 --budget-s 3600 $(ARGS)
 	$(BIN)/python benchmarks/link_bound.py --plot benchmarks/results/link_bound.json
+
+peers: .venv-peers/.ready ## the trainers that benchmarks compare with, in .venv-peers
+
+.venv-peers/.ready: benchmarks/peers/requirements-training.txt
+	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-input $(TORCH_INDEX) -r $<
+	@touch $@
 
 chaos: setup ## the long fault runs
 	$(BIN)/python -m pytest -m chaos $(ARGS)

@@ -25,7 +25,7 @@ from paceline.data.batching import WindowPlan
 from paceline.models import config_for, count_parameters, new_model
 from paceline.profile import TrainingSettings
 from paceline.training.group import Group
-from paceline.training.loop import Progress, train
+from paceline.training.loop import Progress, train_model
 from paceline.training.recipe import new_optimizer
 
 
@@ -62,7 +62,7 @@ def ours(parameters: int, context: int, batch: int, steps: int) -> float:
     settings = TrainingSettings(steps=steps, batch_sequences=batch)
     optimizer = new_optimizer(model, settings)
     with stream_of(context, batch) as stream:
-        done = train(model, optimizer, stream, settings, Group(), progress=Progress())
+        done = train_model(model, optimizer, stream, settings, Group(), progress=Progress())
     return done.tokens / done.seconds
 
 

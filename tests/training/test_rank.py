@@ -20,7 +20,7 @@ from paceline.errors import (
 from paceline.models import load_model, weights_digest
 from paceline.profile import DataSettings
 from paceline.training.checkpoint import Generations
-from paceline.training.loop import shuffled
+from paceline.training.workload import shuffled
 from paceline.training.watch import STOPPED_EXIT, StopFlag
 from tests.training.conftest import BUCKET, Camp
 
@@ -87,7 +87,7 @@ def test_the_control_learns_from_the_same_bytes_in_another_order(camp: Camp) -> 
         ).next()
         for rank, world in ((0, 1), (0, 2), (1, 2))
     ]
-    whole, *halves = [shuffled(part, 6, seed=5) for part in parts]
+    whole, *halves = [shuffled(part, seed=5) for part in parts]
     assert np.array_equal(whole, np.concatenate(halves)), "whatever the number of ranks"
     assert np.array_equal(np.sort(whole), np.sort(parts[0].targets_BT))
     assert (whole != parts[0].targets_BT).mean() > 0.5
@@ -114,7 +114,7 @@ def test_a_request_to_stop_saves_the_step_and_a_restart_continues_it(camp: Camp)
 
 
 def test_divergence_stops_with_a_reason_and_leaves_the_last_checkpoint(camp: Camp) -> None:
-    with pytest.raises(TrainingFailed, match=r"diverged|not finite"):
+    with pytest.raises(TrainingFailed, match=r"diverged|went bad"):
         camp.run_alone(
             camp.job("nan", learning_rate=1e30, warmup_steps=0, checkpoints={"every_steps": 1})
         )

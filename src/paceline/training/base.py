@@ -79,7 +79,7 @@ def train_base(
     )
     from paceline.training.group import Group
     from paceline.training.identity import stream_seed
-    from paceline.training.loop import Progress, train
+    from paceline.training.loop import Progress, train_model
     from paceline.training.recipe import new_optimizer
 
     started = time.perf_counter()
@@ -102,7 +102,7 @@ def train_base(
         seed=stream_seed("base", model_settings.seed),
     )
     with stream:
-        train(
+        train_model(
             model,
             new_optimizer(model, settings),
             stream,

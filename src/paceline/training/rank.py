@@ -223,7 +223,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
     from paceline.training.checkpoint import Checkpointer
     from paceline.training.group import join_group
     from paceline.training.identity import code_version, stream_seed
-    from paceline.training.loop import train
+    from paceline.training.loop import train_model as train
 
     settings = job.settings
     with contextlib.ExitStack() as stack:

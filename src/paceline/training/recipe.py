@@ -1,11 +1,11 @@
-"""How weights are updated: AdamW, a warm-up and a cosine, and the state that both carry.
+"""How weights are updated: AdamW or plain SGD, and the state that they carry.
 
-Knows no ranks and no files.
+Knows no ranks, no schedule and no files.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,31 +14,28 @@ from paceline.errors import CorruptData
 from paceline.profile import TrainingSettings
 
 BETAS = (0.9, 0.95)
-FINAL_SHARE = 0.1  # of the learning rate, at the last step
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-def new_optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
-    """Return AdamW that decays matrices only: norms have nothing to shrink to."""
-    named = list(model.named_parameters())
+def new_optimizer(
+    modules: nn.Module | Sequence[nn.Module], settings: TrainingSettings
+) -> torch.optim.Optimizer:
+    """Return the optimiser of ``settings`` over one rank's modules (``Parallel.modules``).
+
+    AdamW decays matrices only: norms have nothing to shrink to. SGD is plain: no momentum, no
+    decay, so that averaging weights each step is averaging gradients.
+    """
+    parts = [modules] if isinstance(modules, nn.Module) else modules
+    # A rank may hold one parameter in several parts: it is updated once.
+    trained = list(dict.fromkeys(p for part in parts for p in part.parameters() if p.requires_grad))
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(trained, lr=settings.learning_rate, foreach=True)
     groups = [
-        {
-            "params": [p for _, p in named if p.ndim >= 2],
-            "weight_decay": settings.weight_decay,
-        },
-        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=BETAS, fused=True)
-
-
-def learning_rate(step: int, steps: int, settings: TrainingSettings) -> float:
-    """Return the rate of step ``step`` (from 0): linear warm-up, then a cosine down to a tenth."""
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
-    left = max(1, steps - settings.warmup_steps)
-    progress = min(1.0, (step - settings.warmup_steps) / left)
-    share = FINAL_SHARE + (1 - FINAL_SHARE) * 0.5 * (1 + math.cos(math.pi * progress))
-    return settings.learning_rate * share
+    filled = [each for each in groups if each["params"]]
+    return torch.optim.AdamW(filled, lr=settings.learning_rate, betas=BETAS, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -1,0 +1,59 @@
+"""A profiler trace of the steps that were asked for, as a Chrome trace (Perfetto reads it).
+
+One file a step and rank; the caller says where it goes. Profiling slows the step it looks at and no
+other: the profiler exists only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile
+
+
+class Tracer:
+    """Profiles the steps in ``steps`` (the first is 1, as steps are told).
+
+    ``on_trace`` gets the number of the step and the path of a file in ``directory``; it may move
+    or delete it.
+    """
+
+    def __init__(
+        self,
+        steps: Collection[int],
+        directory: Path,
+        rank: int,
+        on_trace: Callable[[int, Path], None],
+        *,
+        cuda: bool = False,
+    ) -> None:
+        self._steps = frozenset(steps)
+        self._directory = directory
+        self._rank = rank
+        self._on_trace = on_trace
+        self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+        self._running: profile | None = None
+
+    def begin(self, step: int) -> None:
+        """Start profiling where ``step`` was asked for."""
+        if step in self._steps:
+            self._running = profile(activities=self._activities, record_shapes=True)
+            self._running.start()
+
+    def end(self, step: int) -> None:
+        """Write the trace of ``step``, where there is one, and hand it over."""
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        running.stop()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"trace-step-{step}-rank-{self._rank}.json"
+        running.export_chrome_trace(str(path))
+        self._on_trace(step, path)
+
+    def close(self) -> None:
+        """Drop a trace of a step that did not end."""
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
