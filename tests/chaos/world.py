@@ -90,9 +90,6 @@ class World:
         if node.alive and node.frozen:
             self.tell(f"{name} thaws")
             self.fleet.thaw(name)
-            if self.standing[name] is Standing.GONE:
-                # A seed that was planned out goes on with its budget until somebody tells it.
-                self.fleet.untold.add(name)
             self.fleet.at(self.fleet.now_s + 0.3, self.notice, name)
 
     def reset(self, name: str) -> None:
@@ -124,6 +121,8 @@ class World:
         if here is gone:
             self.standing[name] = Standing.TAIL if here else Standing.GONE
             self.plan(f"{name} is {'back' if here else 'gone'}")
+        elif here and not self.away_s <= self.fleet.now_s < ALONE_S:
+            self.fleet.confirm(name)
 
     def demote(self, name: str, standing: Standing) -> None:
         if self.standing[name] is Standing.LINE:
@@ -139,7 +138,6 @@ class World:
         if all(worker.standing is Standing.GONE for worker in workers):
             return
         self.epoch += 1
-        fleet.untold.clear()
         fleet.reliable = {
             name for name, standing in self.standing.items() if standing is Standing.LINE
         }
@@ -183,6 +181,8 @@ class World:
     def hand_over(self, lanes: WorkerLanes) -> None:
         if self.fleet.nodes[lanes.worker_id].alive:
             self.fleet.assign(lanes)
+            if lanes.epoch == self.epoch:
+                self.fleet.confirm(lanes.worker_id)
 
     def calm(self) -> None:
         """Nothing fails any more; a last plan."""
@@ -289,6 +289,7 @@ def make_world(
         faults=faults,
         limits=SessionLimits(),
         pieces=piece_map(),
+        coordinated=True,
     )
     world = World(
         seed,

@@ -26,7 +26,7 @@ def test_json_is_a_plan_table() -> None:
     table = PlanTable.model_validate_json(run(*FLEET, "--json"))
     assert (table.workers, table.racks, table.size_bytes) == (1000, 32, 500 * 10**9)
     assert (table.piece_bytes, table.chunk_bytes) == (4 * 2**20, 10**9)
-    assert table.chosen == "mesh"
+    assert table.chosen == "chain"
     assert [row.topology for row in table.rows if row.reference] == [
         "naive",
         "binary-tree",
@@ -36,7 +36,16 @@ def test_json_is_a_plan_table() -> None:
 
 def test_people_see_what_is_chosen_and_what_it_replaces() -> None:
     shown = run(*FLEET)
-    for text in ("400.0 s", "mesh ←", "402.6", "chunk-chain", "1,199.2", "400,000", "15.5 TB"):
+    for text in (
+        "400.0 s",
+        "chain ←",
+        "403.4",
+        "chain takes 407.3",
+        "chunk-chain",
+        "1,199.2",
+        "400,000",
+        "15.5 TB",
+    ):
         assert text in shown
     assert max(len(line) for line in shown.splitlines()) <= 80
 
@@ -88,7 +97,7 @@ def test_it_needs_no_server_and_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["chosen"] == "mesh"
+    assert json.loads(done.stdout)["chosen"] == "chain"
 
 
 def test_a_mistake_ends_with_two_and_json_carries_it() -> None:

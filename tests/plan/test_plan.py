@@ -309,9 +309,9 @@ def test_a_root_names_the_other_roots_as_spares() -> None:
 
 def test_auto_takes_the_cheapest_and_says_which() -> None:
     manifest = manifest_of(64, 100)
-    few, many = racks_of(8, 8), racks_of(400, 40)
+    few, many = racks_of(8, 8), racks_of(800, 40)
     assert plan(few, "auto", manifest).topology is Topology.CHAIN
-    assert plan(many, "auto", manifest).topology is Topology.MESH
+    assert plan(many, "auto", manifest).topology is Topology.TREE_OF_CHAINS
     for fleet in (few, many):
         each = [plan(fleet, topology, manifest).predicted_seconds for topology in RELAYED]
         assert plan(fleet, "auto", manifest).predicted_seconds == min(each)

@@ -21,6 +21,7 @@ from paceline.relay.session.events import (
     Abandon,
     Cancelled,
     Complete,
+    Confirmed,
     Fail,
     Fetch,
     LanesAssigned,
@@ -35,6 +36,7 @@ from paceline.relay.session.events import (
     SourceAlive,
     SourceFailed,
     Tick,
+    Woke,
 )
 from paceline.relay.session.extents import Extent
 from paceline.relay.session.limits import SessionLimits
@@ -447,6 +449,24 @@ def test_lanes_share_the_origins_budget() -> None:
     mine = striped("origin", "origin").model_copy(update={"origin_budget_bytes": 6 * 1024})
     asked = fetches(relay.handle(LanesAssigned(mine), 0))
     assert sum(stop - first for _, first, stop in asked) == 6
+
+
+def test_who_stood_still_reads_the_origin_again_when_its_lanes_are_confirmed() -> None:
+    """Somebody else may have been planned in its place, and the fuse is one for all (I6)."""
+    relay = session()
+    begun = relay.handle(LanesAssigned(striped("origin", "w2")), 0)
+    assert fetches(begun) == [(ORIGIN.key, 0, 4), ("w2", 8, 12)]
+    relay.handle(Woke(), 5.0)
+    actions = arrive(relay, ORIGIN.key, 0, 4, 5.0)  # it was on its way
+    actions += relay.handle(Tick(), 8.0)
+    assert ORIGIN.key not in {key for key, *_ in fetches(actions)}
+    held_up = relay.progress().failure
+    assert held_up is not None
+    assert (held_up.code, "stood still" in held_up.message) == ("ServiceUnavailable", True)
+    # Lanes that were under way before count for nothing: they may be as old.
+    newer = striped("origin", "w2").model_copy(update={"epoch": 2})
+    assert ORIGIN.key not in {k for k, *_ in fetches(relay.handle(LanesAssigned(newer), 8.1))}
+    assert ORIGIN.key in {key for key, *_ in fetches(relay.handle(Confirmed(), 8.2))}
 
 
 def test_when_the_origins_budget_is_spent_the_peers_are_asked_at_once() -> None:

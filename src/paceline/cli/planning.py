@@ -76,6 +76,7 @@ def _show(told: PlanTable) -> None:
         left = name in ("topology", "limit")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     rows = sorted(told.rows, key=lambda row: (row.reference, row.predicted_seconds))
+    best = next(row for row in told.rows if row.topology == told.chosen and not row.reference)
     for number, row in enumerate(rows):
         table.add_row(
             *_cells(row, chosen=row.topology == told.chosen and not row.reference),
@@ -84,6 +85,11 @@ def _show(told: PlanTable) -> None:
         )
     console.print(table)
     console.print("Dim rows are schemes to compare with; Paceline does not use them.")
+    console.print(
+        f"With the deaths that a fleet of this size must expect: {best.topology} takes "
+        f"{_seconds(best.expected_seconds)} s.",
+        highlight=False,
+    )
 
 
 def _cells(row: PlanRow, *, chosen: bool) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """What a plan takes, from the loads it puts on links: one function for plans, tables and estimates.
 
 seconds = the most loaded resource (each link in and out, the origin's, each rack's uplink in and
-out, each disk) + the longest path, a piece a hop. B is goodput (on paced loopback agents the link
-rate itself; on shaped hosts rate x 1448 / 1514). Nobody can be faster than S/B.
+out, each disk) x what sharing links costs + the longest path, a piece a hop. B is goodput (on paced
+loopback agents the link rate itself; on shaped hosts rate x 1448 / 1514). Nobody can be faster
+than S/B. Topologies are compared by these seconds + what the deaths to be expected add.
 """
 
 from __future__ import annotations
@@ -16,15 +17,25 @@ from paceline.plan.flows import Flow, share_of
 from paceline.plan.line import Line
 from paceline.plan.trees import ORIGIN
 from paceline.plan.worker import rack_of
+from paceline.wire.plan import Topology
 
 MIB = 1024 * 1024
 SLACK_SHARE = 0.02  # the origin fuse: 2 % beyond the model,
 SLACK_BYTES = 64 * MIB  # or this much for a small one
 
-# Streams that share a link do not share it quite evenly; what that costs on quiet links is still to
-# be measured. A chain at 4 MiB loses 0.8 % to its depth at 1,000 workers, so that stripes win where
-# a line is longer than about 600.
-STRIPE_PENALTY = 0.005
+# Streams that share links take longer than their loads say: so much beyond its own plan took each
+# topology on 8 hosts at 50 Mbit/s (benchmarks/link_bound.py; docs/LOG.md). tree-of-chains took
+# 1.026 to 1.044 at S/B 30 s, with receive windows of 30 to 40 ms, and 1.041 at S/B 60 s; mesh 1.099 to
+# 1.126, and 1.167. A chain's streams share nothing.
+SHARING = {Topology.TREE_OF_CHAINS: 0.04, Topology.MESH: 0.13}
+
+# Of the workers so many are expected to die in a deployment: MISSION.md A9 says one to five in a
+# hundred. What a death costs everybody behind it: a reset was mended within 0.2 s on those hosts; a
+# host that is gone without a word is noticed after a piece's deadline.
+DYING, SILENT = 0.01, 0.2
+MENDING_S = 0.2
+PIECE_TIMES = 20  # a source this many piece times behind is lost,
+LEAST_DEADLINE_S = 1.0  # but never sooner: a busy machine pauses for longer than a piece
 DEEP = 0.01  # of the bound: a path that takes longer is what limits a plan
 
 
@@ -40,7 +51,8 @@ class Network:
 class Prediction:
     """Seconds and bytes; ``depth`` is the longest path from the origin, in hops.
 
-    ``limited_by`` is "link", "origin", "uplink", "disk" or "depth".
+    ``seconds`` is with nothing failing; ``dying_seconds`` is what deaths are expected to add for
+    whoever is last. ``limited_by`` is "link", "origin", "uplink", "disk" or "depth".
     """
 
     seconds: float
@@ -49,6 +61,12 @@ class Prediction:
     origin_bytes: int
     depth: int
     limited_by: str = "link"
+    dying_seconds: float = 0.0
+
+    @property
+    def expected_seconds(self) -> float:
+        """Return what topologies are compared by."""
+        return self.seconds + self.dying_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +82,9 @@ class Price:
     shares: list[float]
 
 
-def price(line: Line, flows: Sequence[Flow], cargo: Cargo, network: Network) -> Price:
+def price(
+    topology: Topology, line: Line, flows: Sequence[Flow], cargo: Cargo, network: Network
+) -> Price:
     """Return what ``flows`` (each worker's after its source's, in every stripe) take."""
     workers = line.workers
     speed = [worker.link_mbit * 1e6 / 8 for worker in workers]
@@ -109,7 +129,7 @@ def price(line: Line, flows: Sequence[Flow], cargo: Cargo, network: Network) -> 
         _part_of_links(flow, share, even, speed, taken, sent, external / max(1, origin))
         for flow, share in zip(flows, shares, strict=True)
     ]
-    depth, path = _longest_path(flows, carries, from_origin, cargo)
+    depth, path, dying = _longest_path(flows, carries, from_origin, cargo)
     by = {
         "link": max(by_line, by_leaf),
         "origin": origin / external,
@@ -126,10 +146,10 @@ def price(line: Line, flows: Sequence[Flow], cargo: Cargo, network: Network) -> 
     limit = max(by, key=lambda name: by[name])
     seconds = by[limit]
     if any(flow.stripe for flow in flows):
-        seconds *= 1 + STRIPE_PENALTY
+        seconds *= 1 + SHARING.get(topology, 0.0)
     if path > max(DEEP * bound, seconds - bound):
         limit = "depth"
-    prediction = Prediction(seconds + path, bound, crossing, origin, depth, limit)
+    prediction = Prediction(seconds + path, bound, crossing, origin, depth, limit, dying)
     return Price(prediction, rates, shares)
 
 
@@ -201,14 +221,16 @@ def _part_of_links(
 
 def _longest_path(
     flows: Iterable[Flow], rates: Sequence[float], from_origin: float, cargo: Cargo
-) -> tuple[int, float]:
-    """Return the longest path in hops, and how long a piece needs on it.
+) -> tuple[int, float, float]:
+    """Return the longest path in hops, how long a piece needs on it, and what the deaths to be
+    expected on it cost.
 
-    Not counting the slowest hop: everything passes there, and that is counted already.
+    Not counting the slowest hop: everything passes there, and that is counted already. Deaths add
+    up: whoever is behind waits for each of them.
     """
     piece = min(cargo.piece_bytes, cargo.total)
     paths: dict[tuple[int, int], tuple[int, float, float]] = {}  # hops, seconds, slowest hop
-    deepest, longest = 1, 0.0
+    deepest, longest, dying = 1, 0.0, 0.0
     for flow, rate in zip(flows, rates, strict=True):
         hop_s = piece / (rate if flow.source >= 0 else min(rate, from_origin))
         hops, total_s, slowest_s = 1, hop_s, hop_s
@@ -220,7 +242,20 @@ def _longest_path(
             paths[flow.stripe, flow.reader] = hops, total_s, slowest_s
         if flow.size:
             deepest, longest = max(deepest, hops), max(longest, total_s - slowest_s)
-    return deepest, longest
+            dying = max(dying, (hops - 1) * dying_s(slowest_s))
+    return deepest, longest, dying
+
+
+def dying_s(piece_s: float) -> float:
+    """Return what one worker between the origin and another is expected to cost the other by dying,
+    where a piece takes ``piece_s`` a hop.
+    """
+    return DYING * (MENDING_S + SILENT * deadline_s(piece_s))
+
+
+def deadline_s(piece_s: float) -> float:
+    """Return after which silence a source is lost, where a piece takes ``piece_s``."""
+    return max(LEAST_DEADLINE_S, PIECE_TIMES * piece_s)
 
 
 def origin_cap_bytes(total_bytes: int) -> int:

@@ -14,7 +14,7 @@ from paceline.errors import InvalidPlan
 from paceline.manifest import Manifest
 from paceline.plan.cargo import Cargo, Stripe
 from paceline.plan.closing import close_up
-from paceline.plan.cost import Network, Price, origin_cap_bytes, origin_shares, price
+from paceline.plan.cost import Network, Price, deadline_s, origin_cap_bytes, origin_shares, price
 from paceline.plan.flows import Feeding, Flow, feed_leaves
 from paceline.plan.line import SLOW_LINK, Line, line_up
 from paceline.plan.spares import MOST_SPARES, Spares
@@ -22,8 +22,6 @@ from paceline.plan.trees import NOWHERE, ORIGIN, Trees, build_trees
 from paceline.plan.worker import PlanWorker, Standing
 from paceline.wire.plan import Lane, Plan, Source, Topology, WorkerLanes
 
-PIECE_TIMES = 20  # a source this many piece times behind is lost,
-LEAST_DEADLINE_S = 1.0  # but never sooner: a busy machine pauses for longer than a piece
 RELAYED = (Topology.CHAIN, Topology.TREE_OF_CHAINS, Topology.MESH, Topology.TREE)  # ties: simplest
 
 
@@ -118,7 +116,7 @@ def draft_plan(
             draft_plan(each, line, cargo, network, fanout=fanout, origin_left=origin_left)
             for each in RELAYED
         ]
-        return min(drafts, key=lambda draft: draft.price.prediction.seconds)
+        return min(drafts, key=lambda draft: draft.price.prediction.expected_seconds)
     if topology is Topology.DIRECT:
         stripes = cargo.stripes(1)
         roots = [cargo.total] * line.length
@@ -144,7 +142,7 @@ def draft_plan(
         from_peers = topology is Topology.MESH
         feeding = Feeding(line, trees, cargo, stripes, scarce=scarce, from_peers=from_peers)
         flows = feeding.flows()
-    return Draft(topology, line, trees, flows, price(line, flows, cargo, network), roots)
+    return Draft(topology, line, trees, flows, price(topology, line, flows, cargo, network), roots)
 
 
 def _begun(line: Line, cargo: Cargo, trees: Trees, stripes: Sequence[Stripe]) -> list[int]:
@@ -202,7 +200,6 @@ class _Writing:
     ) -> WorkerLanes:
         worker = self._draft.line.workers[place]
         piece = min(self._manifest.piece_bytes, max(1, self._manifest.total_size))
-        deadline_s = max(LEAST_DEADLINE_S, PIECE_TIMES * piece / slowest)
         counted = SLOW_LINK if worker.standing is Standing.TAIL else 1.0
         return WorkerLanes.model_construct(
             deployment_id=self._deployment_id,
@@ -214,7 +211,7 @@ class _Writing:
                 for flow, rate in sorted(flows, key=lambda each: each[0].first)
             ),
             origin_budget_bytes=share,
-            piece_deadline_s=deadline_s,
+            piece_deadline_s=deadline_s(piece / slowest),
         )
 
     def _lane(self, flow: Flow, rate: float) -> Lane:

@@ -87,7 +87,7 @@ def plan_table(fleet: Fleet, topology: Topology = Topology.AUTO) -> PlanTable:
     rows = [_row(fleet, each, _predicted(fleet, each)) for each in (*RELAYED, *asked)]
     chosen: str = topology
     if topology is Topology.AUTO:
-        chosen = min(rows, key=lambda row: row.predicted_seconds).topology
+        chosen = min(rows, key=lambda row: row.expected_seconds).topology
     return PlanTable(
         size_bytes=fleet.size_bytes,
         workers=fleet.workers,
@@ -124,6 +124,7 @@ def _row(fleet: Fleet, name: str, told: Prediction, *, reference: bool = False) 
         reference=reference,
         predicted_seconds=told.seconds,
         ratio=told.seconds / fleet.bound_seconds,
+        expected_seconds=told.expected_seconds,
         cross_rack_bytes=told.cross_rack_bytes,
         origin_bytes=told.origin_bytes,
         depth=told.depth,

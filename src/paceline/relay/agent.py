@@ -156,6 +156,7 @@ class Agent:
                 port=port,
                 link_mbit=limit_mbit or None,
                 seed=self.incarnation,
+                coordinated=True,
                 on_news=self._news.set,
             )
 
@@ -226,6 +227,7 @@ class Agent:
                 if answer.go_on:
                     for command in answer.commands:
                         self._execute(command)
+                    self.driver.heard(began_s)
                     self._go_on()
                     failures = 0
                     self._rest(began_s, self._interval_s)

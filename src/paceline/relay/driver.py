@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from paceline.errors import DeploymentFailed, PacelineError
 from paceline.manifest import Manifest
@@ -20,8 +21,10 @@ from paceline.relay.deployments import Deployments
 from paceline.relay.disk.store import Store
 from paceline.relay.origin import LazyReader, OriginStream, RangeReader
 from paceline.relay.session.events import (
+    SLEPT_S,
     Abandon,
     Complete,
+    Confirmed,
     Fail,
     Fetch,
     PieceVerified,
@@ -30,6 +33,7 @@ from paceline.relay.session.events import (
     SessionAction,
     SessionEvent,
     Tick,
+    Woke,
 )
 from paceline.relay.session.limits import SessionLimits
 from paceline.relay.share import Share
@@ -52,7 +56,8 @@ DRAIN_LOOK_S = 0.02
 
 class RelayDriver:
     """The data plane of one node. ``open_source(url)`` gives a reader for an origin; ``on_news()``
-    is called where something should be reported now, not at the next beat.
+    is called where something should be reported now, not at the next beat. ``coordinated``: lanes
+    come from a coordinator, who may give them to others while this process stands still.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class RelayDriver:
         link_mbit: float | None = None,
         limits: SessionLimits | None = None,
         seed: int = 0,
+        coordinated: bool = False,
         on_news: Callable[[], None] = lambda: None,
     ) -> None:
         self.worker_id = worker_id
@@ -91,6 +97,8 @@ class RelayDriver:
         )
         self._news: dict[str, tuple[object, ...]] = {}  # by deployment: what was last told at once
         self._on_news = on_news
+        self._coordinated = coordinated
+        self._woke_s = float("inf")  # when this process had stood still last, until it was heard of
         self._stop = threading.Event()
         self._changed = threading.Condition()
         self.server = transport.serve(
@@ -150,6 +158,18 @@ class RelayDriver:
         """Take part in a deployment, or take its newer lanes."""
         self._post(lambda now: self._deployments.deploy(lanes, manifest, now))
 
+    def heard(self, since_s: float) -> None:
+        """Take note that the coordinator answered what was asked at ``since_s`` or later, and that
+        what it commanded was passed on: lanes that are in force stand.
+        """
+        if since_s > self._woke_s:
+            self._woke_s = float("inf")
+            self._post(self._confirm)
+
+    def _confirm(self, now_s: float) -> None:
+        for share in self._deployments:
+            self._tell(share, Confirmed(), now_s)
+
     def refuse(self, lanes: WorkerLanes, manifest: Manifest, error: PacelineError) -> None:
         """Take no part in a deployment, and report why."""
         self._post(lambda now: self._deployments.refuse(lanes, manifest, error, now))
@@ -183,11 +203,17 @@ class RelayDriver:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            try:
-                work, at = self._inbox.get(timeout=self._tick())
-            except queue.Empty:
-                pass
-            else:
+            wait_s = self._tick()
+            due_s = time.monotonic() + wait_s
+            found = None
+            with suppress(queue.Empty):
+                found = self._inbox.get(timeout=wait_s)
+            if self._coordinated and time.monotonic() - due_s >= SLEPT_S:
+                self._woke_s = time.monotonic()
+                for share in self._deployments:
+                    self._tell(share, Woke(), time.monotonic())
+            if found is not None:
+                work, at = found
                 try:
                     work(at)
                 except Exception:

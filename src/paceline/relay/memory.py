@@ -19,8 +19,10 @@ from paceline.errors import PacelineError, PeerLost
 from paceline.manifest import Manifest
 from paceline.relay.nodes import Faults, Node, Stream
 from paceline.relay.session.events import (
+    SLEPT_S,
     Abandon,
     Complete,
+    Confirmed,
     Fail,
     Fetch,
     LanesAssigned,
@@ -35,6 +37,7 @@ from paceline.relay.session.events import (
     SourceAlive,
     SourceFailed,
     Tick,
+    Woke,
 )
 from paceline.relay.session.extents import Extent, Extents
 from paceline.relay.session.limits import PieceMap, SessionLimits
@@ -64,13 +67,17 @@ class MemoryFleet:
         faults: Faults | None = None,
         limits: SessionLimits | None = None,
         pieces: PieceMap | None = None,
+        coordinated: bool = False,
     ) -> None:
+        """``coordinated``: lanes come from somebody who may give them to others while a node stands
+        still; he says so with ``confirm``.
+        """
         self.now_s = 0.0
+        self._coordinated = coordinated
         self.manifest = manifest
         self.origin_pieces = 0  # sent by the origin
         self.origin_again = 0  # of these, sent before, though somebody else could have sent them
         self.reliable = set(names)  # who is counted on to send them
-        self.untold: set[str] = set()  # planned out while frozen, and nobody there to tell them
         self._origin_sent: set[int] = set()
         self._commits = 0
         self.events = 0
@@ -126,18 +133,29 @@ class MemoryFleet:
 
     def freeze(self, name: str) -> None:
         """Stop a node without a word: its peers only notice the silence."""
-        self.nodes[name].frozen = True
+        node = self.nodes[name]
+        node.frozen, node.frozen_s = True, self.now_s
 
     def thaw(self, name: str) -> None:
         """Let a frozen node go on where it stopped."""
         node = self.nodes[name]
         node.frozen = False
         backlog, node.backlog = node.backlog, []
+        if (
+            self._coordinated and self.now_s - node.frozen_s >= SLEPT_S
+        ):  # the first that its loop sees
+            self._tell(node, Woke())
         for event in backlog:
             self._tell(node, event)
         for stream in [*node.readers, *node.streams.values()]:
             self._serve(stream)
         self._tell(node, Tick())
+
+    def confirm(self, name: str) -> None:
+        """Let a node that is awake hear that its lanes stand."""
+        node = self.nodes[name]
+        if node.alive and not node.frozen:
+            self._tell(node, Confirmed())
 
     def restart(self, name: str) -> None:
         """Start a killed node again, with what its disk has; it needs lanes anew."""
@@ -406,7 +424,7 @@ class MemoryFleet:
 
     def _count_origin(self, reader: Node, piece: int) -> None:
         self.origin_pieces += 1
-        if piece in self._origin_sent and reader.name not in self.untold:
+        if piece in self._origin_sent:
             self.origin_again += any(
                 piece in node.verified and piece not in node.distrusted
                 for node in self.nodes.values()

@@ -62,6 +62,7 @@ class Node:
     backlog: list[SessionEvent] = field(default_factory=list)  # while it is frozen
     alive: bool = True
     frozen: bool = False
+    frozen_s: float = 0.0  # since when
     complete: bool = False
     error: PacelineError | None = None
     in_free_s: float = 0.0

@@ -150,6 +150,8 @@ class Control:
                 self._streams.clock.after(
                     self._scenario.timing.call_s, lambda: self._fetch_lanes(host, this)
                 )
+        if answer.go_on and not any(each.kind == "fetch_lanes" for each in answer.commands):
+            self._streams.confirm(host)
         self._streams.clock.after(wait_s, lambda: self._beat(host, this))
 
     def _beat_of(self, host: Host) -> Heartbeat:

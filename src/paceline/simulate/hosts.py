@@ -48,6 +48,8 @@ class Host:
     edges: dict[tuple[str, str], Tally] = field(default_factory=dict)
     alive: bool = True
     frozen: bool = False
+    frozen_s: float = 0.0  # since when
+    slept: bool = False  # until the coordinator was heard since
     missed: list[SessionEvent] = field(default_factory=list)  # what came while it was frozen
     corrupts: float = 0.0  # share of the pieces it sends
     incarnation: int = 1

@@ -63,6 +63,10 @@ class Network:
         self._capacity[resource] = bytes_s
         self._dirty = True
 
+    def capacity(self, resource: int) -> float:
+        """Return what a resource carries, in bytes/s."""
+        return self._capacity[resource]
+
     def add(self, uses: tuple[int, ...], lag: float, pair: int = 0) -> int:
         """Add a flow that does not move yet and return its slot; flows of one ``pair`` of hosts
         share a connection.
@@ -197,12 +201,17 @@ class Network:
         self.pos[slots] = np.minimum(wish, np.maximum(most, before))
         # A step may be longer than it takes to catch up, or to begin: settle who is led, from the
         # front to the back, until nothing changes.
+        # Whoever leads and is at its end leaves what follows the rest of the step, too: ``far`` is
+        # where it would be by now, did its run go on.
+        far = self.pos.copy()
+        far[slots] = np.where(self.pos[slots] >= stop - NEAR, np.maximum(wish, before), far[slots])
         mine, lead, limit_lag = slots[led], leader[led], lag[led]
         floor, ends, since = static[led], stop[led], before[led]
         waiting = self._state[led] == WAITING
         while mine.size:
             # Nobody goes back, not even where a new leader is behind.
-            limit = np.minimum(np.maximum(self.pos[lead] - limit_lag, floor), ends)
+            reach = np.minimum(far[lead] - limit_lag, self.pos[lead])
+            limit = np.minimum(np.maximum(reach, floor), ends)
             limit = np.maximum(limit, since)
             at = self.pos[mine]
             wrong = (at > limit + NEAR) & ~waiting | (waiting & (limit > at + NEAR))
@@ -211,6 +220,8 @@ class Network:
             if waiting[wrong].any():
                 self._dirty = True
             self.pos[mine[wrong]] = limit[wrong]
+            behind = np.where(limit >= ends - NEAR, np.maximum(far[lead] - limit_lag, limit), limit)
+            far[mine[wrong]] = behind[wrong]
             waiting = waiting & ~wrong
             if not self._behind(wrong, mine, lead):
                 break

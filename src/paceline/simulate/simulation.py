@@ -13,6 +13,7 @@ from random import Random
 
 from paceline.manifest import Manifest
 from paceline.plan import origin_cap_bytes
+from paceline.plan.cost import SHARING
 from paceline.relay.session.extents import Extent, Extents
 from paceline.relay.session.limits import SessionLimits
 from paceline.simulate.control import Control
@@ -73,6 +74,7 @@ class Simulation:
         self.faults = self._schedule()
         self._gone: set[str] = set()  # for good
         self._left = scenario.workers
+        self._kept = 1.0  # of every NIC, after what sharing links costs
         self._published_of = self.streams.disk.on_published
         self.streams.disk.on_published = self._published
 
@@ -168,6 +170,8 @@ class Simulation:
         streams.clock.after(0.0, streams.keepalives.watch)
         streams.clock.after(0.0, streams.keepalives.assure)
         plan = control.state.run("simulated").plan
+        if plan is not None and any(len(part.lanes) > 1 for part in plan.workers):
+            self._share_links(plan.topology)
         predicted_s = plan.predicted_seconds if plan is not None else 0.0
         last_fault_s = max((fault.at_s + fault.for_s for fault in self.faults), default=0.0)
         limit_s = last_fault_s + FINISHING_S + 4 * max(predicted_s, self.scenario.bound_s)
@@ -202,6 +206,15 @@ class Simulation:
             events=streams.events,
         )
 
+    def _share_links(self, topology: Topology) -> None:
+        """Take from every NIC what sharing its links was measured to cost: the fluid model divides
+        a link without loss, and hosts do not.
+        """
+        self._kept = 1 / (1 + SHARING.get(topology, 0.0))
+        if self._kept < 1:
+            for host in self.streams.hosts.values():
+                self.streams.slow_down(host, self._kept)
+
     def _published(self, host: Host) -> None:
         self._published_of(host)
         if host.name not in self._gone:
@@ -213,7 +226,7 @@ class Simulation:
     def _do(self, fault: Fault) -> None:
         streams, host = self.streams, self.streams.hosts[fault.worker]
         if fault.kind == "rate":
-            streams.limit(host, fault.value * MBIT)
+            streams.limit(host, fault.value * MBIT * self._kept)
         elif fault.kind == "corrupt":
             host.corrupts = fault.value
         elif not host.serves:

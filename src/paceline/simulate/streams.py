@@ -17,14 +17,17 @@ import numpy as np
 from paceline.errors import PacelineError, PeerLost
 from paceline.manifest import Manifest
 from paceline.relay.session.events import (
+    SLEPT_S,
     Abandon,
     Complete,
+    Confirmed,
     Fail,
     Fetch,
     LanesAssigned,
     SessionEvent,
     SourceFailed,
     Tick,
+    Woke,
 )
 from paceline.relay.session.extents import Extent
 from paceline.relay.session.limits import PieceMap, SessionLimits
@@ -176,7 +179,7 @@ class Streams:
     def freeze(self, host: Host) -> None:
         """Stop a process without a word."""
         self._silence(host)
-        host.frozen = True
+        host.frozen, host.frozen_s = True, self.clock.now_s
 
     def thaw(self, host: Host) -> None:
         """Let a frozen process go on where it stopped."""
@@ -189,13 +192,25 @@ class Streams:
         if host.complete:
             self.disk.publish_soon(host)
         missed, host.missed = host.missed, []
-        for event in (*missed, Tick()):
+        host.slept = self.clock.now_s - host.frozen_s >= SLEPT_S
+        for event in (*((Woke(),) if host.slept else ()), *missed, Tick()):
             self.tell(host, event)
+
+    def confirm(self, host: Host) -> None:
+        """Let a host that had stood still hear that its lanes stand."""
+        if host.slept:
+            host.slept = False
+            self.tell(host, Confirmed())
 
     def limit(self, host: Host, bytes_s: float) -> None:
         """Give a host's NIC another rate, both ways."""
         self.network.limit(host.nic_in, bytes_s)
         self.network.limit(host.nic_out, bytes_s)
+
+    def slow_down(self, host: Host, share: float) -> None:
+        """Leave a host's NIC ``share`` of what it carries."""
+        for nic in (host.nic_in, host.nic_out):
+            self.network.limit(nic, self.network.capacity(nic) * share)
 
     def running(self, host: Host) -> dict[tuple[str, str], Tally]:
         """Return what is to be added to a host's counts for its open streams.

@@ -14,6 +14,7 @@ class PlanRow(Record):
     reference: bool = False
     predicted_seconds: float = Field(ge=0)
     ratio: float = Field(ge=0)  # predicted / bound
+    expected_seconds: float = Field(default=0.0, ge=0)  # with the deaths that `auto` counts on
     cross_rack_bytes: int = Field(ge=0)
     origin_bytes: int = Field(ge=0)
     depth: int = Field(ge=1)  # longest path from the origin, in hops

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
+from paceline.errors import PacelineError, ServiceUnavailable
 from paceline.relay.session.budget import OriginBudget
 from paceline.relay.session.extents import Extent
 from paceline.relay.session.feeds import FORGIVEN_PIECES, Health, Work
@@ -25,10 +26,14 @@ class Choice:
         self._random = random
         self._health: dict[str, Health] = {}
         self._broken: set[str] = set()  # sources whose streams broke under the present lanes
+        self.woke = False  # this process stood still, and nobody confirmed its lanes since
         self.budget = OriginBudget()
 
     def begin(self, budget: OriginBudget) -> None:
-        """Start anew with new lanes: the coordinator knows more than our last failures."""
+        """Start anew with new lanes: the coordinator knows more than our last failures.
+
+        That we stood still it may not know yet.
+        """
         self._broken.clear()
         self._health.clear()
         self.budget = budget
@@ -66,7 +71,19 @@ class Choice:
 
     def may_afford(self, source: Source, extent: Extent) -> bool:
         """Return whether the origin's budget allows to ask ``source``."""
+        if self.woke and source.kind == "origin":
+            return False
         return self.budget.may_afford(source, extent, self._pieces)
+
+    def refusal(self) -> PacelineError:
+        """Return why the origin is not asked."""
+        if self.woke:
+            return ServiceUnavailable(
+                "this process stood still, and another may read the origin in its place",
+                wanted="an answer of the coordinator since",
+                do="Wait: the next answered heartbeat confirms the lanes, or brings others.",
+            )
+        return self.budget.exceeded()
 
     def rested_s(self, source: Source, work: Work) -> float:
         """Return when ``source`` has been left alone for long enough."""

@@ -92,6 +92,19 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
+class Woke:
+    """This process stood still for SLEPT_S or longer: others may stand in its place by now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """The coordinator was heard since then: the present lanes stand."""
+
+
+SLEPT_S = 2.0  # less than after which a coordinator counts anybody as lost
+
+
+@dataclass(frozen=True, slots=True)
 class Cancelled:
     """The deployment was cancelled; nothing is fetched any more."""
 
@@ -106,6 +119,8 @@ SessionEvent = (
     | PiecesRotten
     | LocalFailed
     | Tick
+    | Woke
+    | Confirmed
     | Cancelled
 )
 

@@ -70,8 +70,22 @@ class Puller:
             self._size_window(work)
         # The plan knows what arrived from the origin; what is on its way is spent of its budget.
         self._choice.begin(OriginBudget(lanes.origin_budget_bytes, flights.origin_flying_bytes))
+        if self._choice.woke:
+            self.sleep(woke=True)  # these lanes may have been under way while we stood still
         self.lost.clear()
         self.stalled = self.hopeless = None
+
+    def sleep(self, *, woke: bool) -> None:
+        """Take note that this process stood still, or that its lanes were confirmed since.
+
+        Until then the origin is asked for nothing more: somebody else may have been told to read
+        there in our place, and the fuse is one for all (I6). What is in flight still comes.
+        """
+        self._choice.woke = woke
+        for work in self._flights.works if woke else ():
+            feed = self._flights.feed_of(work)
+            if feed is not None and feed.source.kind == "origin":
+                work.active = None
 
     def is_first_choice(self, key: str) -> bool:
         """Return whether the lanes name this source first for pieces that are still missing."""
@@ -336,7 +350,7 @@ class Puller:
         if not choice.may_afford(work.candidates[0], missing) or (
             not able and not all(choice.may_afford(each, missing) for each in work.candidates)
         ):
-            self.stalled = choice.budget.exceeded()
+            self.stalled = choice.refusal()
         if not able:
             return None
         best = choice.best(able, work)
@@ -369,7 +383,7 @@ class Puller:
                 extent = self._pieces.fitting(extent, budget.left_bytes, extent.size)
                 if extent.size == 0 and not work.asked_pieces:
                     work.active = None  # the fuse: others may still be asked
-                    self.stalled = budget.exceeded()
+                    self.stalled = self._choice.refusal()
             if extent.size == 0:
                 return
             self._request(feed, extent, now_s, actions)
@@ -410,7 +424,7 @@ class Puller:
         source = self._repairs.choose(repair, work.candidates, may_ask, now_s)
         if source is None:
             if not all(choice.may_afford(each, part) for each in work.candidates):
-                self.stalled = choice.budget.exceeded()
+                self.stalled = choice.refusal()
             return
         if source.kind == "origin":
             fits = self._pieces.fitting(part, choice.budget.left_bytes, part.size)

@@ -26,6 +26,7 @@ from paceline.manifest import Manifest
 from paceline.relay.session.events import (
     Cancelled,
     Complete,
+    Confirmed,
     Fail,
     LanesAssigned,
     LocalFailed,
@@ -40,6 +41,7 @@ from paceline.relay.session.events import (
     SourceAlive,
     SourceFailed,
     Tick,
+    Woke,
 )
 from paceline.relay.session.extents import Extent, Extents
 from paceline.relay.session.limits import PieceMap, SessionLimits
@@ -129,6 +131,10 @@ class RelaySession:
                 self._over = True
                 self._status = WorkerStatus.IDLE
                 self._pull.close_all(actions)
+            case Woke():
+                self._pull.sleep(woke=True)
+            case Confirmed():
+                self._pull.sleep(woke=False)
             case Tick():
                 pass
         self._due_s = float("-inf")
