@@ -15,15 +15,17 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from paceline.data import PlannedStream, Shard
-from paceline.data.batching import WindowPlan
+from paceline.data.samples import TextSamples
+from paceline.data.stream import batching
 from paceline.models import config_for, count_parameters, new_model
-from paceline.profile import TrainingSettings
+from paceline.profile import DataSettings, TrainingSettings
 from paceline.training.group import Group
 from paceline.training.loop import Progress, train_model
 from paceline.training.recipe import new_optimizer
@@ -32,12 +34,18 @@ from paceline.training.recipe import new_optimizer
 class InMemory:
     """A cache of one shard that is there already."""
 
-    def __init__(self, stream: bytes) -> None:
+    def __init__(self, text: bytes) -> None:
         self.quarantined: dict[str, str] = {}
-        self._stream = stream
+        self._text = text
 
-    def token_bytes(self, _: Shard) -> bytes:
-        return self._stream
+    def lengths(self, _: Shard) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+        return np.array([len(self._text)], dtype=np.int32)
+
+    def samples(self, _: Shard) -> TextSamples:
+        return TextSamples(["random"], [self._text])
+
+    def prefetch(self, _: Sequence[Shard]) -> None:
+        pass
 
 
 def stream_of(context: int, batch: int) -> PlannedStream:
@@ -51,9 +59,8 @@ def stream_of(context: int, batch: int) -> PlannedStream:
         text_bytes=size,
     )
     text = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8).tobytes()
-    stream = b"\xff" + text + b"\xff"
-    plan = WindowPlan([len(stream)], context, batch, seed=0)
-    return PlannedStream(plan, [shard], InMemory(stream))
+    windows = batching(DataSettings(), context=context, global_batch=batch, seed=0)
+    return PlannedStream(windows, [shard], InMemory(text))
 
 
 def ours(parameters: int, context: int, batch: int, steps: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 
@@ -11,56 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data import Batch, PlannedStream, Shard
+from paceline.data import PlannedStream
 from paceline.data.batching import WindowPlan
-from paceline.data.position import Position
 from paceline.errors import CorruptData, DataRejected, InvalidInput, InvalidSnapshot
+from tests.data.memory import MemoryCache, made, plan_by
 
-
-def shards_of(contents: list[bytes]) -> tuple[list[Shard], dict[str, bytes]]:
-    """Shards of one document each, and their token streams by digest."""
-    shards, streams = [], {}
-    for number, text in enumerate(contents):
-        digest = hashlib.sha256(b"%d" % number + text).hexdigest()
-        shards.append(
-            Shard(split="train", sha256=digest, bytes=len(text), documents=1, text_bytes=len(text))
-        )
-        streams[digest] = b"\xff" + text + b"\xff"
-    return shards, streams
-
-
-CONTENTS = [bytes([number]) * (40 + 13 * number) for number in range(7)]
-
-
-class InMemory:
-    """A cache of shards that are there already, some of which ``broken`` answers for."""
-
-    def __init__(self, streams: dict[str, bytes], broken: dict[str, Exception] | None = None):
-        self.quarantined: dict[str, str] = {}
-        self._streams = streams
-        self._broken = broken or {}
-
-    def token_bytes(self, shard: Shard) -> bytes:
-        if shard.sha256 in self._broken:
-            raise self._broken[shard.sha256]
-        return self._streams[shard.sha256]
+CONTENTS = [[bytes([number]) * (40 + 13 * number)] for number in range(7)]
 
 
 def stream(seed: int = 5, broken: dict[int, Exception] | None = None, **changes) -> PlannedStream:
-    shards, streams = shards_of(CONTENTS)
-    plan = WindowPlan([each.stream_bytes for each in shards], 8, 6, seed)
-    bad = {shards[number].sha256: error for number, error in (broken or {}).items()}
-    return PlannedStream(plan, shards, InMemory(streams, bad), **changes)
-
-
-def batches(of: PlannedStream, count: int) -> list[Batch]:
-    """The first batches, made without a thread."""
-    position = Position(**of.position)
-    found = []
-    for _ in range(count):
-        batch, position = of.make(position)
-        found.append(batch)
-    return found
+    cache = MemoryCache(CONTENTS, broken)
+    return PlannedStream(plan_by("windows", 8, 6, seed), cache.shards, cache, **changes)
 
 
 def windows(plan: WindowPlan, epoch: int) -> list[tuple[int, int]]:
@@ -98,9 +58,9 @@ def test_each_sample_comes_exactly_once_an_epoch(sizes, context, seed, group, ep
 @given(world=st.integers(1, 6), skipped=st.integers(0, 30), seed=st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
 def test_the_global_batch_does_not_depend_on_the_number_of_ranks(world, skipped, seed) -> None:
-    whole = batches(stream(seed), skipped + 1)[-1]
+    whole = made(stream(seed), skipped + 1)[-1]
     parts = [
-        batches(stream(seed, rank=rank, world_size=world), skipped + 1)[-1] for rank in range(world)
+        made(stream(seed, rank=rank, world_size=world), skipped + 1)[-1] for rank in range(world)
     ]
     assert np.array_equal(np.concatenate([part.inputs_BT for part in parts]), whole.inputs_BT)
     assert np.array_equal(np.concatenate([part.targets_BT for part in parts]), whole.targets_BT)
@@ -127,10 +87,10 @@ def test_a_resumed_stream_goes_on_exactly_where_it_stopped(steps, world) -> None
 def test_targets_are_the_next_bytes_and_every_byte_is_predicted_once() -> None:
     whole = stream()
     predicted: Counter[int] = Counter()
-    for batch in batches(whole, whole.plan.samples // 6):
+    for batch in made(whole, whole.plan.samples // 6):
         assert np.array_equal(batch.inputs_BT[:, 1:], batch.targets_BT[:, :-1])
         predicted.update(batch.targets_BT.ravel().tolist())
-    for number, text in enumerate(CONTENTS):
+    for number, (text,) in enumerate(CONTENTS):
         assert predicted[number] <= len(text)
 
 
@@ -154,7 +114,7 @@ def test_samples_of_a_bad_shard_are_passed_over_with_weight_zero_and_named() -> 
     bad = damaged.shards[2].sha256
     skipped = 0
     count = damaged.plan.samples // 6
-    for got, wanted in zip(batches(damaged, count), batches(intact, count), strict=True):
+    for got, wanted in zip(made(damaged, count), made(intact, count), strict=True):
         kept = got.weights_BT[:, 0] > 0
         assert np.array_equal(got.inputs_BT[kept], wanted.inputs_BT[kept])
         assert got.skipped == ((bad,) if not kept.all() else ())
@@ -188,13 +148,13 @@ def test_bad_positions_are_refused() -> None:
         with pytest.raises(InvalidInput, match=f"another {name}"):
             stream(position=kept | {name: value})
     with pytest.raises(InvalidInput, match="beyond"):
-        stream(position=kept | {"item": 10**6}).next()
+        made(stream(position=kept | {"item": 10**6}), 1)
     with pytest.raises(InvalidInput, match="more ranks"):
         stream(world_size=7)
 
 
 def test_a_batch_is_split_by_rows_into_as_many_parts_as_asked() -> None:
-    batch = batches(stream(world_size=2), 1)[0]
+    batch = made(stream(world_size=2), 1)[0]
     parts = batch.split(2)
     assert [each.rows for each in parts] == [range(1), range(1, 3)]
     assert np.array_equal(np.concatenate([each.inputs_BT for each in parts]), batch.inputs_BT)

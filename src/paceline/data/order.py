@@ -18,6 +18,7 @@ SHUFFLE_SHARDS = 16  # in a group, where shards are of a usual size
 # A group should hold so many rows: what best fit leaves over is about one row a group, and a group
 # of few rows is a poor shuffle. Large shards reach it with few, tiny ones need more.
 GROUP_ROWS = 1024
+GROUP_BATCHES = 16  # at least, so that lengths in a bucket are alike and lanes end together
 MAX_GROUP_SHARDS = 1024
 
 
@@ -56,8 +57,8 @@ class ShardOrder:
         return kept[1]
 
 
-def group_shards(tokens: Sequence[int], context: int) -> int:
-    """Return how many shards of so many ``tokens`` make a group of about GROUP_ROWS rows."""
-    mean = max(1.0, sum(tokens) / max(1, len(tokens)))
-    wanted = -(-GROUP_ROWS * context // int(mean))
-    return min(max(SHUFFLE_SHARDS, wanted), MAX_GROUP_SHARDS)
+def group_shards(tokens: Sequence[int], context: int, global_batch: int) -> int:
+    """Return how many shards of so many ``tokens`` make a group of enough rows and batches."""
+    rows = max(GROUP_ROWS, GROUP_BATCHES * global_batch)
+    mean = max(1, sum(tokens) // max(1, len(tokens)))
+    return min(max(SHUFFLE_SHARDS, -(-rows * context // mean)), MAX_GROUP_SHARDS)

@@ -8,40 +8,31 @@ an epoch, or is listed as skipped (I9). The last batch of an epoch goes on into 
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.data.batch import Batch, Tokens
-from paceline.data.batching import Plan, Rows, WindowPlan
-from paceline.data.batching.fill import fill
+from paceline.data.batch import Batch
+from paceline.data.batching import BucketedPlan, CarriedPlan, PackedPlan, Plan, Rows, WindowPlan
+from paceline.data.batching.fill import Filler
+from paceline.data.batching.pieces import Lengths
+from paceline.data.batching.reading import Reader, Shards
 from paceline.data.batching.rows import identity
 from paceline.data.position import Position
-from paceline.data.shards import SEPARATOR
-from paceline.data.snapshot import Shard, Snapshot, Split
-from paceline.errors import CorruptData, DataRejected, InvalidInput, NotReady
+from paceline.data.snapshot import BYTES, Column, Shard, Snapshot, Split, Vocabulary
+from paceline.errors import InvalidInput, NotReady
 from paceline.profile import DataSettings
-
-log = logging.getLogger(__name__)
 
 NEXT_DEADLINE_S = 1800.0  # for one batch: the guard's deadline of a step ends the rank long before
 Transform = Callable[[Batch], Batch]
-
-
-class Shards(Protocol):
-    """What a stream needs of a shard cache."""
-
-    quarantined: dict[str, str]  # sha256 → why
-
-    def token_bytes(self, shard: Shard) -> bytes: ...
+Batching = Callable[[Sequence[Shard], Lengths], Plan]
 
 
 class Stream(Protocol):
@@ -87,57 +78,69 @@ def open_stream(
     thread. Raises InvalidInput for a position of other settings or more ranks than rows,
     InvalidSnapshot for too little data.
     """
-    shards = snapshot.of_split(split)
+    if settings.batching == "windows" and snapshot.columns:
+        raise InvalidInput(
+            "windows have no features",
+            got=", ".join(each.name for each in snapshot.columns),
+            wanted="packed, bucketed or carried",
+            do="Set data.batching: a window crosses the edges of samples.",
+        )
     return PlannedStream(
-        plan_of(shards, settings, context=context, global_batch=global_batch, seed=seed),
-        shards,
+        batching(settings, context=context, global_batch=global_batch, seed=seed),
+        snapshot.of_split(split),
         cache,
+        vocabulary=snapshot.vocabulary,
+        columns=snapshot.columns,
         rank=rank,
         world_size=world_size,
         position=position,
         skip=skip,
         transform=transform,
         prefetch_batches=settings.prefetch_batches,
+        prefetch_shards=settings.prefetch_shards,
         max_bad_share=settings.max_bad_share,
     )
 
 
-def plan_of(
-    shards: Sequence[Shard],
-    settings: DataSettings,
-    *,
-    context: int,
-    global_batch: int,
-    seed: int,
-) -> Plan:
-    """Return the plan that ``settings.batching`` names."""
-    if settings.batching != "windows":
-        raise InvalidInput(
-            "this batching is not there yet", got=settings.batching, wanted="windows"
-        )
-    return WindowPlan([each.stream_bytes for each in shards], context, global_batch, seed)
+def batching(settings: DataSettings, *, context: int, global_batch: int, seed: int) -> Batching:
+    """Return what makes the plan that ``settings.batching`` names."""
+    kinds: dict[str, Callable[..., Plan]]
+    kinds = {"packed": PackedPlan, "bucketed": BucketedPlan, "carried": CarriedPlan}
+
+    def plan(shards: Sequence[Shard], lengths: Lengths) -> Plan:
+        sizes = [each.stream_bytes for each in shards]
+        if settings.batching == "windows":
+            return WindowPlan(sizes, context, global_batch, seed)
+        return kinds[settings.batching](sizes, lengths, context, global_batch, seed)
+
+    return plan
 
 
 class PlannedStream:
     """A Stream of the batches of a Plan, its tokens read through a cache of shards.
 
-    Raises DataRejected when too many shards are bad, and whatever reading raised.
+    ``next`` raises DataRejected when too many shards are bad, and whatever reading raised.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        batching: Batching,
         shards: Sequence[Shard],
         cache: Shards,
         *,
+        vocabulary: Vocabulary = BYTES,
+        columns: Sequence[Column] = (),
         rank: int = 0,
         world_size: int = 1,
         position: Mapping[str, Any] | None = None,
         skip: Collection[int] = (),
         transform: Transform | None = None,
         prefetch_batches: int = 4,
+        prefetch_shards: int = 4,
         max_bad_share: float = 0.5,
     ) -> None:
+        self._reader = Reader(shards, cache, threads=prefetch_shards, max_bad_share=max_bad_share)
+        plan = self.plan = batching(shards, self._reader.lengths)
         if not 1 <= world_size <= plan.global_batch:
             raise InvalidInput(
                 "more ranks than samples in a batch",
@@ -145,7 +148,6 @@ class PlannedStream:
                 wanted="at least one sequence for each rank",
                 do="Raise training.batch_sequences or lower training.ranks.",
             )
-        self.plan = plan
         self.shards = shards
         self.context = plan.context
         self.global_batch = plan.global_batch
@@ -153,14 +155,12 @@ class PlannedStream:
         self.data_wait_s = 0.0
         size = plan.global_batch
         self.rows = range(size * rank // world_size, size * (rank + 1) // world_size)
-        self._cache = cache
+        self._filler = Filler(vocabulary, columns, lambda index: shards[index].sha256)
         self._skip = frozenset(skip)
         self._transform = transform
-        self._max_bad_share = max_bad_share
-        self._digests = {each.sha256 for each in shards}
         self._position = Position(**identity(plan)).resumed(position)
-        self._planned: OrderedDict[tuple[int, int], Rows] = OrderedDict()
-        self._resident: OrderedDict[int, Tokens | None] = OrderedDict()
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="data-plan")
+        self._planned: dict[tuple[int, int], Future[Rows]] = {}
         self._queue: queue.Queue[tuple[Batch, Position] | BaseException] = queue.Queue(
             maxsize=prefetch_batches
         )
@@ -191,6 +191,7 @@ class PlannedStream:
 
     def make(self, position: Position) -> tuple[Batch, Position]:
         """Return this rank's share of the batch at ``position``, and the position after it."""
+        self._look_ahead(position)
         passed: list[str] = []
         while position.batch in self._skip:
             taken, after = self._take(position)
@@ -213,6 +214,8 @@ class PlannedStream:
                     self._queue.get_nowait()
                 except queue.Empty:
                     self._thread.join(0.02)
+        self._planner.shutdown(wait=True, cancel_futures=True)
+        self._reader.close()
 
     def __enter__(self) -> PlannedStream:
         return self
@@ -254,9 +257,7 @@ class PlannedStream:
                 missing -= stop - item
                 item = stop
             if missing:
-                group, item = group + 1, 0
-                if group == self.plan.groups:
-                    epoch, group = epoch + 1, 0
+                (epoch, group), item = self._after(epoch, group), 0
         after = replace(position, batch=position.batch + 1, epoch=epoch, group=group, item=item)
         return taken, after
 
@@ -267,7 +268,7 @@ class PlannedStream:
         rows, start, _ = taken[0]
         width = self.context if rows.width_R is None else int(rows.width_R[start])
         ours = _of_rows(taken, self.rows)
-        filled = fill(ours, width, self._stream, SEPARATOR, np.uint8)
+        filled = self._filler.fill(ours, width, self._reader.get)
         return Batch(
             step=number,
             inputs_BT=filled.inputs_BT,
@@ -278,62 +279,42 @@ class PlannedStream:
             documents_BT=filled.documents_BT,
             positions_BT=filled.positions_BT,
             carries_B=filled.carries_B,
-            skipped=tuple(sorted(self.shards[each].sha256 for each in filled.missing)),
+            features=filled.features,
+            skipped=tuple(sorted(filled.skipped)),
         )
 
     def _listed(self, number: int, taken: list[tuple[Rows, int, int]]) -> str:
-        found = []
+        """Return the samples of a batch that is passed over, by shard."""
+        found: dict[int, list[str]] = {}
         for rows, start, stop in taken:
             pieces = slice(int(rows.first_R1[start]), int(rows.first_R1[stop]))
-            found += [
-                f"{self.shards[shard].sha256}[{at}:{at + length}]"
-                for shard, at, length in zip(
-                    rows.shard_P[pieces].tolist(),
-                    rows.start_P[pieces].tolist(),
-                    rows.length_P[pieces].tolist(),
-                    strict=True,
-                )
-            ]
-        return f"batch {number}: {' '.join(found)}"
+            starts, lengths = rows.start_P[pieces].tolist(), rows.length_P[pieces].tolist()
+            names = [f"{at}:{at + length}" for at, length in zip(starts, lengths, strict=True)]
+            for shard, name in zip(rows.shard_P[pieces].tolist(), names, strict=True):
+                found.setdefault(shard, []).append(name)
+        listed = [f"{self.shards[each].sha256}[{','.join(found[each])}]" for each in sorted(found)]
+        return f"batch {number}: {' '.join(listed)}"
+
+    def _look_ahead(self, position: Position) -> None:
+        """Plan this group and the next, open their shards, and let go of all others."""
+        here = (position.epoch, position.group)
+        keys = (here, self._after(*here))
+        if all(key in self._planned for key in keys):
+            return
+        self._planned = {key: self._plan(key) for key in keys}
+        indexes = [int(index) for key in keys for index in self.plan.shards(*key)]
+        self._reader.expect(list(dict.fromkeys(indexes)))
+
+    def _plan(self, key: tuple[int, int]) -> Future[Rows]:
+        return self._planned.get(key) or self._planner.submit(self.plan.rows, *key)
 
     def _rows(self, epoch: int, group: int) -> Rows:
         key = (epoch, group)
-        if key not in self._planned:
-            self._planned[key] = self.plan.rows(epoch, group)
-            while len(self._planned) > 2:  # this group and, at an edge, its neighbour
-                self._planned.popitem(last=False)
-        return self._planned[key]
+        self._planned[key] = self._plan(key)
+        return self._planned[key].result()
 
-    def _stream(self, index: int) -> Tokens | None:
-        if index in self._resident:
-            self._resident.move_to_end(index)
-            return self._resident[index]
-        shard = self.shards[index]
-        tokens: Tokens | None
-        try:
-            tokens = np.frombuffer(self._cache.token_bytes(shard), dtype=np.uint8)
-        except CorruptData as error:
-            log.warning("shard quarantined, going on without it shard=%s", shard.sha256[:12])
-            self.quarantined.setdefault(shard.sha256, error.what)
-            self._refuse_if_too_many(error)
-            tokens = None
-        self._resident[index] = tokens
-        while len(self._resident) > self._resident_limit():
-            self._resident.popitem(last=False)
-        return tokens
-
-    def _resident_limit(self) -> int:
-        return 2 * max(len(self.plan.shards(*key)) for key in self._planned)
-
-    def _refuse_if_too_many(self, error: CorruptData) -> None:
-        bad = len(self._digests & set(self.quarantined))
-        if bad > self._max_bad_share * len(self._digests):
-            raise DataRejected(
-                "too many data shards are corrupt",
-                got=f"{bad} of {len(self._digests)}",
-                wanted=f"at most {self._max_bad_share:.0%}",
-                do="Build the snapshot again from its source.",
-            ) from error
+    def _after(self, epoch: int, group: int) -> tuple[int, int]:
+        return (epoch, group + 1) if group + 1 < self.plan.groups else (epoch + 1, 0)
 
 
 def _of_rows(taken: list[tuple[Rows, int, int]], wanted: range) -> list[tuple[Rows, int, int]]:

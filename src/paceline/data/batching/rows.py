@@ -31,6 +31,7 @@ class Rows:
     position_P: Ints | None = None  # noqa: N815 - of the piece's first input in its document
     carries_R: npt.NDArray[np.bool_] | None = None  # noqa: N815
     width_R: Ints | None = None  # noqa: N815 - T of the batch that the row is in; None: context
+    masked: bool = False  # several documents a row, which must not see each other
 
     def __len__(self) -> int:
         return len(self.first_R1) - 1

@@ -1,0 +1,125 @@
+"""The documents of a group, cut where they are longer than a row: the start of three plans.
+
+Shape letters: P pieces, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.batching.rows import Ints, Rows
+from paceline.data.order import ShardOrder, group_shards
+
+# Indexes of shards → the lengths of each one's documents, in tokens, separators not counted.
+Lengths = Callable[[Sequence[int]], Sequence[npt.NDArray[Any]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Pieces of documents, at most ``context`` inputs each, ordered by shard and document."""
+
+    shard_P: Ints  # noqa: N815 - arrays carry shape letters
+    document_P: Ints  # noqa: N815
+    start_P: Ints  # noqa: N815 - in the shard's framed stream
+    position_P: Ints  # noqa: N815 - in the document
+    length_P: Ints  # noqa: N815
+
+    def __len__(self) -> int:
+        return len(self.length_P)
+
+    def rows(
+        self,
+        row_P: Ints,
+        count: int,
+        *,
+        masked: bool = False,
+        width_R: Ints | None = None,
+        carries_R: npt.NDArray[np.bool_] | None = None,
+    ) -> Rows:
+        """Return ``count`` rows, piece p in row ``row_P[p]``; pieces of a row keep their order."""
+        order = np.argsort(row_P, kind="stable")
+        per_row = np.bincount(row_P, minlength=count)
+        return Rows(
+            first_R1=np.concatenate([[0], np.cumsum(per_row)]),
+            shard_P=self.shard_P[order],
+            start_P=self.start_P[order],
+            length_P=self.length_P[order],
+            document_P=self.document_P[order],
+            position_P=self.position_P[order],
+            carries_R=carries_R,
+            width_R=width_R,
+            masked=masked,
+        )
+
+
+def cut(shards: Sequence[int], lengths: Sequence[npt.NDArray[Any]], context: int) -> Pieces:
+    """Return the pieces of the documents of ``shards``: all but the last of each are full rows."""
+    counts = [len(each) for each in lengths]
+    framed_D = np.concatenate([np.zeros(0, np.int64), *lengths]).astype(np.int64) + 1
+    shard_D = np.repeat(np.asarray(shards, dtype=np.int64), counts)
+    within = [np.arange(count) for count in counts]
+    document_D = np.concatenate([np.zeros(0, np.int64), *within])
+    ends = np.cumsum(framed_D)
+    first_of_shard = np.repeat(np.cumsum([0, *counts])[:-1], counts)
+    before_D = ends - framed_D
+    start_D = before_D - before_D[first_of_shard]  # of the document in its own shard's stream
+    parts_D = -(-framed_D // context)
+    total = int(parts_D.sum())
+    part_P = np.arange(total) - np.repeat(np.cumsum(parts_D) - parts_D, parts_D)
+    position_P = part_P * context
+    return Pieces(
+        shard_P=np.repeat(shard_D, parts_D),
+        document_P=np.repeat(document_D, parts_D),
+        start_P=np.repeat(start_D, parts_D) + position_P,
+        position_P=position_P,
+        length_P=np.minimum(np.repeat(framed_D, parts_D) - position_P, context),
+    )
+
+
+class DocumentPlan:
+    """What the plans of whole documents share: groups of shards, and their pieces.
+
+    Lengths come from the shards' indexes, on every rank the same; one that cannot be read raises
+    CorruptData, because ranks that plan from different lengths would train on different batches.
+    """
+
+    batching = ""
+
+    def __init__(
+        self,
+        stream_tokens: Sequence[int],
+        lengths: Lengths,
+        context: int,
+        global_batch: int,
+        seed: int,
+        shards_in_group: int | None = None,
+    ) -> None:
+        self.context = context
+        self.global_batch = global_batch
+        self.seed = seed
+        in_group = shards_in_group or group_shards(stream_tokens, context, global_batch)
+        self._order = ShardOrder(len(stream_tokens), seed, in_group)
+        self._lengths = lengths
+
+    @property
+    def groups(self) -> int:
+        """Return how many groups an epoch has."""
+        return self._order.groups
+
+    def shards(self, epoch: int, group: int) -> Ints:
+        """Return the indexes of the group's shards."""
+        return self._order.group(epoch, group)
+
+    def pieces(self, epoch: int, group: int) -> Pieces:
+        """Return the group's pieces."""
+        shards = [int(each) for each in self.shards(epoch, group)]
+        return cut(shards, self._lengths(shards), self.context)
+
+    def generator(self, epoch: int, group: int) -> np.random.Generator:
+        """Return the group's own generator."""
+        return self._order.generator(epoch, group + 1)

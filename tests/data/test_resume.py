@@ -1,0 +1,192 @@
+"""Any position, any number of ranks: the same global batches as the run that never stopped."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.data import Batch, PlannedStream
+from paceline.data.position import Position
+from paceline.errors import CorruptData
+from tests.data.memory import MemoryCache, made, plan_by
+
+KINDS = ["windows", "packed", "bucketed", "carried"]
+_random = np.random.default_rng(11)
+CONTENTS = [
+    [
+        _random.integers(0, 255, size, dtype=np.uint8).tobytes()
+        for size in np.clip(_random.lognormal(3, 1, 9), 1, 150).astype(int)
+    ]
+    for _ in range(19)
+]
+CONTEXT, BATCH = 16, 12
+
+
+def opened(kind: str, **changes) -> PlannedStream:
+    cache = MemoryCache(CONTENTS, changes.pop("broken", None))
+    return PlannedStream(plan_by(kind, CONTEXT, BATCH), cache.shards, cache, **changes)
+
+
+def union(parts: list[Batch]) -> list[object]:
+    """The global batch that the ranks' shares make, as plain data."""
+
+    def joined(name: str) -> object:
+        arrays = [getattr(each, name) for each in parts]
+        return None if arrays[0] is None else np.concatenate(arrays).tolist()
+
+    assert [row for each in parts for row in each.rows] == list(range(BATCH))
+    assert len({each.global_tokens for each in parts}) == 1
+    names = ("inputs_BT", "targets_BT", "weights_BT", "documents_BT", "positions_BT", "carries_B")
+    return [parts[0].step, parts[0].global_tokens, *(joined(name) for name in names)]
+
+
+def run(kind: str, world: int, count: int, position=None, **changes) -> tuple[list, dict]:
+    """``count`` global batches on ``world`` ranks, and where rank 0 stands then."""
+    ranks = [
+        opened(kind, rank=rank, world_size=world, position=position, **changes)
+        for rank in range(world)
+    ]
+    shares = [made(each, count) for each in ranks]
+    found = [union([share[n] for share in shares]) for n in range(count)]
+    at = Position(**ranks[0].position)
+    for _ in range(count):
+        _, at = ranks[0].make(at)
+    for each in ranks:
+        each.close()
+    return found, json.loads(json.dumps(at.to_json()))
+
+
+UNINTERRUPTED = {kind: run(kind, 1, 60)[0] for kind in KINDS}
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    worlds=st.lists(st.integers(1, 5), min_size=2, max_size=3),
+    counts=st.lists(st.integers(0, 15), min_size=3, max_size=3),
+)
+@settings(max_examples=30, deadline=None)
+def test_resumed_on_any_number_of_ranks_the_batches_are_those_of_one_run(
+    kind, worlds, counts
+) -> None:
+    found: list[object] = []
+    position = None
+    for world, count in zip(worlds, counts, strict=False):
+        batches, position = run(kind, world, count, position)
+        found += batches
+    assert found == UNINTERRUPTED[kind][: len(found)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_epochs_resumed_on_1_3_and_4_ranks_have_nothing_twice_and_nothing_missing(kind) -> None:
+    with opened(kind) as stream:
+        rows = sum(len(stream.plan.rows(0, group)) for group in range(stream.plan.groups))
+    count = -(-rows // BATCH)
+    half = count // 2
+    for world in (1, 3, 4):
+        first, position = run(kind, 2, half)
+        rest, _ = run(kind, world, count - half, position)
+        assert first + rest == run(kind, 1, count)[0]
+    seen: Counter[bytes] = Counter()
+    for batch in first + rest:
+        inputs, targets, weights = (np.array(each, dtype=np.uint8) for each in batch[2:5])
+        kept = weights > 0
+        seen.update(a.tobytes() for a in np.stack([inputs[kept], targets[kept]], axis=1))
+    wanted: Counter[bytes] = Counter()
+    for documents in CONTENTS:
+        framed = b"\xff" + b"\xff".join(documents) + b"\xff"
+        wanted.update(framed[n : n + 2] for n in range(len(framed) - 1))
+    more = sum((seen - wanted).values())
+    less = sum((wanted - seen).values())
+    tails = CONTEXT * len(CONTENTS) if kind == "windows" else 0
+    assert less <= tails
+    assert more <= BATCH * CONTEXT, "the last batch goes on into the next epoch"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_that_are_skipped_are_passed_over_and_listed(kind) -> None:
+    whole = UNINTERRUPTED[kind]
+    with opened(kind, skip={2, 3, 7}) as stream:
+        found = made(stream, 6)
+    assert [each.step for each in found] == [0, 1, 4, 5, 6, 8]
+    for each in found:
+        assert each.inputs_BT.tolist() == whole[each.step][2]
+        assert each.global_tokens == whole[each.step][1]
+    assert [len(each.skipped) for each in found] == [0, 0, 2, 0, 0, 1]
+    assert found[2].skipped[0].startswith("batch 2: ")
+    listed = sum(
+        int(stop) - int(start)
+        for part in found[2].skipped[1].split(": ")[1].split()
+        for start, stop in (
+            each.split(":") for each in part.partition("[")[2].rstrip("]").split(",")
+        )
+    )
+    assert listed == whole[3][1], "every token of the batch is named"
+    if kind == "carried":
+        assert not found[2].carries_B.any(), "state does not go on over what was passed over"
+        assert any(whole[4][-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shard_that_only_one_rank_finds_bad_changes_nothing_for_the_others(kind) -> None:
+    count, bad = 30, 4
+    broken = {bad: CorruptData("data shard is corrupt")}
+    with (
+        opened(kind, rank=0, world_size=2, broken=broken) as hurt,
+        opened(kind, rank=1, world_size=2) as sound,
+    ):
+        shares = [made(hurt, count), made(sound, count)]
+        digest = hurt.shards[bad].sha256
+    lost = 0
+    for first, second, wanted in zip(*shares, UNINTERRUPTED[kind], strict=False):
+        assert first.global_tokens == second.global_tokens == wanted[1]
+        assert second.inputs_BT.tolist() == wanted[2][BATCH // 2 :]
+        kept = first.weights_BT > 0
+        assert first.inputs_BT[kept].tolist() == (np.array(wanted[2][: BATCH // 2])[kept].tolist())
+        gone = int((np.array(wanted[4][: BATCH // 2]) > 0).sum() - kept.sum())
+        assert first.skipped == ((digest,) if gone else ())
+        assert second.skipped == ()
+        lost += gone
+    assert lost > 0
+    assert list(hurt.quarantined) == [digest]
+    assert sound.quarantined == {}
+
+
+def test_shards_are_asked_for_ahead_and_let_go_when_their_group_is_over() -> None:
+    contents = [[b"%03d" % n * 5] * 6 for n in range(120)]
+    cache = MemoryCache(contents)
+    seen: list[int] = []
+    with PlannedStream(
+        plan_by("windows", 15, 8), cache.shards, cache, transform=lambda batch: batch
+    ) as stream:
+        groups = [
+            [cache.shards[each].sha256 for each in stream.plan.shards(0, group)]
+            for group in range(stream.plan.groups)
+        ]
+        made(stream, 1)
+        assert cache.asked == groups[0] + groups[1], "this group and the next"
+        position = Position(**stream.position)
+        while position.epoch == 0:
+            _, position = stream.make(position)
+            seen.append(cache.opened - cache.closed)
+        assert max(seen) <= 3 * 16, "memory is bounded by groups, not by the snapshot"
+    assert cache.opened == cache.closed, "nothing stays open"
+
+
+def test_a_transform_runs_off_the_training_thread() -> None:
+    import threading
+    from dataclasses import replace
+
+    names: list[str] = []
+
+    def reversed_targets(batch: Batch) -> Batch:
+        names.append(threading.current_thread().name)
+        return replace(batch, targets_BT=batch.targets_BT[:, ::-1])
+
+    with opened("packed") as plain, opened("packed", transform=reversed_targets) as changed:
+        assert np.array_equal(changed.next().targets_BT, plain.next().targets_BT[:, ::-1])
+    assert set(names) == {"data-stream"}
