@@ -69,6 +69,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--piece-kib", type=int, default=0, help="0: as publishing chooses")
     parser.add_argument("--congestion", default="cubic")
+    parser.add_argument(
+        "--burst-segments",
+        type=int,
+        default=shaping.BURST_SEGMENTS,
+        help="that a sender hands down at once; 2: as the kernel chooses on slow links",
+    )
     parser.add_argument("--link-mbit", type=float, help="what agents are told; default: goodput")
     parser.add_argument("--agent-option", action="append", default=[], help="for every agent")
     parser.add_argument("--mtls", action="store_true", help="between workers; default: plain")
@@ -126,6 +132,7 @@ class Race:
             "kernel": platform.release(),
             "goodput": "rate x 1448 / 1514",
             "congestion": chosen.congestion,
+            "burst_segments": chosen.burst_segments,
             "queue_s": shaping.QUEUE_S,
             "burst_s": shaping.BURST_S,
             "runs": [],
@@ -221,6 +228,7 @@ class Race:
                 racks=racks,
                 oversubscription=record["oversubscription"],
                 congestion=chosen.congestion,
+                burst_segments=chosen.burst_segments,
             ) as bed:
                 outcome = row.run(
                     Case(

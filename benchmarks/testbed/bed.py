@@ -77,12 +77,13 @@ def start(
     oversubscription: float = 1.0,
     origin_mbit: float | None = None,
     congestion: str = "cubic",
+    burst_segments: int = shaping.BURST_SEGMENTS,
 ) -> Testbed:
     """Return a running testbed.
 
     Hosts fill the racks evenly, in order. A rack's uplink carries its hosts' rates divided by
     ``oversubscription`` (with one rack it is not limited). ``origin_mbit``: as fast as one host
-    unless said. Raises MissingTool where there is no root or no ``ip`` and ``tc``.
+    unless said. ``burst_segments``: how many segments a sender hands down at once, at least. Raises MissingTool where there is no root or no ``ip`` and ``tc``.
     """
     if not 1 <= hosts <= MAX_HOSTS or not 1 <= racks <= hosts or rate_mbit <= 0:
         raise InvalidInput(
@@ -94,6 +95,7 @@ def start(
         raise MissingTool(reason, do="Run this as root, on Linux with namespaces.")
     reap_stale()
     bed = Testbed(hosts, rate_mbit, racks, oversubscription, origin_mbit or rate_mbit, congestion)
+    bed.burst_segments = burst_segments
     try:
         bed._build()
     except BaseException:
@@ -120,6 +122,7 @@ class Testbed:
         self.rate_mbit, self.origin_mbit = rate_mbit, origin_mbit
         self.racks, self.oversubscription = racks, oversubscription
         self.congestion = congestion
+        self.burst_segments = shaping.BURST_SEGMENTS
         self.goodput_mbit = rate_mbit * shaping.GOODPUT
         self.core = f"{self.prefix}-core"
         self.origin = f"{self.prefix}-origin"
@@ -165,7 +168,7 @@ class Testbed:
             inside = [
                 "link set lo up",
                 f"addr add {address}/16 dev eth0",
-                "link set eth0 up",
+                f"link set eth0 gso_max_segs {self.burst_segments} up",  # the shapers cut larger ones
             ]
             limits = shaping.sending("eth0", rate, len(self.hosts))
             script += [f"ip -n {name} -batch - <<'E'", *inside, "E"]
@@ -173,6 +176,7 @@ class Testbed:
             script += [
                 f"nsenter --net={NETNS / name} sysctl -qw "
                 f"net.ipv4.tcp_congestion_control={self.congestion} "
+                f"net.ipv4.tcp_min_tso_segs={self.burst_segments} "
                 "net.ipv4.tcp_no_metrics_save=1"
             ]
         _run(["sh", "-e"], "\n".join(script) + "\n")
