@@ -83,7 +83,8 @@ def start(
 
     Hosts fill the racks evenly, in order. A rack's uplink carries its hosts' rates divided by
     ``oversubscription`` (with one rack it is not limited). ``origin_mbit``: as fast as one host
-    unless said. ``burst_segments``: how many segments a sender hands down at once, at least. Raises MissingTool where there is no root or no ``ip`` and ``tc``.
+    unless said. ``burst_segments``: how many segments a sender hands down at once.
+    Raises MissingTool where there is no root or no ``ip`` and ``tc``.
     """
     if not 1 <= hosts <= MAX_HOSTS or not 1 <= racks <= hosts or rate_mbit <= 0:
         raise InvalidInput(
@@ -168,7 +169,8 @@ class Testbed:
             inside = [
                 "link set lo up",
                 f"addr add {address}/16 dev eth0",
-                f"link set eth0 gso_max_segs {self.burst_segments} up",  # the shapers cut larger ones
+                # No larger ones either: the shapers would cut them into single segments.
+                f"link set eth0 gso_max_segs {self.burst_segments} up",
             ]
             limits = shaping.sending("eth0", rate, len(self.hosts))
             script += [f"ip -n {name} -batch - <<'E'", *inside, "E"]

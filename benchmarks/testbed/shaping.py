@@ -14,7 +14,7 @@ CLASSES = 64  # destinations with a class of their own; beyond, they share by ad
 QUANTUM = 6056  # four frames: what a class may send before the next one's turn
 # A sender hands its card up to 44 segments at once on a fast link, and the receiver's card gathers
 # them again: 10 here, although the link is slow. The kernel's own choice for a slow link, 2, costs
-# five times the packets, and an acknowledgement for each 2 segments takes 2 % of a full-duplex link.
+# five times the packets, and acknowledging every 2 segments takes 2 % of a full-duplex link.
 BURST_SEGMENTS = 10
 BURST_S = 0.004  # what an idle link may catch up; 0.01 % of a transfer of a minute
 LEAST_BURST = 16 * 1024
