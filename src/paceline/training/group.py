@@ -65,11 +65,18 @@ class Group:
 
 @contextlib.contextmanager
 def join_group(
-    rank: int, world_size: int, host: str, port: int, attempt: int, timeout_s: float
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    attempt: int,
+    timeout_s: float,
+    *,
+    serve: bool = True,
 ) -> Iterator[Group]:
     """Join the gang's group; each attempt has a name space of its own, so no old rank disturbs it.
 
-    Raises PeerLost where the others do not come within ``timeout_s``.
+    With ``serve`` rank 0 is the rendezvous; without, somebody else is (the node's launcher). Raises PeerLost where the others do not come within ``timeout_s``.
     """
     if world_size == 1:
         yield Group()
@@ -82,11 +89,11 @@ def join_group(
             host,
             port,
             world_size,
-            rank == 0,
+            serve and rank == 0,
             timeout,
             wait_for_workers=False,
             # torch would listen on every interface; the gang's rendezvous is nobody else's business
-            master_listen_fd=_listen(host, port) if rank == 0 else None,
+            master_listen_fd=_listen(host, port) if serve and rank == 0 else None,
         )
         dist.init_process_group(
             "gloo",
