@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import nn
 
-from paceline.errors import InvalidInput
+from paceline.models import Transformer
 from paceline.profile import TrainingSettings
 from paceline.training.mesh import Mesh
+from paceline.training.parallel import tensor
+from paceline.training.parallel.activation import recompute_blocks
 from paceline.training.parallel.base import Parallel
-from paceline.training.parallel.data import replicate
+from paceline.training.parallel.checks import require_layout
+from paceline.training.parallel.compiling import compile_blocks
+from paceline.training.parallel.data import Sent, replicate
+from paceline.training.parallel.pipeline import Pipelined, stages
+from paceline.training.parallel.sharded import shard
 from paceline.training.parallel.straight import Straight
+from paceline.training.scaling import autocast, master_dtype
 from paceline.training.workload import Workload
 
 
@@ -18,10 +28,56 @@ def parallelise(
 ) -> Parallel:
     """Return ``model`` spread over ``mesh`` as ``settings`` say; all ranks call it together.
 
-    ``model`` is the whole model, the same values on every rank.
+    ``model`` is the whole model, with the same values on every rank, and is taken apart; on the
+    meta device, the parts come with storage but without values, to be loaded. Raises InvalidInput
+    for a layout that cannot work.
     """
     spec = mesh.spec
-    if spec.shard * spec.tp * spec.pp > 1 or settings.compile:
-        raise InvalidInput("mesh is not supported yet", got=str(spec), wanted="replicas")
-    run = replicate(model, mesh) if spec.dp > 1 else model
-    return Straight(model, run, mesh, workload)
+    require_layout(spec, settings, model.config if isinstance(model, Transformer) else None)
+    model = model.to(master_dtype(settings))
+    if not _is_meta(model):
+        model = model.to(mesh.device_type)
+    parts = [model]
+    if spec.pp > 1:
+        assert isinstance(model, Transformer)
+        parts = [*stages(model, mesh, settings)]
+    spread = spec.shard > 1 or (spec.dp > 1 and spec.tp * spec.pp > 1)
+    for part in parts:
+        if spec.tp > 1:
+            assert isinstance(part, Transformer)
+            tensor.cut(part, mesh, sequence=settings.mesh.sequence_parallel)
+        if settings.compile:
+            compile_blocks(part)
+        if settings.activation_checkpointing:
+            recompute_blocks(part)
+        if spread:
+            shard(part, mesh, settings)
+        elif spec.pp > 1:
+            _cast_products(part, mesh, settings)
+        if _is_meta(part):
+            part.to_empty(device=mesh.device_type)
+    if spec.pp > 1:
+        return Pipelined(
+            [each for each in parts if isinstance(each, Transformer)], mesh, settings, workload
+        )
+    sent = Sent()
+    whole = spec.dp > 1 and not spread
+    run = replicate(model, mesh, settings.mesh, sent) if whole else model
+    return Straight(model, run, mesh, settings, workload, sent)
+
+
+def _is_meta(model: nn.Module) -> bool:
+    return any(each.is_meta for each in model.parameters())
+
+
+def _cast_products(stage: nn.Module, mesh: Mesh, settings: TrainingSettings) -> None:
+    """Run ``stage`` in the context that a Straight enters itself: a schedule calls it alone."""
+    forward = stage.forward
+
+    @functools.wraps(forward)
+    def within(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        with autocast(settings, mesh.device_type):
+            output: torch.Tensor = forward(*args, **kwargs)
+            return output
+
+    stage.forward = within

@@ -3,43 +3,73 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.errors import InvalidInput
+from paceline.profile import TrainingSettings
 from paceline.training.mesh import Mesh
-from paceline.training.parallel import clipping
+from paceline.training.parallel import clipping, sharded, tensor
+from paceline.training.parallel.data import Sent
+from paceline.training.scaling import autocast
 from paceline.training.workload import Inputs, LossSums, Workload
 
 
 class Straight:
-    """A ``Parallel`` without stages."""
+    """A ``Parallel`` without stages.
 
-    bytes_reduced = 0
+    ``run`` is ``module``, or what wraps it to make gradients travel.
+    """
 
-    def __init__(self, module: nn.Module, run: nn.Module, mesh: Mesh, workload: Workload) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        run: nn.Module,
+        mesh: Mesh,
+        settings: TrainingSettings,
+        workload: Workload,
+        sent: Sent,
+    ) -> None:
         self.modules: Sequence[nn.Module] = (module,)
         self.data_rank, self.data_world = mesh.data_rank, mesh.data_world
-        self._mesh = mesh
-        self._run = run  # ``module``, or what wraps it to make gradients travel
-        self._workload = workload
+        self._mesh, self._settings, self._workload = mesh, settings, workload
+        self._run = run
         self._parameters = [each for each in module.parameters() if each.requires_grad]
-        self._warm = not isinstance(run, DistributedDataParallel)
+        self._replica = run if isinstance(run, DistributedDataParallel) else None
+        self._shards = module if isinstance(module, FSDPModule) else None
+        self._warm = self._replica is None
+        self._sent = sent
+        self._step_bytes = self._uncounted_bytes()
+        self._compiled: Callable[..., Tensor] | None = None
+        if settings.compile and mesh.spec.tp == 1:
+            self._compiled = torch.compile(workload.loss_sum)
+
+    @property
+    def bytes_reduced(self) -> int:
+        """Return how many bytes of gradients this rank gave to be reduced so far."""
+        return self._sent.bytes
 
     def accumulate(self, parts: Sequence[Inputs], scale: float) -> LossSums:
         """Run all parts forward and backward; see ``Parallel``."""
-        if not self._warm:
-            self._warm_up(parts[0])
-        self._clear()
-        averaged = self.data_world if isinstance(self._run, DistributedDataParallel) else 1
-        sums: list[LossSums] = []
-        for number, part in enumerate(parts, start=1):
-            with self._synchronised(number == len(parts)):
-                loss = self._loss(part)
-                torch.autograd.backward(loss * (scale * averaged))
-            sums.append(LossSums(loss.detach(), part.weight))
+        with tensor.loss_context(self._mesh):
+            if not self._warm:
+                self._warm_up(parts[0])
+            self._clear()
+            # DDP averages over replicas; we want the sum.
+            factor = scale * (self.data_world if self._replica is not None else 1)
+            sums: list[LossSums] = []
+            for number, part in enumerate(parts, start=1):
+                with self._synchronised(number == len(parts)):
+                    loss = self._loss(self._run, part)
+                    torch.autograd.backward(loss * factor)
+                sums.append(LossSums(loss.detach(), part.weight))
+        if self._shards is None:
+            clipping.settle(self._parameters)
+        self._sent.bytes += self._step_bytes
         return LossSums.of(sums)
 
     def clip(self, max_norm: float, unscale: float = 1.0) -> float:
@@ -48,32 +78,46 @@ class Straight:
 
     def evaluate(self, inputs: Inputs) -> LossSums:
         """Return the sums of the loss of this rank's share."""
-        module = self.modules[0]
+        (module,) = self.modules
         training = module.training
         module.eval()
         try:
-            with torch.no_grad():
-                outputs = module(*inputs.args, **inputs.kwargs)
-                loss = self._workload.loss_sum(outputs, *inputs.targets)
+            with torch.no_grad(), tensor.loss_context(self._mesh):
+                loss = self._loss(module, inputs)
         finally:
             module.train(training)
+            sharded.gather_again(module)
         return LossSums(loss, inputs.weight)
 
-    def _loss(self, part: Inputs) -> Tensor:
-        outputs = self._run(*part.args, **part.kwargs)
-        return self._workload.loss_sum(outputs, *part.targets)
+    def _loss(self, run: nn.Module, part: Inputs) -> Tensor:
+        self._require_divisible(part)
+        half = contextlib.nullcontext() if self._shards is not None else self._autocast()
+        with half:
+            outputs = run(*part.args, **part.kwargs)
+            if self._compiled is not None:
+                return self._compiled(outputs, *part.targets)
+            return tensor.loss_sum(self._workload, self._mesh, outputs, part.targets)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        return autocast(self._settings, self._mesh.device_type)
 
     def _clear(self) -> None:
         for each in self._parameters:
-            if each.grad is not None:
-                each.grad.zero_()
+            if self._replica is None:
+                each.grad = None
+            elif each.grad is not None:
+                each.grad.zero_()  # a view into DDP's bucket
 
     @contextlib.contextmanager
     def _synchronised(self, last: bool) -> Iterator[None]:
-        if last or not isinstance(self._run, DistributedDataParallel):
+        if self._shards is not None:
+            self._shards.set_is_last_backward(last)
+            self._shards.set_requires_gradient_sync(last)
+            self._shards.set_reshard_after_backward(last)
+        if last or self._replica is None:
             yield
             return
-        with self._run.no_sync():
+        with self._replica.no_sync():
             yield
 
     def _warm_up(self, part: Inputs) -> None:
@@ -82,5 +126,23 @@ class Straight:
         DDP lays out its buckets anew after the first backward pass. Doing that before the first
         step makes a resumed run add gradients in the same order as one that never stopped.
         """
-        torch.autograd.backward(self._loss(part) * 0.0)
+        torch.autograd.backward(self._loss(self._run, part) * 0.0)
         self._warm = True
+
+    def _uncounted_bytes(self) -> int:
+        """Return what travels each step without a hook that counts it."""
+        if self._shards is not None:
+            return sharded.reduced_bytes(self.modules[0], self._mesh, self._settings)
+        if self._replica is not None and self._settings.mesh.hook == "none":
+            return sum(each.numel() * each.element_size() for each in self._parameters)
+        return 0
+
+    def _require_divisible(self, part: Inputs) -> None:
+        tp = self._mesh.spec.tp
+        if tp > 1 and self._settings.mesh.sequence_parallel and part.args[0].shape[1] % tp:
+            raise InvalidInput(
+                "tensor parallelism does not divide the sequence",
+                got=f"{part.args[0].shape[1]} tokens, tp {tp}",
+                wanted=f"a multiple of {tp} tokens",
+                do="Change training.mesh.tp, or set training.mesh.sequence_parallel to false.",
+            )

@@ -1,0 +1,135 @@
+"""What cannot work is refused before ranks start: pure arithmetic on settings, no torch.
+
+A driver calls ``require_layout`` with the mesh it is about to start, each rank again with its own.
+"""
+
+from __future__ import annotations
+
+from paceline.errors import InvalidInput
+from paceline.models import ModelConfig
+from paceline.profile import DataSettings, TrainingSettings
+from paceline.training.mesh import MeshSpec
+
+BUCKET_TOKENS = 8  # rows of length buckets are padded to a multiple of this
+
+
+def require_layout(
+    spec: MeshSpec,
+    settings: TrainingSettings,
+    config: ModelConfig | None,
+    data: DataSettings | None = None,
+) -> None:
+    """Raise InvalidInput unless a model of ``config`` can be trained on ``spec`` as settings say.
+
+    ``config`` is None for a model of the user's own (``code_ref``).
+    """
+    if settings.batch_sequences < spec.data_world:
+        raise _refused(
+            "batch is smaller than the data ranks",
+            got=f"{settings.batch_sequences} sequences, dp {spec.dp} x shard {spec.shard}",
+            wanted=f"at least {spec.data_world} sequences",
+            do="Raise training.batch_sequences, or use fewer replicas.",
+        )
+    _require_hook(spec, settings)
+    if spec.tp > 1:
+        _require_tensor(spec, settings, config, data)
+    if spec.pp > 1:
+        _require_pipeline(spec, settings, config)
+
+
+def stages_of(spec: MeshSpec, schedule: str) -> int:
+    """Return into how many stages the layers are cut: interleaved has two on each rank."""
+    return spec.pp * (2 if schedule == "interleaved" else 1)
+
+
+def microbatches_of(spec: MeshSpec, settings: TrainingSettings) -> int:
+    """Return into how many microbatches a pipeline cuts one part of a batch."""
+    return settings.mesh.microbatches or 2 * spec.pp
+
+
+def layers_of(stage: int, stages: int, layers: int) -> range:
+    """Return the blocks of ``stage``; the first and last get fewer where they do not divide.
+
+    Those two also have the embedding and the head.
+    """
+    least, more = divmod(layers, stages)
+    spare = (stages - more) // 2  # stages before the ones that take one block more
+    extra = range(spare, spare + more)
+    start = sum(least + (each in extra) for each in range(stage))
+    return range(start, start + least + (stage in extra))
+
+
+def _require_hook(spec: MeshSpec, settings: TrainingSettings) -> None:
+    if settings.mesh.hook != "none" and spec.shard * spec.tp * spec.pp > 1:
+        raise _refused(
+            "a hook compresses gradients between whole replicas only",
+            got=f"hook {settings.mesh.hook}, mesh {spec}",
+            wanted="shard, tp and pp of 1",
+            do="Use training.mesh.hook none, or replicas alone.",
+        )
+
+
+def _require_tensor(
+    spec: MeshSpec,
+    settings: TrainingSettings,
+    config: ModelConfig | None,
+    data: DataSettings | None,
+) -> None:
+    if config is None:
+        raise _refused(
+            "only our transformer can be cut by matrices",
+            got=f"tp {spec.tp}, code_ref {settings.code_ref}",
+            wanted="tp 1",
+            do="Use shard instead of tp for a model of your own.",
+        )
+    parts = {
+        "query heads": config.num_attention_heads,
+        "key-value heads": config.num_key_value_heads,
+        "feed-forward width": config.intermediate_size,
+        "vocabulary": config.vocab_size,
+    }
+    if settings.mesh.sequence_parallel:
+        parts["context"] = config.context
+        if data is not None and data.batching == "bucketed":
+            parts["length buckets"] = BUCKET_TOKENS
+    for name, size in parts.items():
+        if size % spec.tp:
+            raise _refused(
+                f"tensor parallelism does not divide the {name}",
+                got=f"{name} {size}, tp {spec.tp}",
+                wanted=f"a tp that divides {size}",
+                do="Change training.mesh.tp, or the model's shape.",
+            )
+
+
+def _require_pipeline(
+    spec: MeshSpec, settings: TrainingSettings, config: ModelConfig | None
+) -> None:
+    mesh = settings.mesh
+    if config is None:
+        raise _refused(
+            "only our transformer can be cut into stages",
+            got=f"pp {spec.pp}, code_ref {settings.code_ref}",
+            wanted="pp 1",
+            do="Use shard instead of pp for a model of your own.",
+        )
+    stages = stages_of(spec, mesh.schedule)
+    if config.num_hidden_layers < stages:
+        raise _refused(
+            "more stages than layers",
+            got=f"{config.num_hidden_layers} layers, pp {spec.pp}, schedule {mesh.schedule}",
+            wanted=f"at least {stages} layers",
+            do="Use a smaller training.mesh.pp, or a deeper model.",
+        )
+    count = microbatches_of(spec, settings)
+    if mesh.schedule == "interleaved" and count % spec.pp:
+        raise _refused(
+            "interleaved stages take microbatches in rounds",
+            got=f"{count} microbatches, pp {spec.pp}",
+            wanted=f"a multiple of {spec.pp}",
+            do="Change training.mesh.microbatches; 0 takes twice the stages.",
+        )
+
+
+def _refused(what: str, *, got: str, wanted: str, do: str) -> InvalidInput:
+    return InvalidInput(what, got=got, wanted=wanted, where="training.mesh", do=do)

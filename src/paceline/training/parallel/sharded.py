@@ -1,0 +1,62 @@
+"""Shards: each rank keeps a part of every parameter, gradient and moment (FSDP2, ZeRO-3).
+
+A block's parameters are gathered when it runs. With replicas beside shards, gradients are first
+reduced within a replica, then added up between replicas (hybrid). Gradients are SUMS over data
+ranks: FSDP's own division is switched off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from paceline.profile import TrainingSettings
+from paceline.training.mesh import Mesh
+from paceline.training.parallel.activation import blocks_of
+
+_HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def shard(model: nn.Module, mesh: Mesh, settings: TrainingSettings) -> None:
+    """Shard ``model`` in place over ``shard``, with replicas over ``dp`` where there are some.
+
+    Products are in ``settings.precision``; gradients are reduced, and masters kept, in fp32 (fp64).
+    """
+    spec = mesh.spec
+    device_mesh = mesh.of("dp", "shard") if spec.dp > 1 else mesh.of("shard")
+    # A pipeline runs each block many times a step, and one shard is whole already: keep them whole.
+    free = spec.pp == 1 and spec.shard > 1
+    half = _HALVES.get(settings.precision)
+    reduce = None if half is None else torch.float32
+    # Only what enters the model is cast: between blocks all is in its type, save the rotation.
+    inner = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduce, cast_forward_inputs=False)
+    outer = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduce)
+    for block in blocks_of(model):
+        fully_shard(block, mesh=device_mesh, mp_policy=inner, reshard_after_forward=free)
+    fully_shard(model, mesh=device_mesh, mp_policy=outer, reshard_after_forward=free)
+    for each in sharded_parts(model):
+        each.set_gradient_divide_factor(1.0)
+        each.set_force_sum_reduction_for_comms(True)
+
+
+def sharded_parts(model: nn.Module) -> Iterable[FSDPModule]:
+    """Return the modules of ``model`` that are gathered as one."""
+    return (each for each in model.modules() if isinstance(each, FSDPModule))
+
+
+def gather_again(model: nn.Module) -> None:
+    """Give gathered parameters back, so that ``model`` holds its shards (after forward alone)."""
+    for each in sharded_parts(model):
+        each.reshard()
+
+
+def reduced_bytes(model: nn.Module, mesh: Mesh, settings: TrainingSettings) -> int:
+    """Return how many bytes of gradients this rank hands to reductions each step."""
+    size = 8 if settings.precision == "float64" else 4
+    held = sum(each.numel() for each in model.parameters()) // mesh.spec.tp
+    within = held * size if mesh.spec.shard > 1 else 0
+    between = held // mesh.spec.shard * size if mesh.spec.dp > 1 else 0
+    return within + between
