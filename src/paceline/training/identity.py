@@ -14,12 +14,22 @@ import paceline
 from paceline.wire.base import digest_of
 from paceline.wire.training import TrainJob
 
+# They change how fast or where something is learned, not what.
 _NUMBERLESS = {
     "ranks",
     "threads_per_rank",
+    "mesh",
+    "accumulation",
+    "compile",
+    "activation_checkpointing",
+    "profile_steps",
+    "evaluate_every_steps",
+    "evaluate_sequences",
     "checkpoints",
     "guard",
 }
+# Of the mesh only how gradients are rounded on their way counts.
+_NUMBERS_OF_MESH = {"hook", "powersgd_rank"}
 
 
 def config_digest(job: TrainJob) -> str:
@@ -31,7 +41,8 @@ def config_digest(job: TrainJob) -> str:
             "snapshot_digest": job.snapshot_digest,
             "purpose": job.purpose,
             "labels": job.labels,
-            "settings": job.settings.model_dump(mode="json", exclude=_NUMBERLESS),
+            "settings": job.settings.model_dump(mode="json", exclude=_NUMBERLESS)
+            | {"mesh": job.settings.mesh.model_dump(mode="json", include=_NUMBERS_OF_MESH)},
         }
     )
 
@@ -43,7 +54,7 @@ def code_version() -> str:
     sources = {
         path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for package in ("models", "data", "training")
-        for path in sorted((root / package).glob("*.py"))
+        for path in sorted((root / package).rglob("*.py"))
     }
     return f"{paceline.__version__}+src.{digest_of(sources)[:16]}"
 
