@@ -10,20 +10,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load
 
-from paceline.errors import CorruptData, ServiceUnavailable, TrainingFailed
+from paceline.errors import CorruptData, ServiceUnavailable, StorageFull, TrainingFailed
 from paceline.models import config_for, new_model
-from paceline.objects import ObjectStore
-from paceline.profile import TrainingSettings
-from paceline.training.checkpoint import Checkpointer, Generations, restore
+from paceline.objects import DiskStore, ObjectStore
+from paceline.profile import CheckpointSettings, TrainingSettings
+from paceline.training.checkpoint import (
+    Checkpointer,
+    Generation,
+    Generations,
+    TrainState,
+    WholeModel,
+    resume_newest_healthy,
+)
+from paceline.training.checkpoint.saver import MOST_UNANSWERED
 from paceline.training.group import Group
-from paceline.training.recipe import new_optimizer, optimizer_tensors
-from paceline.training.recovery import resume_newest_healthy
-from tests.training.conftest import BUCKET, Camp
+from paceline.training.recipe import new_optimizer
+from tests.support.rclone import RcloneS3
 
 CONFIG = config_for(50_000, 32)
 DIGEST = "c" * 64
-FILES = ("model.safetensors", "optimizer.safetensors", "commit.json")
+BUCKET = "checkpoint-units"
+PART = "rank-00000-of-00001.safetensors"
+FILES = (PART, "index.json", "commit.json")
 
 
 class State:
@@ -42,33 +52,43 @@ class State:
         self.optimizer.zero_grad()
 
     def bits(self) -> list[bytes]:
-        moments = optimizer_tensors(self.model, self.optimizer)
-        tensors = [*self.model.state_dict().values(), *moments.values()]
-        return [tensor.detach().numpy().tobytes() for tensor in tensors]
+        tensors = self.train_state().tensors()
+        return [tensors[name].numpy().tobytes() for name in sorted(tensors)]
 
-    def saver(self, generations: Generations, work_dir: Path, **changes: object) -> Checkpointer:
-        values: dict[str, object] = {
-            "job_id": "job",
-            "config_digest": DIGEST,
-            "code_version": "test",
-            "every_steps": 1,
-            "keep": 2,
-            "work_dir": work_dir,
-        }
-        return Checkpointer(generations, self.model, self.optimizer, **(values | changes))
+    def train_state(self) -> TrainState:
+        return TrainState(WholeModel(self.model), self.optimizer, Group())
+
+    def saver(self, generations: Generations, **changes: object) -> Checkpointer:
+        values: dict[str, object] = {"every_steps": 1, "keep": 2, "max_stall_share": 0.99}
+        settings = CheckpointSettings.model_validate(values | changes)
+        return Checkpointer(
+            generations,
+            self.train_state(),
+            settings,
+            job_id="job",
+            config_digest=DIGEST,
+            code_version="test",
+            environment={"torch": "2.13.0"},
+        )
 
 
-@pytest.fixture
-def generations(camp: Camp, request: pytest.FixtureRequest) -> Generations:
+@pytest.fixture(params=["disk", "s3"])
+def generations(request: pytest.FixtureRequest, tmp_path: Path) -> Generations:
+    """An empty place on a disk, and one in S3: the same promises."""
+    if request.param == "disk":
+        return Generations(DiskStore(), DiskStore.url_of(tmp_path / "checkpoints"))
+    s3: RcloneS3 = request.getfixturevalue("s3")
+    store = s3.store()
+    store.ensure_bucket(BUCKET)
     name = "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
-    return Generations(camp.store, f"s3://{BUCKET}/checkpoints/unit-{name}")
+    return Generations(store, f"s3://{BUCKET}/{name}")
 
 
 @pytest.fixture
 def two(generations: Generations, tmp_path: Path) -> State:
     """State whose steps 1 and 2 are saved."""
     state = State(0)
-    saver = state.saver(generations, tmp_path / "w")
+    saver = state.saver(generations)
     for step in (1, 2):
         state.step()
         saver.save(step, {"batch": 6 * step}, {"loss": 1.0 / step}, wait=True)
@@ -76,16 +96,16 @@ def two(generations: Generations, tmp_path: Path) -> State:
     return state
 
 
-def resume(generations: Generations, work_dir: Path, rejected: list[int]) -> tuple[State, int]:
+def resume(
+    generations: Generations, work_dir: Path, rejected: list[int] | None = None
+) -> tuple[State, int]:
     state = State(0)
     found = resume_newest_healthy(
         generations,
-        Group(),
-        state.model,
-        state.optimizer,
+        state.train_state(),
         config_digest=DIGEST,
         work_dir=work_dir,
-        on_rejected=lambda step, why: rejected.append(step),
+        on_rejected=lambda step, why: rejected.append(step) if rejected is not None else None,
     )
     return state, -1 if found is None else found.step
 
@@ -139,49 +159,90 @@ def camp_bytes(generations: Generations, url: str) -> bytes:
 @given(
     position=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), file=st.sampled_from(FILES)
 )
-@settings(max_examples=40, deadline=None)
-def test_no_single_bit_flip_gets_through(camp: Camp, position: float, bit: int, file: str) -> None:
-    generations = Generations(camp.store, f"s3://{BUCKET}/checkpoints/flips")
-    directory = camp.runtime.state_dir / "flips"
-    if not generations.steps():
-        state = State(1)
-        saver = state.saver(generations, directory / "w")
-        saver.save(1, {"batch": 6}, {})
-        saver.finish()
-    url = f"{generations.step_url(1)}/{file}"
-    good = generations.store.get_bytes(url)
+@settings(max_examples=60, deadline=None)
+def test_no_single_bit_flip_gets_through(
+    one_on_disk: Generations, position: float, bit: int, file: str
+) -> None:
+    (generation,) = one_on_disk.find().committed
+    path = DiskStore.path_of(one_on_disk.url_of(generation)) / file
+    good = path.read_bytes()
     bad = bytearray(good)
     bad[int(position * len(good))] ^= 1 << bit
-    generations.store.put_bytes(url, bytes(bad))
+    path.write_bytes(bytes(bad))
     try:
         with pytest.raises(CorruptData):
-            generations.fetch(1, directory / "r", DIGEST)
+            one_on_disk.verify(generation, path.parent)
     finally:
-        generations.store.put_bytes(url, good)
+        path.write_bytes(good)
+    one_on_disk.verify(generation, path.parent)
+
+
+@pytest.fixture(scope="module")
+def one_on_disk(tmp_path_factory: pytest.TempPathFactory) -> Generations:
+    root = tmp_path_factory.mktemp("flips")
+    generations = Generations(DiskStore(), DiskStore.url_of(root))
+    saver = State(1).saver(generations)
+    saver.save_last(1, {"batch": 6}, {})
+    return generations
 
 
 def test_when_all_generations_are_damaged_training_starts_afresh(
     two: State, generations: Generations, tmp_path: Path
 ) -> None:
     for step in (1, 2):
-        generations.store.put_bytes(f"{generations.step_url(step)}/model.safetensors", b"x")
+        generations.store.put_bytes(f"{generations.step_url(step)}/{PART}", b"x")
     rejected: list[int] = []
     fresh, step = resume(generations, tmp_path, rejected)
     assert (step, rejected) == (-1, [2, 1])
     assert not fresh.optimizer.state
 
 
-def test_only_so_many_generations_are_kept(generations: Generations, tmp_path: Path) -> None:
+def test_the_newest_and_the_best_are_kept(generations: Generations) -> None:
     state = State(0)
-    saver = state.saver(generations, tmp_path, keep=2)
-    for step in range(1, 6):
+    saver = state.saver(generations, keep=2, keep_best=1)
+    for step, loss in enumerate((3.0, 1.0, 2.0, 2.5, 2.2), start=1):
         state.step()
-        saver.save(step, {"batch": step}, {}, wait=True)
+        saver.save(step, {"batch": step}, {"held_out_loss": loss}, wait=True)
     saver.finish()
-    assert generations.steps() == [5, 4]
-    assert [each.step for each in saver.kept()] == [4, 5]
-    left = {info.url.split("/")[-2] for info in generations.store.list(generations.url)}
-    assert left == {"step-00000004", "step-00000005"}
+    assert generations.steps() == [5, 4, 2]
+    assert [each.step for each in saver.kept()] == [2, 4, 5]
+    left = {info.url.split("/")[-2][:13] for info in generations.store.list(generations.url)}
+    assert left == {"step-00000005", "step-00000004", "step-00000002"}
+    again = Generations(generations.store, generations.url)  # another process, who saved none
+    other = State(6)
+    other.saver(again, keep=1, keep_best=1).save_last(6, {}, {"held_out_loss": 1.5})
+    assert again.steps() == [6, 2]
+
+
+def test_what_a_dead_save_left_is_collected_and_the_rejected_are_listed(
+    two: State, generations: Generations, tmp_path: Path
+) -> None:
+    left = Generation(2, 0xDEAD)
+    generations.store.put_bytes(f"{generations.url_of(left)}/{PART}", b"half")
+    assert generations.find().unfinished == (left,)
+    rotten = generations.find().committed[0]
+    generations.store.put_bytes(f"{generations.url_of(rotten)}/{PART}", b"rot")
+    assert resume(generations, tmp_path)[1] == 1
+    assert generations.find().rejected == (rotten,)
+    assert "another size" in generations.why_rejected(rotten)
+    two.saver(generations).save_last(3, {}, {})
+    assert generations.find().unfinished == ()
+    assert generations.steps() == [3, 1]
+
+
+def test_a_step_that_is_saved_again_never_touches_the_one_before(
+    two: State, generations: Generations, tmp_path: Path
+) -> None:
+    before = generations.find().committed[0]
+    broken = Generations(BrokenStore(generations.store), generations.url)  # type: ignore[arg-type]
+    with pytest.raises(ServiceUnavailable):
+        two.saver(broken).save_last(2, {}, {})
+    generations.verify(before, tmp_path)
+    two.saver(generations).save_last(2, {}, {})
+    assert generations.steps() == [2, 1]
+    after = generations.find().committed[0]
+    assert after != before
+    generations.verify(after, tmp_path)
 
 
 class SlowStore:
@@ -191,9 +252,9 @@ class SlowStore:
         self._store = store
         self.go = threading.Event()
 
-    def upload_file(self, path, url):
+    def upload_file(self, path, url, sha256=""):
         assert self.go.wait(30)
-        return self._store.upload_file(path, url)
+        return self._store.upload_file(path, url, sha256)
 
     def __getattr__(self, name):
         return getattr(self._store, name)
@@ -205,7 +266,7 @@ def test_one_save_is_in_flight_and_a_slow_store_only_puts_the_next_off(
     slow = SlowStore(generations.store)
     held = Generations(slow, generations.url)  # type: ignore[arg-type]
     state = State(1)
-    saver = state.saver(held, tmp_path, every_steps=10)
+    saver = state.saver(held, every_steps=10)
     assert saver.save(10, {"batch": 10}, {})
     saved = state.bits()
     state.step()  # training goes on; what is being saved does not change under the writer
@@ -226,30 +287,72 @@ def test_one_save_is_in_flight_and_a_slow_store_only_puts_the_next_off(
 class BrokenStore(SlowStore):
     """A store that is away."""
 
-    def upload_file(self, path, url):
+    def upload_file(self, path, url, sha256=""):
         raise ServiceUnavailable("S3 does not answer")
 
 
-def test_a_store_that_is_away_costs_one_save_and_two_in_a_row_are_fatal(
-    two: State, generations: Generations, tmp_path: Path
+def test_a_store_that_is_away_costs_saves_and_training_goes_on(
+    two: State, generations: Generations
 ) -> None:
     broken = Generations(BrokenStore(generations.store), generations.url)  # type: ignore[arg-type]
-    saver = two.saver(broken, tmp_path / "b")
-    saver.save(3, {"batch": 3}, {})
-    saver.finish()
+    saver = two.saver(broken)
+    for step in range(3, 3 + MOST_UNANSWERED - 1):
+        saver.save(step, {}, {})
+        saver.finish()
     assert generations.steps() == [2, 1], "the generations before are intact"
-    saver.save(4, {"batch": 4}, {})
+    assert {alert.kind for alert in saver.alerts} == {"checkpoint-failed"}
+    saver.save(90, {}, {})
     with pytest.raises(ServiceUnavailable):
         saver.finish()
 
 
-def test_weights_that_are_not_finite_are_never_saved(
+class FullStore(SlowStore):
+    """A disk without room."""
+
+    def upload_file(self, path, url, sha256=""):
+        raise StorageFull("disk is full")
+
+
+def test_a_store_that_refuses_twice_stops_training(two: State, generations: Generations) -> None:
+    full = Generations(FullStore(generations.store), generations.url)  # type: ignore[arg-type]
+    saver = two.saver(full)
+    saver.save(3, {}, {})
+    saver.finish()
+    saver.save(4, {}, {})
+    with pytest.raises(TrainingFailed, match="disk is full"):
+        saver.finish()
+
+
+def test_a_store_that_does_not_answer_rejects_nothing(
     two: State, generations: Generations, tmp_path: Path
 ) -> None:
+    class Away(SlowStore):
+        def list(self, url):
+            raise ServiceUnavailable("S3 does not answer")
+
+    class Mute(SlowStore):
+        def get_bytes(self, url, max_bytes=0):
+            raise ServiceUnavailable("S3 does not answer")
+
+    for kind in (Away, Mute):
+        with pytest.raises(ServiceUnavailable):
+            resume(Generations(kind(generations.store), generations.url), tmp_path)  # type: ignore[arg-type]
+    assert generations.steps() == [2, 1]
+
+
+def test_a_state_that_is_not_finite_is_never_saved(two: State, generations: Generations) -> None:
     with torch.no_grad():
         two.model.model.norm.weight[0] = float("inf")
-    with pytest.raises(TrainingFailed, match="not finite"):
-        two.saver(generations, tmp_path / "n").save(3, {"batch": 3}, {})
+    saver = two.saver(generations)
+    saver.save(3, {}, {})
+    with pytest.raises(TrainingFailed, match=r"not finite.*norm"):
+        saver.finish()
+    with torch.no_grad():
+        two.model.model.norm.weight[0] = 1.0
+    moment = next(iter(two.optimizer.state.values()))["exp_avg"]
+    moment.view(-1)[-1] = float("nan")
+    with pytest.raises(TrainingFailed, match=r"not finite.*exp_avg"):
+        saver.save_last(4, {}, {})
     assert generations.steps() == [2, 1]
 
 
@@ -260,14 +363,44 @@ def test_a_commit_marker_says_what_made_it(two: State, generations: Generations)
     assert commit["config_digest"] == DIGEST
     assert commit["code_version"] == "test"
     assert commit["metrics"] == {"loss": 0.5}
-    assert set(commit["files"]) == {"model.safetensors", "optimizer.safetensors"}
+    assert set(commit["files"]) == {PART, "index.json"}
+    assert commit["environment"] == {"torch": "2.13.0"}
+    assert (commit["world_size"], commit["layout"]) == (1, {})
+    assert "generator" in commit["randomness"]
 
 
-def test_state_of_another_model_is_refused(
+def test_state_of_another_model_or_configuration_is_refused_and_kept(
     two: State, generations: Generations, tmp_path: Path
 ) -> None:
-    commit = generations.fetch(2, tmp_path / "f", DIGEST)
     other = new_model(config_for(80_000, 32), 0)
-    optimizer = new_optimizer(other, TrainingSettings())
-    with pytest.raises(CorruptData):
-        restore(tmp_path / "f", commit, other, optimizer)
+    state = TrainState(WholeModel(other), new_optimizer(other, TrainingSettings()), Group())
+    before = [tensor.clone() for tensor in other.state_dict().values()]
+    with pytest.raises(TrainingFailed, match="another model"):
+        resume_newest_healthy(generations, state, config_digest=DIGEST, work_dir=tmp_path)
+    assert all(map(torch.equal, before, other.state_dict().values())), "nothing was loaded"
+    with pytest.raises(TrainingFailed, match="another configuration"):
+        resume_newest_healthy(generations, state, config_digest="d" * 64, work_dir=tmp_path)
+    assert generations.steps() == [2, 1], "a healthy checkpoint is not rejected for that"
+
+
+def test_what_the_caller_adds_comes_back(generations: Generations, tmp_path: Path) -> None:
+    state = State(1).train_state()
+    state.extra = {"scale": torch.tensor(1024.0), "growth": 7, "lost": ["a"]}
+    saver = State(0).saver(generations)
+    saver._state = state
+    saver.save_last(1, {"batch": 1}, {"loss": 1.0, "bad": float("nan")})
+    fresh = State(0).train_state()
+    fresh.extra = {"scale": torch.tensor(0.0)}
+    found = resume_newest_healthy(generations, fresh, config_digest=DIGEST, work_dir=tmp_path)
+    assert found is not None
+    assert found.metrics == {"loss": 1.0}
+    assert found.position == fresh.position == {"batch": 1}
+    assert fresh.extra == {"scale": torch.tensor(1024.0), "growth": 7, "lost": ["a"]}
+
+
+def test_a_file_of_a_generation_is_plain_safetensors(two: State, generations: Generations) -> None:
+    part = load(generations.store.get_bytes(f"{generations.step_url(2)}/{PART}"))
+    live = two.train_state().tensors()
+    assert {key.partition("@")[0] for key in part} == set(live)
+    for key, tensor in part.items():
+        assert torch.equal(tensor, live[key.partition("@")[0]])

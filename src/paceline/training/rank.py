@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from paceline.data import Snapshot
     from paceline.models import ModelConfig, Transformer
     from paceline.objects import ObjectStore
-    from paceline.training.checkpoint import Checkpointer, Generations
-    from paceline.training.group import Group
+    from paceline.training.checkpoint import Checkpointer, Generations, TrainState
     from paceline.training.loop import Progress
 
 PULSE_S = 0.5
@@ -220,7 +219,7 @@ class Loaded:
 def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
     """Train as ``place`` in ``job``: load, resume, train, save, export."""
     from paceline.data import ShardCache, open_stream
-    from paceline.training.checkpoint import Checkpointer
+    from paceline.training.checkpoint import Checkpointer, TrainState, WholeModel
     from paceline.training.group import join_group
     from paceline.training.identity import code_version, stream_seed
     from paceline.training.loop import train_model as train
@@ -238,19 +237,18 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
                 settings.guard.step_deadline_s,
             )
         )
-        progress, position = resume(its, group, voice)
+        state = TrainState(WholeModel(its.model), its.optimizer, group)
+        progress, position = resume(its, state, voice)
         resumed_from = progress.step
         voice.say("resumed", progress.step, position=position)
         saver = Checkpointer(
             its.generations,
-            its.model,
-            its.optimizer,
+            state,
+            settings.checkpoints,
             job_id=job.job_id,
             config_digest=its.config_digest,
             code_version=code_version(),
-            every_steps=settings.checkpoints.every_steps,
-            keep=settings.checkpoints.keep,
-            work_dir=its.work_dir,
+            deadline_s=settings.guard.checkpoint_deadline_s,
         )
         stream = open_stream(
             its.snapshot,
@@ -275,14 +273,15 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
                 group,
                 progress=progress,
                 labels=job.labels,
-                saver=saver if place.rank == 0 else None,
+                saver=saver,
                 on_step=_Teller(voice, saver, progress, place.rank, stream.quarantined),
                 should_stop=stop,
             )
-        if place.rank == 0 and progress.step > resumed_from:
+        if progress.step > resumed_from:
             with voice.phase("saving"):
                 saver.save_last(progress.step, stream.position, progress.metrics())
-            _tell_saved(voice, saver)
+            if place.rank == 0:
+                _tell_saved(voice, saver)
         if progress.stopped:
             voice.say("failed", progress.step, code="Stopped", message="stopped, state saved")
             return STOPPED_EXIT
@@ -353,16 +352,14 @@ def load(job: TrainJob, place: Place) -> Loaded:
     )
 
 
-def resume(its: Loaded, group: Group, voice: Voice) -> tuple[Progress, dict[str, Any] | None]:
+def resume(its: Loaded, state: TrainState, voice: Voice) -> tuple[Progress, dict[str, Any] | None]:
     """Restore the newest healthy checkpoint, if any; return progress and data position."""
+    from paceline.training.checkpoint import resume_newest_healthy
     from paceline.training.loop import Progress
-    from paceline.training.recovery import resume_newest_healthy
 
     restored = resume_newest_healthy(
         its.generations,
-        group,
-        its.model,
-        its.optimizer,
+        state,
         config_digest=its.config_digest,
         work_dir=its.work_dir,
         on_rejected=lambda step, why: voice.say("checkpoint", step, rejected=True, why=why),

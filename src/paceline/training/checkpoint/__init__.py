@@ -1,0 +1,60 @@
+"""Checkpoints: sharded, asynchronous, atomic, verified before use, several generations.
+
+``Checkpointer`` saves on every rank; ``resume_newest_healthy`` restores on any layout and any
+number of ranks; ``export`` writes the whole model as safetensors; ``Generations`` is what lies in
+the store, and needs no torch. Knows no loop; when to save is ``training.interval``'s business.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from paceline.training.checkpoint.generations import Found, Generation, Generations
+from paceline.training.checkpoint.records import (
+    BEST_METRIC,
+    COMMIT_FILE,
+    REJECTED_FILE,
+    Commit,
+    SavedFile,
+)
+from paceline.training.interval import Alert, Failures
+
+if TYPE_CHECKING:
+    from paceline.training.checkpoint.resuming import Restored, resume_newest_healthy
+    from paceline.training.checkpoint.saver import Checkpointer
+    from paceline.training.checkpoint.state import TrainState, WholeModel
+
+_LATE = {
+    "Checkpointer": "saver",
+    "Restored": "resuming",
+    "TrainState": "state",
+    "WholeModel": "state",
+    "resume_newest_healthy": "resuming",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATE:
+        import importlib
+
+        return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "BEST_METRIC",
+    "COMMIT_FILE",
+    "REJECTED_FILE",
+    "Alert",
+    "Checkpointer",
+    "Commit",
+    "Failures",
+    "Found",
+    "Generation",
+    "Generations",
+    "Restored",
+    "SavedFile",
+    "TrainState",
+    "WholeModel",
+    "resume_newest_healthy",
+]

@@ -1,0 +1,283 @@
+"""The generations of one job in a store: what is committed, how one is made, damaged or dropped.
+
+A generation is ``<job>/step-NNNNNNNN-XXXXXXXX/`` (step, and a number of this save's own, so that a
+save never writes where another one lies): files of tensors, ``index.json``, and, written last,
+``commit.json``, which names every file with its SHA-256 and carries a digest of itself. Without a
+marker that matches itself and every byte it names there is no generation (I8).
+
+Needs no torch: a supervisor can list generations too. Knows no ranks: rank 0 commits, rejects and
+collects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from paceline.errors import CorruptData, SourceMissing, StorageFailed, TrainingFailed
+from paceline.objects import DiskStore, ObjectStore, join_url
+from paceline.training.checkpoint.records import (
+    BEST_METRIC,
+    COMMIT_FILE,
+    INDEX_FILE,
+    MAX_COMMIT_BYTES,
+    MAX_INDEX_BYTES,
+    REJECTED_FILE,
+    Commit,
+    Index,
+    Rejected,
+    SavedFile,
+)
+from paceline.wire.base import canonical_json
+
+log = logging.getLogger(__name__)
+
+REJECTED_KEPT = 2
+LEFTOVER_AGE_S = 3600.0  # of unfinished uploads, before they are dropped
+_DIRECTORY = re.compile(r"step-(\d{8})-([0-9a-f]{8})")
+
+
+class Generation(NamedTuple):
+    """The name of one generation; later steps sort last."""
+
+    step: int
+    number: int  # of the save, by chance
+
+    def __str__(self) -> str:
+        return f"step-{self.step:08d}-{self.number:08x}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What lies in the store below a job's URL."""
+
+    committed: tuple[Generation, ...]  # newest first; none of them verified
+    rejected: tuple[Generation, ...]
+    unfinished: tuple[Generation, ...]  # no marker: being written, or left by a save that died
+
+
+class Generations:
+    """The checkpoints of one job; ``url`` is ``s3://bucket/prefix`` or ``file:///directory``."""
+
+    def __init__(self, store: ObjectStore, url: str) -> None:
+        self.store = store
+        self.url = url
+        self._swept = False
+        self._losses: dict[Generation, float | None] = {}
+
+    # ── what is there ────────────────────────────────────────────────────────────────────────────
+
+    def find(self) -> Found:
+        """Return what is there, each kind newest first."""
+        files: dict[Generation, set[str]] = {}
+        top = self.url.rstrip("/")
+        for info in self.store.list(top):
+            directory, _, name = info.url.removeprefix(f"{top}/").partition("/")
+            if match := _DIRECTORY.fullmatch(directory):
+                files.setdefault(Generation(int(match[1]), int(match[2], 16)), set()).add(name)
+        newest = sorted(files, reverse=True)
+        committed = [each for each in newest if COMMIT_FILE in files[each]]
+        rejected = [
+            each for each in newest if each not in committed and REJECTED_FILE in files[each]
+        ]
+        unfinished = [each for each in newest if each not in committed and each not in rejected]
+        return Found(tuple(committed), tuple(rejected), tuple(unfinished))
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a commit marker, newest first; none of them verified."""
+        return list(dict.fromkeys(each.step for each in self.find().committed))
+
+    def url_of(self, generation: Generation) -> str:
+        """Return where ``generation`` lies."""
+        return join_url(self.url, str(generation))
+
+    def step_url(self, step: int) -> str:
+        """Return where the committed generation of ``step`` lies; raises SourceMissing."""
+        for each in self.find().committed:
+            if each.step == step:
+                return self.url_of(each)
+        raise SourceMissing("no such checkpoint", got=f"step {step}", where=self.url)
+
+    # ── reading, all of it checked ───────────────────────────────────────────────────────────────
+
+    def commit_of(self, generation: Generation, config_digest: str = "") -> Commit:
+        """Return the marker of ``generation``; raises CorruptData unless it matches itself.
+
+        With ``config_digest``, raises TrainingFailed where it is of another configuration.
+        """
+        where = join_url(self.url_of(generation), COMMIT_FILE)
+        try:
+            raw = self.store.get_bytes(where, max_bytes=MAX_COMMIT_BYTES)
+            commit = Commit.model_validate_json(raw)
+        except (SourceMissing, StorageFailed, ValidationError) as error:
+            raise CorruptData("checkpoint has no readable commit marker", where=where) from error
+        if commit != commit.sealed() or raw != canonical_json(commit):
+            raise CorruptData("commit marker does not match itself", where=where)
+        if commit.step != generation.step or INDEX_FILE not in commit.files:
+            raise CorruptData("commit marker is another step's", got=commit.step, where=where)
+        if config_digest and commit.config_digest != config_digest:
+            raise TrainingFailed(
+                "checkpoint is of another configuration",
+                got=f"configuration {commit.config_digest[:16]}",
+                wanted=config_digest[:16],
+                where=where,
+                do="Use another job id, or the settings the job was started with.",
+            )
+        return commit
+
+    def index_of(self, generation: Generation, commit: Commit) -> Index:
+        """Return where each tensor lies; raises CorruptData unless it is what was committed."""
+        where = join_url(self.url_of(generation), INDEX_FILE)
+        saved = commit.files[INDEX_FILE]
+        try:
+            raw = self.store.get_bytes(where, max_bytes=min(MAX_INDEX_BYTES, 2 * saved.bytes))
+        except (SourceMissing, StorageFailed) as error:
+            raise CorruptData("checkpoint file is missing", where=where) from error
+        if SavedFile(sha256=hashlib.sha256(raw).hexdigest(), bytes=max(1, len(raw))) != saved:
+            raise CorruptData("checkpoint file does not match its hash", where=where)
+        index = Index.model_validate_json(raw)
+        for name, tensor in index.tensors.items():
+            for chunk in tensor.chunks:
+                if chunk.file not in commit.files:
+                    raise CorruptData("checkpoint names no such file", got=name, where=where)
+        return index
+
+    def fetch(self, generation: Generation, name: str, saved: SavedFile, directory: Path) -> Path:
+        """Return a path of the file ``name``, every byte checked; raises CorruptData.
+
+        From S3 it is written into ``directory``; on a disk it is read where it lies.
+        """
+        where = join_url(self.url_of(generation), name)
+        try:
+            if isinstance(self.store, DiskStore):
+                path = self.store.path_of(where)
+                size = self.store.head(where).size
+            else:
+                path = directory / name
+                size = self.store.head(where).size
+                if size == saved.bytes:
+                    self.store.download_file(where, path)
+            if size != saved.bytes:
+                raise CorruptData(
+                    "checkpoint file has another size", got=size, wanted=saved.bytes, where=where
+                )
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except SourceMissing as error:
+            raise CorruptData("checkpoint file is missing", where=where) from error
+        except OSError as error:
+            raise CorruptData("checkpoint file cannot be read", got=error, where=where) from error
+        if digest != saved.sha256:
+            raise CorruptData("checkpoint file does not match its hash", where=where)
+        return path
+
+    def verify(self, generation: Generation, directory: Path) -> Commit:
+        """Return the marker after checking every byte of ``generation``; raises CorruptData."""
+        commit = self.commit_of(generation)
+        self.index_of(generation, commit)
+        for name, saved in commit.files.items():
+            if name != INDEX_FILE:
+                self.fetch(generation, name, saved, directory)
+        return commit
+
+    # ── writing ──────────────────────────────────────────────────────────────────────────────────
+
+    def put_file(self, generation: Generation, name: str, path: Path, saved: SavedFile) -> None:
+        """Store the file at ``path`` as part of a generation that is not committed yet."""
+        where = join_url(self.url_of(generation), name)
+        info = self.store.upload_file(path, where, saved.sha256)
+        if info.size != saved.bytes:
+            raise CorruptData(
+                "checkpoint file changed on its way",
+                got=f"{info.size} bytes",
+                wanted=f"{saved.bytes} bytes",
+                where=where,
+            )
+
+    def commit(self, generation: Generation, commit: Commit, index: Index) -> Commit:
+        """Write index and marker, and return the marker; all other files must be there.
+
+        Raises CorruptData where one of them is not.
+        """
+        where = self.url_of(generation)
+        raw = canonical_json(index)
+        self.store.put_bytes(join_url(where, INDEX_FILE), raw)
+        saved = SavedFile(sha256=hashlib.sha256(raw).hexdigest(), bytes=len(raw))
+        commit = commit.model_copy(update={"files": {**commit.files, INDEX_FILE: saved}}).sealed()
+        there = {info.url.rpartition("/")[2]: info.size for info in self.store.list(where)}
+        for name, each in commit.files.items():
+            if there.get(name) != each.bytes:
+                raise CorruptData(
+                    "checkpoint file is not there", got=f"{name}: {there.get(name)}", where=where
+                )
+        self.store.put_bytes(join_url(where, COMMIT_FILE), canonical_json(commit))
+        self._losses[generation] = commit.metrics.get(BEST_METRIC)
+        return commit
+
+    def reject(self, generation: Generation, why: str) -> None:
+        """Move the marker of a generation that is not what it says aside, into rejected.json."""
+        where = self.url_of(generation)
+        marker = join_url(where, COMMIT_FILE)
+        try:
+            raw = self.store.get_bytes(marker, max_bytes=MAX_COMMIT_BYTES)
+        except (SourceMissing, StorageFailed):
+            raw = b""
+        record = Rejected(why=why, marker=raw.decode("utf-8", "replace"))
+        self.store.put_bytes(join_url(where, REJECTED_FILE), canonical_json(record))
+        self.store.delete(marker)
+        log.warning("checkpoint rejected generation=%s why=%s", generation, why)
+
+    def why_rejected(self, generation: Generation) -> str:
+        """Return the reason that ``reject`` was given."""
+        raw = self.store.get_bytes(join_url(self.url_of(generation), REJECTED_FILE))
+        return str(json.loads(raw)["why"])
+
+    def remove(self, generation: Generation) -> None:
+        """Delete a generation: its marker first, so that it is never half a checkpoint."""
+        where = self.url_of(generation)
+        self.store.delete(join_url(where, COMMIT_FILE))
+        self.store.delete_prefix(where)
+        self._losses.pop(generation, None)
+
+    def collect(self, newest: int, best: int, last: Generation) -> tuple[Generation, ...]:
+        """Keep ``last`` (just committed), the ``newest`` and the ``best`` by held-out loss; return
+        what is kept, oldest first. What saves that died before ``last`` left is removed too.
+        """
+        found = self.find()
+        others = [each for each in found.committed if each.step != last.step]
+        ours = sorted([last, *others], reverse=True)
+        kept = {last, *ours[:newest], *self._best(ours, best)}
+        for each in reversed(found.committed):
+            if each not in kept:
+                self.remove(each)
+        for each in (*found.rejected[REJECTED_KEPT:], *found.unfinished):
+            if each.step <= last.step and each != last:
+                self.remove(each)
+        if not self._swept:
+            self._swept = True
+            self.store.abort_uploads(self.url, older_than_s=LEFTOVER_AGE_S)
+        return tuple(sorted(kept))
+
+    def _best(self, committed: Iterable[Generation], count: int) -> list[Generation]:
+        """Return the ``count`` generations of lowest held-out loss; those without one are none."""
+        if not count:
+            return []
+        losses: list[tuple[float, int, Generation]] = []
+        for each in committed:
+            if each not in self._losses:
+                try:
+                    self._losses[each] = self.commit_of(each).metrics.get(BEST_METRIC)
+                except CorruptData:
+                    self._losses[each] = None  # resuming will reject it when it comes to that
+            loss = self._losses[each]
+            if loss is not None:
+                losses.append((loss, -each.step, each))
+        return [each for _, _, each in sorted(losses)[:count]]

@@ -1,0 +1,194 @@
+"""Which rank writes which box of which tensor, and which boxes a rank needs to read.
+
+torch.distributed.checkpoint says which box of a DTensor lies here and how saved boxes meet wanted
+ones; what several ranks hold is written once, by the least loaded of them. Pure: no I/O, and every
+rank computes the same from the same lists.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
+
+from paceline.errors import TrainingFailed
+from paceline.training.checkpoint.records import Sizes, StoredTensor, key_of
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor: what a rank holds, or is to write."""
+
+    tensor: str
+    dtype: str
+    shape: Sizes
+    offsets: Sizes
+    sizes: Sizes
+
+    @property
+    def key(self) -> str:
+        """Return its name in a file."""
+        return key_of(self.tensor, self.offsets)
+
+    @property
+    def bytes(self) -> int:
+        """Return its size in bytes."""
+        return math.prod(self.sizes) * DTYPES[self.dtype].itemsize
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return safetensors' name of ``dtype``; raises TrainingFailed where it has none."""
+    try:
+        return _NAMES[dtype]
+    except KeyError as error:
+        raise TrainingFailed("tensor cannot be saved", got=dtype, wanted=list(DTYPES)) from error
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the part of ``tensor`` in this process's memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def box_of(tensor: Tensor) -> tuple[Sizes, Sizes]:
+    """Return offsets and sizes of the box that lies here."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call] # DCP's protocol
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def chunks_of(tensors: Mapping[str, Tensor]) -> list[Chunk]:
+    """Return this rank's boxes, sorted by name; empty ones are left out."""
+    found = []
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+            continue
+        offsets, sizes = box_of(tensor)
+        if math.prod(sizes):
+            found.append(Chunk(name, name_of(tensor.dtype), tuple(tensor.shape), offsets, sizes))
+    return found
+
+
+def share_out(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
+    """Return what each rank writes, so that every box is written once.
+
+    ``held`` is what each rank holds. A box that several hold goes to the least loaded of them, the
+    largest first. Raises TrainingFailed unless the boxes of each tensor tile it.
+    """
+    owners: dict[Chunk, list[int]] = {}
+    for rank, chunks in enumerate(held):
+        for chunk in chunks:
+            owners.setdefault(chunk, []).append(rank)
+    _require_tiling(owners)
+    written: list[list[Chunk]] = [[] for _ in held]
+    load = [0] * len(held)
+    order = sorted(owners, key=lambda c: (len(owners[c]) > 1, -c.bytes, c.tensor, c.offsets))
+    for chunk in order:
+        rank = min(owners[chunk], key=lambda each: (load[each], each))
+        written[rank].append(chunk)
+        load[rank] += chunk.bytes
+    return written
+
+
+def _require_tiling(chunks: Mapping[Chunk, object]) -> None:
+    shapes: dict[str, tuple[str, Sizes]] = {}
+    volumes: dict[str, int] = {}
+    for chunk in chunks:
+        of_it = (chunk.dtype, chunk.shape)
+        if shapes.setdefault(chunk.tensor, of_it) != of_it:
+            raise TrainingFailed(
+                "ranks disagree about a tensor",
+                got=of_it,
+                wanted=shapes[chunk.tensor],
+                where=chunk.tensor,
+            )
+        volumes[chunk.tensor] = volumes.get(chunk.tensor, 0) + math.prod(chunk.sizes)
+    for name, (_, shape) in shapes.items():
+        if volumes[name] != math.prod(shape):
+            raise TrainingFailed(
+                "the parts of a tensor do not make it up",
+                got=f"{volumes[name]} elements",
+                wanted=f"{math.prod(shape)}, shape {shape}",
+                where=name,
+            )
+
+
+@dataclass(frozen=True)
+class Read:
+    """Copy a box of a saved chunk to a box of what lies here; offsets within each of them."""
+
+    file: str
+    key: str
+    source: Sizes
+    target: Sizes
+    lengths: Sizes
+
+
+def reads_for(name: str, stored: StoredTensor, wanted: Tensor) -> Iterator[Read]:
+    """Yield what fills the part of ``wanted`` that lies here from the tensor as it was saved."""
+    if isinstance(wanted, DTensor) and wanted.device_mesh.get_coordinate() is None:
+        return
+    offsets, sizes = box_of(wanted)
+    if not math.prod(sizes):
+        return
+    saved = [
+        ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
+        for each in stored.chunks
+    ]
+    metadata = TensorStorageMetadata(
+        TensorProperties(dtype=DTYPES[stored.dtype]), torch.Size(stored.shape), saved
+    )
+    here = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))]
+    for item in create_read_items_for_chunk_list(name, metadata, here):
+        assert item.storage_index.index is not None
+        chunk = stored.chunks[item.storage_index.index]
+        yield Read(
+            chunk.file,
+            key_of(name, chunk.offsets),
+            tuple(item.storage_offsets),
+            tuple(item.dest_offsets),
+            tuple(item.lengths),
+        )
+
+
+def to_json(chunks: Sequence[Chunk]) -> bytes:
+    """Return ``chunks`` as another rank can read them."""
+    return json.dumps(
+        [[c.tensor, c.dtype, c.shape, c.offsets, c.sizes] for c in chunks], separators=(",", ":")
+    ).encode()
+
+
+def from_json(raw: bytes) -> list[Chunk]:
+    """Return what ``to_json`` was given."""
+    return [
+        Chunk(name, dtype, tuple(shape), tuple(offsets), tuple(sizes))
+        for name, dtype, shape, offsets, sizes in json.loads(raw)
+    ]

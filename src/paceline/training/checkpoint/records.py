@@ -1,0 +1,90 @@
+"""What stands beside the tensors of a generation: commit marker, index, and why one was rejected.
+
+All of it is JSON with a digest; nothing here is ever pickled. Knows no torch and no store.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, StringConstraints
+
+from paceline.wire.base import Name, Record, Sha256, digest_of
+
+COMMIT_FILE = "commit.json"
+INDEX_FILE = "index.json"
+REJECTED_FILE = "rejected.json"
+RANDOMNESS = "a function of (seed, step, row); no generator state"
+BEST_METRIC = "held_out_loss"  # of ``Commit.metrics``; the lower, the better
+MAX_COMMIT_BYTES = 16 * 1024 * 1024
+MAX_INDEX_BYTES = 1024 * 1024 * 1024
+
+FileName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,127}$")]
+Sizes = tuple[Annotated[int, Field(ge=0)], ...]
+
+
+class SavedFile(Record):
+    sha256: Sha256
+    bytes: int = Field(ge=1)
+
+
+class Commit(Record):
+    """The marker that makes a generation real; written last."""
+
+    format: int = 2
+    job_id: Name
+    step: int = Field(ge=0)
+    position: dict[str, Any]  # of the data stream: where it goes on, for any number of ranks
+    config_digest: Sha256
+    code_version: str
+    randomness: str = RANDOMNESS
+    world_size: int = Field(ge=1)
+    layout: dict[str, int]  # dp, shard, tp, pp; {} where the mesh does not say
+    metrics: dict[str, float]
+    environment: dict[str, Any]
+    extra: dict[str, Any]  # what is no tensor of ``TrainState.extra``
+    files: dict[FileName, SavedFile]  # all of them but this marker
+    digest: str = ""  # of this record with ``digest`` empty
+
+    def sealed(self) -> Commit:
+        """Return the commit with its own digest in it."""
+        return self.model_copy(update={"digest": digest_of(self.model_copy(update={"digest": ""}))})
+
+    @property
+    def bytes(self) -> int:
+        """Return how many bytes the generation's files hold."""
+        return sum(each.bytes for each in self.files.values())
+
+
+class StoredChunk(Record):
+    """A box of a tensor and the file that holds it, under ``key_of(tensor, offsets)``."""
+
+    file: FileName
+    offsets: Sizes
+    sizes: Sizes
+
+
+class StoredTensor(Record):
+    """A whole tensor: its boxes tile it."""
+
+    dtype: str  # as safetensors names it
+    shape: Sizes
+    chunks: tuple[StoredChunk, ...]
+
+
+class Index(Record):
+    """Where each tensor of a generation lies."""
+
+    tensors: dict[str, StoredTensor]
+
+
+class Rejected(Record):
+    """Why a generation is no longer offered, and the marker it had."""
+
+    why: str
+    marker: str  # as it was read, possibly damaged
+
+
+def key_of(tensor: str, offsets: Sizes) -> str:
+    """Return the name of a box within its safetensors file."""
+    return f"{tensor}@{','.join(map(str, offsets))}"

@@ -1,0 +1,285 @@
+"""Starting up, which is the same as recovering: a fresh start is a resume from nothing.
+
+All ranks agree on the newest generation of which every byte is what was committed, and only then
+is anything loaded: each box of each tensor from wherever it lies into wherever it is wanted, so
+that the layout and the number of ranks may be others than those that saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from paceline.errors import CorruptData, PacelineError, TemporaryError, TrainingFailed
+from paceline.training.checkpoint.generations import Generation, Generations
+from paceline.training.checkpoint.layout import DTYPES, Read, local_of, reads_for
+from paceline.training.checkpoint.records import INDEX_FILE, Commit, Index, StoredTensor
+from paceline.training.checkpoint.state import EXTRA, MODEL, TrainState
+
+log = logging.getLogger(__name__)
+
+MAX_GENERATIONS_TRIED = 100
+_NONE, _UNREADABLE = -1, -2
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Where a checkpoint left off."""
+
+    step: int
+    position: dict[str, Any]
+    metrics: dict[str, float]
+    world_size: int = 1
+    layout: dict[str, int] | None = None
+    digest: str = ""
+    url: str = ""
+
+
+def resume_newest_healthy(
+    generations: Generations,
+    state: TrainState,
+    *,
+    config_digest: str,
+    work_dir: Path,
+    on_rejected: Callable[[int, str], None] | None = None,
+) -> Restored | None:
+    """Restore the newest healthy generation on every rank; None where there is none.
+
+    A damaged one is rejected (rank 0 moves its marker aside) and the one before is tried. A store
+    that does not answer raises; it is no reason to throw a checkpoint away. Raises TrainingFailed
+    where the newest is of another configuration or another model. Nothing is changed before every
+    byte was checked on all ranks.
+    """
+    directory = work_dir / "resume"
+    for _ in range(MAX_GENERATIONS_TRIED):
+        generation = _newest(generations, state)
+        if generation is None:
+            return None
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        checked: _Checked | None = None
+        error: PacelineError | None = None
+        try:
+            checked = _check(generations, generation, state, config_digest, directory)
+        except PacelineError as caught:
+            error = caught
+        damaged = isinstance(error, CorruptData)
+        # Every rank has tried before the marker goes, so none of them mistakes its absence.
+        bad, refused, away = state.group.sums(
+            [
+                float(damaged),
+                float(error is not None and not damaged),
+                float(isinstance(error, TemporaryError)),
+            ]
+        )
+        if not bad and not refused and checked is not None:
+            try:
+                _load(checked, state)
+            finally:
+                shutil.rmtree(directory, ignore_errors=True)
+            return _restored(generations, generation, checked.commit, state)
+        shutil.rmtree(directory, ignore_errors=True)
+        if refused:
+            raise error if error is not None and not damaged else _others(generations, away > 0)
+        why = error.one_line() if error else "another rank found it damaged"
+        if state.group.rank == 0:
+            generations.reject(generation, why)
+        if on_rejected is not None:
+            on_rejected(generation.step, why)
+    raise TrainingFailed("too many damaged checkpoints", where=generations.url)
+
+
+@dataclass(frozen=True)
+class _Checked:
+    commit: Commit
+    files: dict[str, Path]
+    plan: list[tuple[Tensor, list[Read]]]
+    fresh: dict[tuple[str, str], Tensor]  # (parameter, moment) → what the optimiser gets
+
+
+def _newest(generations: Generations, state: TrainState) -> Generation | None:
+    """Return the newest committed generation; rank 0 looks, the others hear."""
+    group = state.group
+    step, number, error = _NONE, 0, None
+    if group.rank == 0:
+        try:
+            found = generations.find().committed
+            if found:
+                step, number = found[0]
+        except PacelineError as caught:
+            step, error = _UNREADABLE, caught
+    step, number = group.from_first(step), group.from_first(number)
+    if step == _UNREADABLE:
+        raise error or _others(generations, away=True)
+    return None if step == _NONE else Generation(step, number)
+
+
+def _others(generations: Generations, away: bool) -> PacelineError:
+    what = "another rank cannot read the checkpoints"
+    if away:
+        return TemporaryError(what, where=generations.url, do="Try again when the store answers.")
+    return TrainingFailed(what, where=generations.url, do="That rank's log says why.")
+
+
+def _check(
+    generations: Generations,
+    generation: Generation,
+    state: TrainState,
+    config_digest: str,
+    directory: Path,
+) -> _Checked:
+    """Verify this rank's share of the files and whatever it needs, and plan what to load.
+
+    Every file is verified by some rank.
+    """
+    commit = generations.commit_of(generation, config_digest)
+    index = generations.index_of(generation, commit)
+    _require_whole(index, generations.url_of(generation))
+    plan, fresh = _plan(index, state, generations.url_of(generation))
+    group = state.group
+    needed = {read.file for _, reads in plan for read in reads}
+    names = sorted(name for name in commit.files if name != INDEX_FILE)
+    mine = needed | set(names[group.rank :: group.world_size])
+    files = {
+        name: generations.fetch(generation, name, commit.files[name], directory)
+        for name in sorted(mine)
+    }
+    return _Checked(commit, files, plan, fresh)
+
+
+def _require_whole(index: Index, where: str) -> None:
+    for name, stored in index.tensors.items():
+        volume = sum(torch.Size(chunk.sizes).numel() for chunk in stored.chunks)
+        if volume != torch.Size(stored.shape).numel() or stored.dtype not in DTYPES:
+            raise CorruptData("checkpoint's index is not whole", got=name, where=where)
+
+
+def _plan(
+    index: Index, state: TrainState, where: str
+) -> tuple[list[tuple[Tensor, list[Read]]], dict[tuple[str, str], Tensor]]:
+    """Return what to read into which tensor, and the optimiser's state as it will be."""
+    targets: dict[str, Tensor] = {
+        name: tensor for name, tensor in state.tensors().items() if name.startswith(MODEL)
+    }
+    missing = sorted(set(targets) - set(index.tensors))
+    if missing:
+        raise _another_model(f"no {missing[0]} (and {len(missing) - 1} more)", where)
+    fresh: dict[tuple[str, str], Tensor] = {}
+    moments = _moments(index)
+    for name, parameter in state.parameters():
+        for moment in moments.get(name, ()):
+            stored = index.tensors[f"{moment}.{name}"]
+            made = _room_for(
+                stored, parameter, state.optimizer.state.get(parameter, {}).get(moment)
+            )
+            fresh[name, moment] = targets[f"{moment}.{name}"] = made
+    for name, value in state.extra.items():
+        if isinstance(value, Tensor) and EXTRA + name in index.tensors:
+            targets[EXTRA + name] = value
+    plan = []
+    for name, target in sorted(targets.items()):
+        stored = index.tensors[name]
+        if tuple(target.shape) != stored.shape:
+            raise _another_model(f"{name}: {stored.shape}, not {tuple(target.shape)}", where)
+        if target.dtype != DTYPES[stored.dtype]:
+            raise _another_model(f"{name}: {stored.dtype}, not {target.dtype}", where)
+        plan.append((target, list(reads_for(name, stored, target))))
+    return plan, fresh
+
+
+def _moments(index: Index) -> dict[str, list[str]]:
+    """Return what the optimiser kept of each parameter."""
+    models = {name.removeprefix(MODEL) for name in index.tensors if name.startswith(MODEL)}
+    found: dict[str, list[str]] = {}
+    for name in sorted(index.tensors):
+        moment, _, of = name.partition(".")
+        if not name.startswith((MODEL, EXTRA)) and of in models:
+            found.setdefault(of, []).append(moment)
+    return found
+
+
+def _room_for(stored: StoredTensor, parameter: Tensor, present: object) -> Tensor:
+    """Return a new tensor for a moment: laid out as the parameter where it has its shape."""
+    dtype = DTYPES[stored.dtype]
+    if stored.shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    device = present.device if isinstance(present, Tensor) else torch.device("cpu")
+    return torch.empty(stored.shape, dtype=dtype, device=device)
+
+
+def _another_model(got: str, where: str) -> TrainingFailed:
+    return TrainingFailed(
+        "checkpoint is of another model",
+        got=got,
+        where=where,
+        do="Use another job id, or the model the job was started with.",
+    )
+
+
+def _load(checked: _Checked, state: TrainState) -> None:
+    """Copy every box to where it is wanted; raises CorruptData where a verified file is odd."""
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        opened: dict[str, Any] = {}
+        for target, reads in checked.plan:
+            local = local_of(target)
+            for read in reads:
+                if read.file not in opened:
+                    opened[read.file] = stack.enter_context(_opened(checked.files[read.file]))
+                _box(local, read.target, read.lengths).copy_(_source(opened[read.file], read))
+    state.optimizer.state.clear()
+    moments: dict[str, dict[str, Tensor]] = {}
+    for (name, moment), tensor in checked.fresh.items():
+        moments.setdefault(name, {})[moment] = tensor
+    for name, parameter in state.parameters():
+        if name in moments and parameter not in state.optimizer.state:
+            state.optimizer.state[parameter] = moments[name]
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CorruptData("checkpoint file cannot be read", got=error, where=path) from error
+
+
+def _source(file: Any, read: Read) -> Tensor:
+    if not read.lengths:
+        tensor: Tensor = file.get_tensor(read.key)
+        return tensor
+    box = tuple(slice(at, at + n) for at, n in zip(read.source, read.lengths, strict=True))
+    found: Tensor = file.get_slice(read.key)[box]
+    return found
+
+
+def _box(tensor: Tensor, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:
+    for dimension, (start, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dimension, start, length)
+    return tensor
+
+
+def _restored(
+    generations: Generations, generation: Generation, commit: Commit, state: TrainState
+) -> Restored:
+    state.position = dict(commit.position)
+    for name, value in commit.extra.items():
+        state.extra[name] = value
+    return Restored(
+        step=commit.step,
+        position=dict(commit.position),
+        metrics=dict(commit.metrics),
+        world_size=commit.world_size,
+        layout=dict(commit.layout),
+        digest=commit.digest,
+        url=generations.url_of(generation),
+    )

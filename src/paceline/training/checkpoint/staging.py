@@ -1,0 +1,115 @@
+"""A rank's share of a checkpoint as one safetensors file in memory, filled again for each save.
+
+The file's image is made once a layout: header first, then room for each box, and tensors are copied
+to where they belong, so that a save needs no second copy and no serialisation. It lies in anonymous
+memory with a file descriptor, so that it can be uploaded part by part like any file. Where a
+GPU is the source the memory is pinned.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.errors import TrainingFailed
+from paceline.training.checkpoint.layout import DTYPES, Chunk, local_of
+
+ALIGN = 64
+FINITE_BLOCK = 1 << 18  # elements looked at in one go: stays in the cache
+# Exponent bits of each floating dtype, and an integer of its size: all ones means inf or NaN.
+_EXPONENTS: dict[str, tuple[str, int]] = {
+    "F64": ("<u8", 0x7FF0_0000_0000_0000),
+    "F32": ("<u4", 0x7F80_0000),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+}
+
+
+def header_of(entries: Sequence[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """Return a safetensors header for ``(name, dtype, shape, bytes)`` in this order."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, dtype, shape, size in entries:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-(len(raw) + 8) % ALIGN)
+    return len(raw).to_bytes(8, "little") + raw
+
+
+class Staging:
+    """The image of one file with room for ``chunks``; reused for as long as they stay the same."""
+
+    def __init__(self, chunks: Sequence[Chunk], *, pin: bool = False) -> None:
+        self.chunks = sorted(chunks, key=lambda c: (-DTYPES[c.dtype].itemsize, c.key))
+        header = header_of([(c.key, c.dtype, c.sizes, c.bytes) for c in self.chunks])
+        self.bytes = len(header) + sum(each.bytes for each in self.chunks)
+        self._descriptor = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        os.truncate(self._descriptor, self.bytes)
+        self._map = mmap.mmap(self._descriptor, self.bytes)
+        self._map[: len(header)] = header
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        if pin:
+            self._pin(whole)
+        self._room: list[tuple[Chunk, Tensor]] = []
+        at = len(header)
+        for chunk in self.chunks:
+            room = whole[at : at + chunk.bytes].view(DTYPES[chunk.dtype]).view(chunk.sizes)
+            self._room.append((chunk, room))
+            at += chunk.bytes
+
+    @property
+    def path(self) -> Path:
+        """Return a path of the image that this process can open."""
+        return Path(f"/proc/self/fd/{self._descriptor}")
+
+    @property
+    def view(self) -> memoryview:
+        """Return the image."""
+        return memoryview(self._map)
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the live tensors in; returns when every byte is here, and they may change."""
+        devices = set()
+        for chunk, room in self._room:
+            source = local_of(tensors[chunk.tensor])
+            room.copy_(source, non_blocking=True)
+            if source.device.type == "cuda":
+                devices.add(source.device)
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    def require_finite(self, step: int) -> None:
+        """Raise TrainingFailed where a number in the image is infinite or none."""
+        for chunk, room in self._room:
+            if chunk.dtype not in _EXPONENTS:
+                continue
+            kind, mask = _EXPONENTS[chunk.dtype]
+            flat = room.view(-1).view(torch.uint8).numpy().view(kind)
+            for start in range(0, len(flat), FINITE_BLOCK):
+                block = flat[start : start + FINITE_BLOCK]
+                if bool(np.any((block & np.array(mask, kind)) == mask)):
+                    raise TrainingFailed(
+                        "state is not finite and was not saved",
+                        got=chunk.tensor,
+                        where=f"step {step}",
+                        do="Lower training.learning_rate; the last checkpoint is intact.",
+                    )
+
+    def _pin(self, whole: Tensor) -> None:
+        cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(cuda.cudaHostRegister(whole.data_ptr(), self.bytes, 0))
+        if code:
+            raise TrainingFailed(
+                "memory for checkpoints cannot be pinned", got=f"CUDA error {code}"
+            )
+        weakref.finalize(self, cuda.cudaHostUnregister, whole.data_ptr())
