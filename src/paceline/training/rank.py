@@ -171,10 +171,10 @@ def preload() -> None:
     import paceline.data
     import paceline.models
     import paceline.objects
-    import paceline.training.checkpoint
+    import paceline.training.checkpoint.resuming
+    import paceline.training.checkpoint.saver
     import paceline.training.group
-    import paceline.training.loop
-    import paceline.training.recovery  # noqa: F401
+    import paceline.training.loop  # noqa: F401
 
     torch.set_num_threads(1)
 
