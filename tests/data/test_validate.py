@@ -2,54 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 
-from paceline.data import Shard, Snapshot, load_snapshot, require_valid, validate_snapshot
-from paceline.data.snapshot import SnapshotRecord, snapshot_url
+from paceline.data import Snapshot, require_valid, validate_snapshot
 from paceline.errors import DataRejected, InvalidSnapshot
 from paceline.objects import ObjectStore
-from paceline.wire.base import canonical_json, digest_of
-
-Lines = dict[str, list[dict[str, Any]]]  # of the first train and the first held-out shard
-
-
-def replant(
-    snapshot: Snapshot, url: str, store: ObjectStore, change: Callable[[Lines], None]
-) -> Snapshot:
-    """A consistent snapshot (right digests, right sums) whose documents were changed."""
-    chosen = {split: snapshot.of_split(split)[0] for split in ("train", "held-out")}
-    lines: Lines = {
-        split: [json.loads(raw) for raw in store.get_bytes(snapshot.shard_url(shard)).splitlines()]
-        for split, shard in chosen.items()
-    }
-    change(lines)
-    fresh: dict[str, Shard] = {}
-    for split, shard in chosen.items():
-        data = b"".join(canonical_json(line) + b"\n" for line in lines[split])
-        fresh[shard.sha256] = Shard(
-            split=shard.split,
-            sha256=hashlib.sha256(data).hexdigest(),
-            bytes=len(data),
-            documents=len(lines[split]),
-            text_bytes=sum(len(line["text"].encode()) for line in lines[split]),
-        )
-        store.put_bytes(f"{url}/shards/{fresh[shard.sha256].name}", data)
-    shards = tuple(fresh.get(each.sha256, each) for each in snapshot.shards)
-    fields = snapshot.record.model_dump() | {
-        "shards": [each.model_dump() for each in shards],
-        "documents": sum(each.documents for each in shards),
-        "total_bytes": sum(each.text_bytes for each in shards),
-    }
-    record = SnapshotRecord.model_validate(fields)
-    where = snapshot_url(url, digest_of(record))
-    store.put_bytes(f"{where}/snapshot.json", canonical_json(record))
-    return load_snapshot(where, store)
+from tests.data.planting import Rows, as_tokens, replant
 
 
 def test_a_good_snapshot_passes(snapshot: Snapshot, store: ObjectStore, tmp_path: Path) -> None:
@@ -61,58 +23,64 @@ def test_a_good_snapshot_passes(snapshot: Snapshot, store: ObjectStore, tmp_path
     assert require_valid(report) is report
     assert list(report.frame["passed"]) == [True] * len(report.checks)
     json.dumps(report.to_dict())
+    figures = report.columns_frame.set_index("column").loc["tokens"]
+    assert figures["samples"] == 40
+    assert 0 < figures["shortest"] < figures["longest"]
+    assert figures["greatest"] < 128, "the texts are ASCII"
 
 
-def duplicate_path(lines: Lines) -> None:
-    lines["train"][1]["path"] = lines["train"][0]["path"]
+def duplicate_key(rows: Rows) -> None:
+    rows["train"][1]["key"] = rows["train"][0]["key"]
 
 
-def same_text_in_both_splits(lines: Lines) -> None:
-    lines["held-out"][0] |= {key: lines["train"][0][key] for key in ("text", "sha256", "n_bytes")}
+def no_key(rows: Rows) -> None:
+    rows["train"][0]["key"] = ""
 
 
-def wrong_split(lines: Lines) -> None:
-    lines["held-out"].append(lines["train"].pop())
+def same_text_in_both_splits(rows: Rows) -> None:
+    rows["held-out"][0]["tokens"] = rows["train"][0]["tokens"]
 
 
-def wrong_digest(lines: Lines) -> None:
-    lines["train"][0]["sha256"] = "0" * 64
+def wrong_split(rows: Rows) -> None:
+    rows["held-out"].append(rows["train"].pop())
 
 
-def not_a_digest(lines: Lines) -> None:
-    lines["train"][0]["sha256"] = "MD5"
+def empty_sample(rows: Rows) -> None:
+    rows["train"][0]["tokens"] = as_tokens(b"")
 
 
-def wrong_size(lines: Lines) -> None:
-    lines["train"][0]["n_bytes"] = 0
+def binary_text(rows: Rows) -> None:
+    rows["train"][0]["tokens"] = as_tokens(b"\0" * 10)
 
 
-def binary_text(lines: Lines) -> None:
-    text = "\0" * 10
-    lines["train"][0] |= {
-        "text": text,
-        "sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "n_bytes": 10,
-    }
+def not_utf8(rows: Rows) -> None:
+    rows["train"][0]["tokens"] = as_tokens(b"caf\xe9")
+
+
+def wrong_lengths(rows: Rows) -> None:
+    row = rows["train"][0]
+    lengths = [len(each["tokens"]) for each in rows["train"]]
+    row["lengths_file"] = np.array([lengths[0] + 1, *lengths[1:]], dtype="<i4").tobytes()
 
 
 @pytest.mark.parametrize(
     ("plant", "check"),
     [
-        (duplicate_path, "path is unique"),
-        (same_text_in_both_splits, "no document is in both splits or twice in one"),
-        (wrong_split, "split is the one its path draws"),
-        (wrong_digest, "digest is the text's"),
-        (not_a_digest, "digest is SHA-256"),
-        (wrong_size, "document size is in range"),
+        (duplicate_key, "key is unique"),
+        (no_key, "key is present"),
+        (same_text_in_both_splits, "no sample is in both splits or twice in one"),
+        (wrong_split, "split is the one its key draws"),
+        (empty_sample, "sample size is in range"),
         (binary_text, "text is UTF-8"),
+        (not_utf8, "text is UTF-8"),
+        (wrong_lengths, "lengths are those of the index"),
     ],
 )
 def test_each_fault_fails_its_check(
     snapshot: Snapshot, url: str, store: ObjectStore, tmp_path: Path, plant, check
 ) -> None:
-    planted = replant(snapshot, url, store, plant)
-    report = validate_snapshot(planted, store, tmp_path)
+    planted = replant(snapshot, url, store, tmp_path, plant)
+    report = validate_snapshot(planted, store, tmp_path / "cache")
     assert not report.passed
     assert any(line.startswith(f"{check}:") for line in report.failures), report.failures
     with pytest.raises(DataRejected, match="failed its validation"):

@@ -1,4 +1,4 @@
-"""Data: immutable snapshots of sharded text in S3, streamed, packed and validated.
+"""Data: immutable snapshots of sharded samples in S3 or on disk, streamed, packed and validated.
 
 A snapshot is named by its content: the same files, split and labels give the same digest. Knows no
 model and no training; pandas and Great Expectations are imported when a snapshot is validated.
@@ -9,17 +9,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from paceline.data.build import build_snapshot
 from paceline.data.shards import Document, ShardCache, documents
 from paceline.data.snapshot import Shard, Snapshot, Split, load_snapshot, require_purpose
 from paceline.data.validate import ValidationReport, require_valid, validate_snapshot
 
 if TYPE_CHECKING:
     from paceline.data.batch import Batch
+    from paceline.data.build import build_snapshot
     from paceline.data.stream import PlannedStream, Stream, open_stream
 
 # they need numpy
-_LATE = {"Batch": "batch", "PlannedStream": "stream", "Stream": "stream", "open_stream": "stream"}
+_LATE = {
+    "Batch": "batch",
+    "build_snapshot": "build",
+    "PlannedStream": "stream",
+    "Stream": "stream",
+    "open_stream": "stream",
+}
 
 
 def __getattr__(name: str) -> Any:

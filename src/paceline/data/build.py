@@ -1,30 +1,44 @@
-"""Making a snapshot: gather, split by file, cut into shards, upload what is not there yet.
+"""Making a snapshot: read a source once, tokenise, join features, split by key, cut into shards.
 
-Idempotent by content: shards are named by their digest, and the record is written last, so that a
-snapshot is either whole or not there.
+One sample at a time: nothing grows with the source but a scratch file, and a shard is uploaded and
+forgotten as soon as it is full. Idempotent by content: shards are named by their digest, and the
+record is written last, so that a snapshot is either whole or not there.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import get_args
 
+import numpy as np
+
+from paceline.data.catalog import Catalog
+from paceline.data.features import join_features, load_features
+from paceline.data.formats import Sample, Unusable
+from paceline.data.formats.columns import ColumnWriter, column_of
+from paceline.data.formats.sample import Array
 from paceline.data.snapshot import (
     SNAPSHOT_FILE,
+    Column,
     Shard,
     Snapshot,
     SnapshotRecord,
     Split,
     load_snapshot,
     snapshot_url,
+    store_at,
 )
-from paceline.data.source import SourceText, gather
-from paceline.errors import SourceMissing
+from paceline.data.source import list_files, open_source, read_samples
+from paceline.data.splits import draw
+from paceline.data.tokenizer import Tokenizer, open_tokenizer
+from paceline.errors import InvalidInput, SourceMissing
 from paceline.objects import ObjectStore, join_url
 from paceline.profile import DataSettings
 from paceline.wire.base import canonical_json, digest_of
@@ -32,6 +46,12 @@ from paceline.wire.base import canonical_json, digest_of
 log = logging.getLogger(__name__)
 
 SKIPPED_LISTED = 100
+BATCH_BYTES = 1024 * 1024  # of text, tokenised at once
+BATCH_SAMPLES = 256
+MISFITS = 1000  # so many in a row that do not fit into what is left of the budget: it is spent
+UPLOADS = 4  # at once
+
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 def build_snapshot(
@@ -42,140 +62,329 @@ def build_snapshot(
     *,
     work_dir: Path | None = None,
 ) -> Snapshot:
-    """Return the snapshot of ``source`` (``"stdlib"`` or a directory) below the data URL ``url``.
+    """Return the snapshot of ``source`` (see ``source.open_source``) below the data URL ``url``
+    (``s3://…`` or ``file:///…``), read as ``settings`` say.
 
-    Nothing is uploaded twice. Raises SourceMissing or InvalidInput for a source without text.
+    Nothing is uploaded twice. Raises SourceMissing, InvalidInput for a source without two usable
+    samples, for two samples of one key, and for a sample without the features asked for.
     """
-    gathered = gather(settings, source)
-    held_out = assign_splits(
-        [each.path for each in gathered.texts], settings.held_out_share, settings.seed
-    )
+    opened = open_source(source, settings)
+    tokenizer = _tokenizer(settings.tokenizer, store)
     if work_dir is not None:
         work_dir.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="snapshot-", dir=work_dir) as scratch:
-        shards: list[Shard] = []
-        splits: tuple[Split, ...] = ("train", "held-out")
-        for split in splits:
-            texts = [
-                each for each in gathered.texts if (each.path in held_out) == (split == "held-out")
-            ]
-            shards += _write_shards(texts, split, settings.shard_bytes, Path(scratch))
-        record = SnapshotRecord(
-            purpose=settings.purpose,
-            project=settings.project,
-            source=gathered.source,
-            seed=settings.seed,
-            held_out_share=settings.held_out_share,
-            shards=tuple(shards),
-            documents=len(gathered.texts),
-            total_bytes=sum(len(each.text) for each in gathered.texts),
-            duplicates=gathered.duplicates,
-            skipped=len(gathered.skipped),
-            skipped_examples=tuple(islice(sorted(gathered.skipped), SKIPPED_LISTED)),
-        )
+    with (
+        TemporaryDirectory(prefix="snapshot-", dir=work_dir) as directory,
+        Catalog(Path(directory) / "catalog") as catalog,
+        Uploads(url, store_at(url, store)) as uploads,
+    ):
+        scratch = Path(directory)
+        unlisted = list(list_files(opened, catalog, store, settings.seed))
+        if settings.features:
+            load_features(settings.features, settings.key_field, catalog, store, scratch)
+
+        def one_pass(moved: str | None) -> Building:
+            building = Building(settings, tokenizer, catalog, uploads, scratch, moved=moved)
+            for each in unlisted:
+                building.skip(each)
+            building.take(read_samples(opened, catalog, store, settings, scratch))
+            return building
+
+        built = one_pass(None)
+        if built.samples < 2:
+            raise _too_little(built, opened.where, settings)
+        if built.moved_wanted is not None:  # few samples fell on one side: one of them moves
+            uploads.finish()
+            catalog.forget_seen()
+            built = one_pass(built.moved_wanted)
+        record = built.record(opened.name)
         digest = digest_of(record)
         where = snapshot_url(url, digest)
-        uploaded = _upload(record, where, url, Path(scratch), store)
+        if tokenizer.file is not None:
+            name = f"{tokenizer.vocabulary.sha256}.json"
+            uploads.put(join_url(url, "tokenizers", name), tokenizer.file)
+        uploads.finish()
+        uploads.put(join_url(where, SNAPSHOT_FILE), canonical_json(record))
     log.info(
-        "snapshot built digest=%s documents=%d bytes=%d shards=%d uploaded=%d skipped=%d",
+        "snapshot built digest=%s samples=%d tokens=%d shards=%d uploaded=%d skipped=%d",
         digest[:12],
         record.documents,
-        record.total_bytes,
-        len(shards),
-        uploaded,
+        record.token_count or 0,
+        len(record.shards),
+        uploads.uploaded,
         record.skipped,
     )
     return load_snapshot(where, store)
 
 
-def in_held_out(path: str, share: float, seed: int) -> bool:
-    """Return whether a file belongs to the held-out split: a function of its path and the seed."""
-    return _draw(path, seed) < share
+@dataclass
+class Building:
+    """One pass over the samples; ``moved`` is the key that changes sides, of too few."""
+
+    settings: DataSettings
+    tokenizer: Tokenizer
+    catalog: Catalog
+    uploads: Uploads
+    scratch: Path
+    moved: str | None = None
+    samples: int = 0
+    duplicates: int = 0
+    skipped: int = 0
+    examples: list[str] = field(default_factory=list)
+    columns: tuple[Column, ...] | None = None
+    shards: list[Shard] = field(default_factory=list)
+    _pens: dict[Split, ColumnWriter] = field(default_factory=dict)
+    _lowest: tuple[float, str] | None = None  # by draw: who moves if a split stays empty
+    _highest: tuple[float, str] | None = None
+
+    def take(self, found: Iterable[Sample | Unusable]) -> None:
+        """Write every sample of ``found`` that is new and fits the budget."""
+        for batch in _batches(self._chosen(found)):
+            texts = [each.text or b"" for each in batch]
+            for sample, tokens in zip(batch, self.tokenizer.encode(texts), strict=True):
+                self._write(sample, self._tokens(sample, tokens))
+        for split in SPLITS:
+            self._flush(split)
+
+    def skip(self, one: Unusable) -> None:
+        """Note what was left out; the first hundred by name are listed."""
+        self.skipped += 1
+        self.examples.append(f"{one.key}: {one.reason}"[:500])
+        if len(self.examples) > 10 * SKIPPED_LISTED:
+            self.examples = sorted(self.examples)[:SKIPPED_LISTED]
+
+    @property
+    def moved_wanted(self) -> str | None:
+        """Return the key that must change sides so that both splits have samples, if any."""
+        held = {each.split for each in self.shards}
+        if len(held) == len(SPLITS) or self._lowest is None or self._highest is None:
+            return None
+        return self._lowest[1] if held == {"train"} else self._highest[1]
+
+    def record(self, source: str) -> SnapshotRecord:
+        """Return the snapshot's record."""
+        settings = self.settings
+        order = {split: number for number, split in enumerate(SPLITS)}
+        shards = sorted(self.shards, key=lambda each: order[each.split])  # stable: as written
+        return SnapshotRecord(
+            schema_version=2,
+            purpose=settings.purpose,
+            project=settings.project,
+            source=source,
+            seed=settings.seed,
+            held_out_share=settings.held_out_share,
+            shards=tuple(shards),
+            documents=self.samples,
+            total_bytes=sum(each.text_bytes for each in shards),
+            duplicates=self.duplicates,
+            skipped=self.skipped,
+            skipped_examples=tuple(sorted(self.examples)[:SKIPPED_LISTED]),
+            format=settings.format,
+            vocabulary=self.tokenizer.vocabulary,
+            columns=self.columns or (),
+            token_count=sum(each.tokens for each in shards),
+        )
+
+    def _chosen(self, found: Iterable[Sample | Unusable]) -> Iterator[Sample]:
+        """Yield the samples that are kept: new, of one schema, within the budget."""
+        left = self.settings.max_bytes
+        misfits = 0
+        for each in found:
+            sample = self._joined(each)
+            if isinstance(sample, Unusable):
+                self.skip(sample)
+            elif not self.catalog.is_new(b"key:" + sample.key.encode()):
+                raise InvalidInput(
+                    "two samples have the same key",
+                    got=repr(sample.key),
+                    wanted="a key a sample; in a tar, members of one key stand together",
+                    do="Remove one, or set data.key_field to what tells them apart.",
+                )
+            elif not self.catalog.is_new(_content(sample)):
+                self.duplicates += 1
+            elif (size := sample.payload_bytes) > left:
+                misfits += 1
+                if misfits >= MISFITS:
+                    return
+            else:
+                misfits = 0
+                left -= size
+                yield sample
+
+    def _joined(self, each: Sample | Unusable) -> Sample | Unusable:
+        if isinstance(each, Sample) and self.settings.features:
+            each = join_features(each, self.catalog, self.settings.missing_features)
+        if isinstance(each, Unusable):
+            return each
+        columns = tuple(column_of(name, each.features[name]) for name in sorted(each.features))
+        if self.columns is None:
+            self.columns = columns
+        if columns != self.columns:
+            return Unusable(each.key, _difference(columns, self.columns))
+        return each
+
+    def _tokens(self, sample: Sample, encoded: Array) -> Array:
+        if sample.tokens is None:
+            return encoded
+        vocabulary = self.tokenizer.vocabulary
+        low, high = int(sample.tokens.min()), int(sample.tokens.max())
+        if low < 0 or high >= vocabulary.vocab_size:
+            raise InvalidInput(
+                "a sample has tokens of another tokenizer",
+                got=f"{low} to {high} in {sample.key!r}",
+                wanted=f"0 to {vocabulary.vocab_size - 1}",
+                do="Set data.tokenizer to the tokenizer that made them.",
+            )
+        return sample.tokens
+
+    def _write(self, sample: Sample, tokens: Array) -> None:
+        drawn = (draw(sample.key, self.settings.seed), sample.key)
+        self._lowest = min(self._lowest or drawn, drawn)
+        self._highest = max(self._highest or drawn, drawn)
+        held_out = (drawn[0] < self.settings.held_out_share) != (sample.key == self.moved)
+        split: Split = "held-out" if held_out else "train"
+        pen = self._pens.get(split)
+        size = sample.payload_bytes
+        if pen is not None and pen.nbytes + size > self.settings.shard_bytes:
+            self._flush(split)
+            pen = None
+        if pen is None:
+            pen = ColumnWriter(self.columns or (), self.tokenizer.dtype)
+            self._pens[split] = pen
+        # Scores are per byte of text, so that the held-out side keeps it beside its tokens.
+        kept = sample.text if held_out and self.tokenizer.file is not None else None
+        text_bytes = len(sample.text or b"")
+        pen.add(sample.key, tokens, dict(sample.features), kept, text_bytes=text_bytes)
+        self.samples += 1
+
+    def _flush(self, split: Split) -> None:
+        pen = self._pens.pop(split, None)
+        if pen is None:
+            return
+        path = self.scratch / f"shard-{len(self.shards)}"
+        pen.write(path)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        lengths = pen.lengths()
+        shard = Shard(
+            split=split,
+            sha256=digest,
+            bytes=path.stat().st_size,
+            documents=len(pen),
+            text_bytes=pen.text_bytes,
+            token_count=pen.tokens,
+            lengths_sha256=hashlib.sha256(lengths).hexdigest(),
+        )
+        self.shards.append(shard)
+        self.uploads.send(shard, path, lengths)
 
 
-def assign_splits(paths: Sequence[str], share: float, seed: int) -> set[str]:
-    """Return the held-out paths; of few files, at least one falls on each side."""
-    held_out = {path for path in paths if in_held_out(path, share, seed)}
-    by_draw = sorted(paths, key=lambda path: (_draw(path, seed), path))
-    if not held_out:
-        held_out = {by_draw[0]}
-    elif len(held_out) == len(paths):
-        held_out.remove(by_draw[-1])
-    return held_out
+class Uploads:
+    """Sends shards while the next ones are made; what is there already is not sent again."""
+
+    def __init__(self, url: str, store: ObjectStore) -> None:
+        self.uploaded = 0
+        self._url, self._store = url, store
+        self._pool = ThreadPoolExecutor(UPLOADS, thread_name_prefix="upload")
+        self._running: deque[Future[int]] = deque()
+
+    def __enter__(self) -> Uploads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def send(self, shard: Shard, path: Path, lengths: bytes) -> None:
+        """Upload the shard at ``path``, which is removed then, and its lengths; waits while four
+        are under way."""
+        self._running.append(self._pool.submit(self._send, shard, path, lengths))
+        while len(self._running) > UPLOADS:
+            self.uploaded += self._running.popleft().result()
+
+    def finish(self) -> None:
+        """Return when everything sent is there; raises what stopped any of it."""
+        while self._running:
+            self.uploaded += self._running.popleft().result()
+
+    def put(self, url: str, data: bytes) -> None:
+        """Write a small object unless exactly this is there."""
+        try:
+            if self._store.get_bytes(url, max_bytes=max(len(data), 1)) == data:
+                return
+        except (SourceMissing, InvalidInput):  # not there, or larger
+            pass
+        self._store.put_bytes(url, data)
+        self.uploaded += 1
+
+    def _send(self, shard: Shard, path: Path, lengths: bytes) -> int:
+        sent = 0
+        beside = join_url(self._url, "shards", shard.lengths_name)
+        if self._size(beside) != len(lengths):
+            self._store.put_bytes(beside, lengths)
+            sent += 1
+        target = join_url(self._url, "shards", shard.name)
+        if self._size(target) != shard.bytes:
+            self._store.upload_file(path, target, shard.sha256)
+            sent += 1
+        path.unlink()
+        return sent
+
+    def _size(self, url: str) -> int | None:
+        try:
+            return self._store.head(url).size
+        except SourceMissing:
+            return None
 
 
-def _draw(path: str, seed: int) -> float:
-    digest = hashlib.sha256(f"split:{seed}:{path}".encode()).digest()
-    return int.from_bytes(digest[:8]) / 2**64
+def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    batch: list[Sample] = []
+    size = 0
+    for each in samples:
+        batch.append(each)
+        size += each.payload_bytes
+        if size >= BATCH_BYTES or len(batch) >= BATCH_SAMPLES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
-def document_line(document: SourceText) -> bytes:
-    """Return one document as its line of a shard."""
-    return canonical_json(
-        {
-            "path": document.path,
-            "sha256": document.sha256,
-            "n_bytes": len(document.text),
-            "text": document.text.decode("utf-8"),
-        }
+def _content(sample: Sample) -> bytes:
+    """Return what is the same for two samples that say the same."""
+    digest = hashlib.sha256(b"text:" + sample.text if sample.text is not None else b"")
+    arrays = dict(sample.features)
+    if sample.tokens is not None:
+        arrays[""] = sample.tokens
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(f"\0{name}\0{array.dtype.name}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return b"content:" + digest.digest()
+
+
+def _difference(got: tuple[Column, ...], wanted: tuple[Column, ...]) -> str:
+    ours, theirs = ({each.name: each for each in side} for side in (got, wanted))
+    if missing := sorted(set(theirs) - set(ours)):
+        return f"no column {missing[0]!r}"
+    if more := sorted(set(ours) - set(theirs)):
+        return f"a column {more[0]!r} that the first sample does not have"
+    name = next(each for each in sorted(ours) if ours[each] != theirs[each])
+    one, other = ours[name], theirs[name]
+    return f"column {name!r} is {one.dtype}{list(one.shape)}, not {other.dtype}{list(other.shape)}"
+
+
+def _tokenizer(name: str, store: ObjectStore) -> Tokenizer:
+    return open_tokenizer(name, store.get_bytes(name) if name.startswith("s3://") else None)
+
+
+def _too_little(built: Building, where: str, settings: DataSettings) -> InvalidInput:
+    examples = "; ".join(sorted(built.examples)[:3])
+    return InvalidInput(
+        "too little text for a training and a held-out split"
+        if settings.format == "text"
+        else "too few samples for a training and a held-out split",
+        got=f"{built.samples} usable sample(s), {built.skipped} skipped"
+        + (f" ({examples})" if examples else ""),
+        wanted=f"at least 2 different ones within {settings.max_bytes} bytes",
+        where=where,
+        do="Add samples, or raise data.max_bytes.",
     )
-
-
-def _write_shards(
-    texts: Iterable[SourceText], split: Split, shard_bytes: int, directory: Path
-) -> list[Shard]:
-    shards: list[Shard] = []
-    lines: list[bytes] = []
-    size = text_bytes = 0
-    for each in texts:
-        line = document_line(each) + b"\n"
-        if lines and size + len(line) > shard_bytes:
-            shards.append(_write_shard(lines, split, text_bytes, directory))
-            lines, size, text_bytes = [], 0, 0
-        lines.append(line)
-        size += len(line)
-        text_bytes += len(each.text)
-    shards.append(_write_shard(lines, split, text_bytes, directory))
-    return shards
-
-
-def _write_shard(lines: list[bytes], split: Split, text_bytes: int, directory: Path) -> Shard:
-    data = b"".join(lines)
-    shard = Shard(
-        split=split,
-        sha256=hashlib.sha256(data).hexdigest(),
-        bytes=len(data),
-        documents=len(lines),
-        text_bytes=text_bytes,
-    )
-    (directory / shard.name).write_bytes(data)
-    return shard
-
-
-def _upload(record: SnapshotRecord, where: str, url: str, scratch: Path, store: ObjectStore) -> int:
-    """Upload the shards that are missing, then the record; return how many objects were written."""
-    target = join_url(where, SNAPSHOT_FILE)
-    raw = canonical_json(record)
-    held = {info.url: info.size for info in store.list(join_url(url, "shards"))}
-    uploaded = 0
-    for shard in record.shards:
-        shard_url = join_url(url, "shards", shard.name)
-        if held.get(shard_url) != shard.bytes:
-            store.upload_file(scratch / shard.name, shard_url)
-            uploaded += 1
-    try:
-        present = store.get_bytes(target)
-    except SourceMissing:
-        present = b""
-    if present != raw:
-        store.put_bytes(target, raw)
-        uploaded += 1
-    return uploaded
-
-
-def parse_line(line: bytes) -> dict[str, object]:
-    """Return the fields of a shard's line; raises ValueError where it is not one."""
-    fields = json.loads(line)
-    if not isinstance(fields, dict) or set(fields) != {"path", "sha256", "n_bytes", "text"}:
-        raise ValueError("not a document")
-    return fields

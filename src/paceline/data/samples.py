@@ -42,6 +42,10 @@ class ShardSamples(Protocol):
         """Return the sample's text, UTF-8; raises InvalidInput where the snapshot keeps none."""
         ...
 
+    def flat(self) -> tuple[Array, npt.NDArray[np.int64]]:
+        """Return all samples' tokens end to end, and where each stops (int64[samples])."""
+        ...
+
     def close(self) -> None:
         """Let the cache have the shard's place; a second call does nothing."""
         ...
@@ -77,6 +81,11 @@ class TextSamples:
     def text_bytes(self, i: int) -> bytes:
         """Return the text."""
         return self._texts[i]
+
+    def flat(self) -> tuple[Array, npt.NDArray[np.int64]]:
+        """Return all texts' bytes end to end, and where each stops."""
+        ends = np.cumsum([len(each) for each in self._texts], dtype=np.int64)
+        return np.frombuffer(b"".join(self._texts), dtype=np.uint8), ends
 
     def close(self) -> None:
         """Do nothing: the texts are in memory."""

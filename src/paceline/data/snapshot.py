@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from paceline.errors import CorruptData, InvalidSnapshot, SourceMissing
-from paceline.objects import ObjectStore, join_url
+from paceline.objects import DiskStore, ObjectStore, join_url
 from paceline.wire.base import Name, Record, Sha256, canonical_json, digest_of
 
 SNAPSHOT_FILE = "snapshot.json"
@@ -169,6 +169,11 @@ class Snapshot:
         return digest and join_url(root_url(self.url), "tokenizers", f"{digest}.json")
 
 
+def store_at(url: str, store: ObjectStore) -> ObjectStore:
+    """Return what reads and writes ``url``: ``store``, or the disk for ``file:///…``."""
+    return DiskStore() if url.startswith("file://") else store
+
+
 def snapshot_url(url: str, digest: str) -> str:
     """Return where the snapshot called ``digest`` lives below the data URL."""
     return join_url(url, "snapshots", digest)
@@ -192,7 +197,7 @@ def load_snapshot(url: str, store: ObjectStore) -> Snapshot:
     root_url(url)
     where = join_url(url, SNAPSHOT_FILE)
     try:
-        raw = store.get_bytes(where, max_bytes=MAX_SNAPSHOT_BYTES)
+        raw = store_at(url, store).get_bytes(where, max_bytes=MAX_SNAPSHOT_BYTES)
     except SourceMissing as error:
         raise SourceMissing(
             "no snapshot here", where=where, do="Build it with `paceline snapshot`."

@@ -1,7 +1,9 @@
-"""Where text comes from: the running Python's standard library, or a directory of text files.
+"""Where samples come from: the running Python's standard library, a directory, one file, or a
+prefix in a bucket.
 
-The order is a function of path and seed, so that a byte budget takes a sample of the whole source
-and not its first letters. Knows no splits, shards or stores.
+Files are read in an order that is a function of name and seed, never of a directory's listing, so
+that a byte budget takes a sample of the whole source and not its first letters. Knows no splits,
+shards or snapshots.
 """
 
 from __future__ import annotations
@@ -10,129 +12,178 @@ import hashlib
 import os
 import platform
 import sysconfig
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.data.catalog import Catalog
+from paceline.data.formats import SUFFIXES, Fields, Sample, Unusable, reader
+from paceline.data.formats.sample import MAX_DOCUMENT_BYTES
 from paceline.errors import InvalidInput, SourceMissing
+from paceline.objects import ObjectStore, join_url
 from paceline.profile import DataSettings
 
 STDLIB = "stdlib"
-MAX_DOCUMENT_BYTES = 8 * 1024 * 1024
+FETCHED_AHEAD = 4  # files of a bucket, on the scratch disk at once
 _SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
 
 
 @dataclass(frozen=True)
-class SourceText:
-    """One file's text, as UTF-8 bytes."""
+class Source:
+    """A source, opened: what to call it in the record, and where its files are."""
 
-    path: str  # relative to the source, with forward slashes
-    text: bytes
-    sha256: str
+    name: str
+    where: str  # a directory, or s3://bucket/prefix
+    only: str | None = None  # of a directory: this file
+    suffixes: tuple[str, ...] = ("",)
 
-
-@dataclass
-class Gathered:
-    """The texts taken, in order, and what was left out and why."""
-
-    source: str
-    texts: list[SourceText] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    duplicates: int = 0
+    @property
+    def is_remote(self) -> bool:
+        """Return whether its files are objects."""
+        return self.where.startswith("s3://")
 
 
-def gather(settings: DataSettings, source: str | None = None) -> Gathered:
-    """Return up to ``settings.max_bytes`` of text of ``source`` (default: the settings').
-
-    Raises SourceMissing for a directory that is not there, InvalidInput for one without text.
-    """
-    source = source or settings.source
+def open_source(source: str, settings: DataSettings) -> Source:
+    """Return the source called ``source``; raises SourceMissing, or InvalidInput for Python's
+    sources read as anything but text."""
+    suffixes = SUFFIXES[settings.format]
     if source == STDLIB:
-        root = Path(sysconfig.get_path("stdlib"))
-        gathered = Gathered(f"python-stdlib-{platform.python_version()}")
-        pattern = ".py"
-    else:
-        root = Path(source)
-        if not root.is_dir():
-            raise SourceMissing(
-                "no directory of text files here",
-                got="a file" if root.exists() else "nothing",
-                wanted="a directory, or 'stdlib'",
-                where=root.absolute(),
-                do="Set data.source to a directory of UTF-8 text files.",
+        if settings.format != "text":
+            raise InvalidInput(
+                "the standard library is text",
+                got=f"data.format {settings.format!r}",
+                wanted="'text'",
             )
-        gathered = Gathered("directory")
-        pattern = ""
-    seen: set[str] = set()
-    left = settings.max_bytes
-    for relative in sorted(
-        _files(root, pattern), key=lambda each: (_rank(each, settings.seed), each)
-    ):
-        text = _read(root / relative, gathered.skipped, relative)
-        if text is None:
+        name = f"python-stdlib-{platform.python_version()}"
+        return Source(name, sysconfig.get_path("stdlib"), suffixes=(".py",))
+    if source.startswith("s3://"):
+        return Source("objects", source.rstrip("/"), suffixes=suffixes)
+    path = Path(source)
+    if path.is_dir():
+        return Source("directory", str(path), suffixes=suffixes)
+    if path.is_file() and settings.format != "text":
+        return Source("file", str(path.parent), path.name, suffixes)
+    raise SourceMissing(
+        f"no directory of {settings.format} files here",
+        got="a file" if path.exists() else "nothing",
+        wanted="a directory, s3://bucket/prefix, or 'stdlib'",
+        where=path.absolute(),
+        do="Set data.source to where the files are.",
+    )
+
+
+def list_files(
+    source: Source, catalog: Catalog, store: ObjectStore, seed: int
+) -> Iterator[Unusable]:
+    """Put the source's files into ``catalog``; yield those that cannot be read as they are."""
+    for name, size, reason in _objects(source, store) if source.is_remote else _walk(source):
+        if reason is None and not name.endswith(source.suffixes):
+            if "" not in source.suffixes and not source.name.startswith("python"):
+                yield Unusable(name, f"not a {' or '.join(source.suffixes)} file")
+        elif reason is not None:
+            yield Unusable(name, reason)
+        else:
+            catalog.add_file(_rank(name, seed), name, size)
+
+
+def read_samples(
+    source: Source, catalog: Catalog, store: ObjectStore, settings: DataSettings, scratch: Path
+) -> Iterator[Sample | Unusable]:
+    """Yield every sample of the source in order, a file at a time; objects are fetched a few ahead
+    into ``scratch`` and removed when read."""
+    read = reader(settings.format)
+    fields = Fields(settings.text_field, settings.key_field)
+    wanted: Iterator[tuple[str, Path | Unusable]]
+    if source.is_remote:
+        wanted = _fetched(source, catalog, store, scratch, settings.format == "text")
+    else:
+        wanted = ((name, Path(source.where) / name) for name, _ in catalog.files())
+    for name, place in wanted:
+        if isinstance(place, Unusable):
+            yield place
             continue
-        digest = hashlib.sha256(text).hexdigest()
-        if digest in seen:
-            gathered.duplicates += 1
-        elif len(text) <= left:
-            seen.add(digest)
-            left -= len(text)
-            gathered.texts.append(SourceText(relative, text, digest))
-    _require_text(gathered, root, settings)
-    return gathered
+        try:
+            yield from read(place, name, fields)
+        finally:
+            if source.is_remote:
+                place.unlink(missing_ok=True)
 
 
-def _files(root: Path, suffix: str) -> Iterator[str]:
+def _walk(source: Source) -> Iterator[tuple[str, int, str | None]]:
+    root = Path(source.where)
     for parent, directories, names in os.walk(root):
-        directories[:] = sorted(
+        directories[:] = (
             each for each in directories if each not in _SKIPPED_DIRECTORIES and each[0] != "."
         )
-        for name in names:
-            if name.endswith(suffix) and not name.startswith("."):
-                yield (Path(parent) / name).relative_to(root).as_posix()
+        for each in names:
+            if each.startswith(".") or (source.only and (parent, each) != (str(root), source.only)):
+                continue
+            path = Path(parent) / each
+            name = path.relative_to(root).as_posix()
+            yield (*_named(name), *_regular(path, name))
 
 
-def _rank(path: str, seed: int) -> bytes:
-    return hashlib.sha256(f"order:{seed}:{path}".encode(errors="surrogateescape")).digest()
+def _named(name: str) -> tuple[str]:
+    return (name.encode(errors="surrogateescape").decode(errors="backslashreplace"),)
 
 
-def _read(path: Path, skipped: list[str], relative: str) -> bytes | None:
-    """Return the file's text, or None after noting why it is not one."""
+def _regular(path: Path, name: str) -> tuple[int, str | None]:
     try:
+        name.encode("utf-8")
         if path.is_symlink() or not path.is_file():
-            reason = "not a regular file"
-        elif path.stat().st_size > MAX_DOCUMENT_BYTES:
-            reason = "too large"
-        else:
-            text = path.read_bytes()
-            if b"\0" in text:
-                reason = "binary"
-            elif not text.strip():
-                reason = "empty"
-            else:
-                text.decode("utf-8")
-                relative.encode("utf-8")
-                return text
-    except UnicodeDecodeError:
-        reason = "not UTF-8"
+            return 0, "not a regular file"
+        return path.stat().st_size, None
     except UnicodeEncodeError:
-        relative = relative.encode(errors="backslashreplace").decode()
-        reason = "name is not UTF-8"
+        return 0, "name is not UTF-8"
     except OSError as error:
-        reason = error.strerror or "unreadable"
-    skipped.append(f"{relative}: {reason}")
-    return None
+        return 0, error.strerror or "unreadable"
 
 
-def _require_text(gathered: Gathered, root: Path, settings: DataSettings) -> None:
-    if len(gathered.texts) >= 2:
-        return
-    examples = "; ".join(gathered.skipped[:3])
-    raise InvalidInput(
-        "too little text for a training and a held-out split",
-        got=f"{len(gathered.texts)} usable file(s), {len(gathered.skipped)} skipped"
-        + (f" ({examples})" if examples else ""),
-        wanted=f"at least 2 different UTF-8 text files within {settings.max_bytes} bytes",
-        where=root.absolute(),
-        do="Add text files, or raise data.max_bytes.",
-    )
+def _objects(source: Source, store: ObjectStore) -> Iterator[tuple[str, int, str | None]]:
+    prefix = f"{source.where}/"
+    found = store.list(source.where)
+    if not found:
+        raise SourceMissing(
+            "no objects here", where=prefix, do="Set data.source to a prefix with files below it."
+        )
+    for info in found:
+        name = info.url.removeprefix(prefix)
+        if name and not name.endswith("/"):
+            yield name, info.size, None
+
+
+def _fetched(
+    source: Source, catalog: Catalog, store: ObjectStore, scratch: Path, is_text: bool
+) -> Iterator[tuple[str, Path | Unusable]]:
+    waiting: deque[tuple[str, Path, Future[object] | None]] = deque()
+    with ThreadPoolExecutor(FETCHED_AHEAD, thread_name_prefix="source") as pool:
+        try:
+            for number, (name, size) in enumerate(catalog.files()):
+                place = scratch / f"source-{number}"
+                if is_text and size > MAX_DOCUMENT_BYTES:
+                    waiting.append((name, place, None))
+                else:
+                    url = join_url(source.where, name)
+                    waiting.append((name, place, pool.submit(store.download_file, url, place)))
+                if len(waiting) > FETCHED_AHEAD:
+                    yield _arrived(waiting.popleft())
+            while waiting:
+                yield _arrived(waiting.popleft())
+        finally:
+            for _, _, future in waiting:
+                if future is not None:
+                    future.cancel()
+
+
+def _arrived(one: tuple[str, Path, Future[object] | None]) -> tuple[str, Path | Unusable]:
+    name, place, future = one
+    if future is None:
+        return name, Unusable(name, "too large")
+    future.result()
+    return name, place
+
+
+def _rank(name: str, seed: int) -> bytes:
+    return hashlib.sha256(f"order:{seed}:{name}".encode()).digest()

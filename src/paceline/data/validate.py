@@ -1,4 +1,4 @@
-"""Is this snapshot fit to train on? Great Expectations over one row a document.
+"""Is this snapshot fit to train on? Great Expectations over one row a sample, whatever its format.
 
 A corrupt shard is put in quarantine and reported (``needs_review``); validation goes on with the
 rest unless too much of the data is bad. Knows the rules, not what is done about a refusal.
@@ -6,20 +6,21 @@ rest unless too much of the data is bad. Knows the rules, not what is done about
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import time
 import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.data.build import assign_splits, in_held_out
 from paceline.data.shards import ShardCache
-from paceline.data.snapshot import Snapshot, require_purpose
-from paceline.data.source import MAX_DOCUMENT_BYTES
-from paceline.errors import CorruptData, DataRejected
+from paceline.data.snapshot import Snapshot
+from paceline.errors import DataRejected
+from paceline.objects import ObjectStore
+
+if TYPE_CHECKING:
+    from paceline.data.rows import Table
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class ValidationReport:
     total_bytes: int
     checks: list[dict[str, Any]] = field(default_factory=list)  # name, passed, got, examples
     quarantined: list[dict[str, Any]] = field(default_factory=list)  # shard, split, bytes, reason
+    columns: list[dict[str, Any]] = field(default_factory=list)  # kind, lengths, least, greatest…
+    samples_left_out: int = 0  # more than anybody looks at: whole shards were passed over, evenly
     seconds: float = 0.0
 
     @property
@@ -52,6 +55,13 @@ class ValidationReport:
 
         return pd.DataFrame(self.checks, columns=["name", "passed", "got", "examples"])
 
+    @property
+    def columns_frame(self) -> Any:
+        """Return the figures of each column as a pandas DataFrame."""
+        import pandas as pd
+
+        return pd.DataFrame(self.columns)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON-able data."""
         return asdict(self)
@@ -59,23 +69,24 @@ class ValidationReport:
 
 def validate_snapshot(
     snapshot: Snapshot,
-    store: Any,
+    store: ObjectStore,
     cache_dir: Path,
     *,
     purpose: str | None = None,
     project: str | None = None,
     max_quarantined_share: float = MAX_QUARANTINED_SHARE,
 ) -> ValidationReport:
-    """Return the report on every document of ``snapshot``.
+    """Return the report on the samples of ``snapshot``.
 
     Raises InvalidSnapshot where it is labelled for another ``purpose`` or ``project``; a snapshot
     that fails its checks is a report with ``passed=False`` (``require_valid`` raises on it).
     """
+    from paceline.data.rows import read_table
+
     started = time.monotonic()
-    if purpose is not None:
-        require_purpose(snapshot, purpose, project)
-    cache = ShardCache(snapshot, store, cache_dir)
-    rows, quarantined = _rows(snapshot, cache)
+    with ShardCache(snapshot, store, cache_dir, ahead=4, purpose=purpose, project=project) as cache:
+        table = read_table(snapshot, cache)
+    quarantined = table.quarantined
     bad_bytes = sum(each["bytes"] for each in quarantined)
     bad_share = bad_bytes / sum(each.bytes for each in snapshot.shards)
     checks = [
@@ -86,24 +97,26 @@ def validate_snapshot(
             "examples": [each["shard"] for each in quarantined[:EXAMPLES]],
         }
     ]
-    if rows:
-        checks += _expectations(rows, snapshot, bool(quarantined))
-    passed = bool(rows) and all(each["passed"] for each in checks)
+    if len(table):
+        checks += _expectations(table, snapshot)
+    passed = bool(len(table)) and all(each["passed"] for each in checks)
     report = ValidationReport(
         snapshot_digest=snapshot.digest,
         passed=passed,
         needs_review=bool(quarantined),
-        documents=len(rows),
-        total_bytes=sum(row["n_bytes"] for row in rows),
+        documents=len(table),
+        total_bytes=sum(table.columns["n_bytes"]),
         checks=checks,
         quarantined=quarantined,
+        columns=[each.to_dict() for each in table.figures.values()],
+        samples_left_out=table.samples_left_out,
         seconds=round(time.monotonic() - started, 3),
     )
     log.info(
         "snapshot validated digest=%s passed=%s documents=%d quarantined=%d",
         snapshot.digest[:12],
         passed,
-        len(rows),
+        len(table),
         len(quarantined),
     )
     return report
@@ -121,60 +134,7 @@ def require_valid(report: ValidationReport) -> ValidationReport:
     return report
 
 
-def _rows(
-    snapshot: Snapshot, cache: ShardCache
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return one row a readable document (no text in it) and the shards in quarantine."""
-    rows: list[dict[str, Any]] = []
-    quarantined: list[dict[str, Any]] = []
-    for shard in snapshot.shards:
-        try:
-            lines = cache.lines(shard)
-        except CorruptData as error:
-            quarantined.append(
-                {
-                    "shard": shard.sha256,
-                    "split": shard.split,
-                    "bytes": shard.bytes,
-                    "documents": shard.documents,
-                    "reason": str(error.got),
-                }
-            )
-            continue
-        rows += [
-            {
-                "path": line.path,
-                "sha256": line.sha256,
-                "sha256_of_text": hashlib.sha256(line.text).hexdigest(),
-                "n_bytes": line.n_bytes,
-                "n_bytes_of_text": len(line.text),
-                "is_text": b"\0" not in line.text and b"\xff" not in line.text,
-                "split": shard.split,
-                "purpose": snapshot.purpose,
-                "held_out": float(shard.split == "held-out"),
-            }
-            for line in lines
-        ]
-    record = snapshot.record
-    if (
-        quarantined
-    ):  # of few files one was moved to fill a split; without all paths nobody knows which
-        held_out = {
-            row["path"]
-            for row in rows
-            if in_held_out(row["path"], record.held_out_share, record.seed)
-        }
-    else:
-        paths = sorted({row["path"] for row in rows})
-        held_out = assign_splits(paths, record.held_out_share, record.seed)
-    for row in rows:
-        row["split_of_path"] = "held-out" if row["path"] in held_out else "train"
-    return rows, quarantined
-
-
-def _expectations(
-    rows: list[dict[str, Any]], snapshot: Snapshot, partial: bool
-) -> list[dict[str, Any]]:
+def _expectations(table: Table, snapshot: Snapshot) -> list[dict[str, Any]]:
     os.environ["GX_ANALYTICS_ENABLED"] = "false"  # read at import; nothing leaves this machine
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it imports a module that Python 3.11 deprecates
@@ -182,39 +142,38 @@ def _expectations(
         import great_expectations.expectations as gxe
     import pandas as pd
 
+    from paceline.data.formats.sample import MAX_SAMPLE_BYTES
+
     record = snapshot.record
-    low, high = _share_bounds(record.held_out_share, len(rows))
+    low, high = _share_bounds(record.held_out_share, len(table))
     known = ["train", "held-out"]
     wanted: list[tuple[str, Any]] = [
-        ("path is present", gxe.ExpectColumnValuesToNotBeNull(column="path")),
-        ("path is unique", gxe.ExpectColumnValuesToBeUnique(column="path")),
+        ("key is present", gxe.ExpectColumnValueLengthsToBeBetween(column="key", min_value=1)),
+        ("key is unique", gxe.ExpectColumnValuesToBeUnique(column="key")),
         (
-            "document size is in range",
+            "sample size is in range",
             gxe.ExpectColumnValuesToBeBetween(
-                column="n_bytes", min_value=1, max_value=MAX_DOCUMENT_BYTES
+                column="n_bytes", min_value=1, max_value=MAX_SAMPLE_BYTES
             ),
         ),
+        ("no sample is empty", gxe.ExpectColumnValuesToBeBetween(column="length", min_value=1)),
         (
-            "document size is the text's",
-            gxe.ExpectColumnPairValuesToBeEqual(column_A="n_bytes", column_B="n_bytes_of_text"),
-        ),
-        (
-            "digest is SHA-256",
-            gxe.ExpectColumnValuesToMatchRegex(column="sha256", regex="^[0-9a-f]{64}$"),
-        ),
-        (
-            "digest is the text's",
-            gxe.ExpectColumnPairValuesToBeEqual(column_A="sha256", column_B="sha256_of_text"),
+            "lengths are those of the index",
+            gxe.ExpectColumnPairValuesToBeEqual(column_A="length", column_B="length_in_file"),
         ),
         ("text is UTF-8", gxe.ExpectColumnValuesToBeInSet(column="is_text", value_set=[True])),
+        (
+            "every number is finite",
+            gxe.ExpectColumnValuesToBeInSet(column="is_finite", value_set=[True]),
+        ),
         ("split is known", gxe.ExpectColumnValuesToBeInSet(column="split", value_set=known)),
         (
-            "split is the one its path draws",
-            gxe.ExpectColumnPairValuesToBeEqual(column_A="split", column_B="split_of_path"),
+            "split is the one its key draws",
+            gxe.ExpectColumnPairValuesToBeEqual(column_A="split", column_B="split_of_key"),
         ),
         (
-            "no document is in both splits or twice in one",
-            gxe.ExpectColumnValuesToBeUnique(column="sha256_of_text"),
+            "no sample is in both splits or twice in one",
+            gxe.ExpectColumnValuesToBeUnique(column="content"),
         ),
         (
             "both splits are there",
@@ -229,9 +188,9 @@ def _expectations(
             gxe.ExpectColumnValuesToBeInSet(column="purpose", value_set=[snapshot.purpose]),
         ),
     ]
-    if not partial:
+    if not table.is_partial:
         wanted.append(
-            ("all documents are there", gxe.ExpectTableRowCountToEqual(value=record.documents))
+            ("all samples are there", gxe.ExpectTableRowCountToEqual(value=record.documents))
         )
     names = {}
     for number, (name, expectation) in enumerate(wanted):
@@ -249,7 +208,7 @@ def _expectations(
         name="snapshot", data=batch, suite=context.suites.add(suite)
     )
     context.validation_definitions.add(definition)
-    result = definition.run(batch_parameters={"dataframe": pd.DataFrame(rows)})
+    result = definition.run(batch_parameters={"dataframe": pd.DataFrame(table.columns)})
     checks = []
     for each in sorted(
         result.results, key=lambda found: int(found.expectation_config.meta["check"])

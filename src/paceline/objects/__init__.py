@@ -5,8 +5,8 @@
 It knows buckets, keys and ranges. It does not know what a model, a piece or a checkpoint is.
 """
 
-from paceline.objects.disk import DiskStore
+from paceline.objects.disk import DiskStore, open_store
 from paceline.objects.store import ObjectStore
 from paceline.objects.url import ObjectInfo, join_url, parse_url
 
-__all__ = ["DiskStore", "ObjectInfo", "ObjectStore", "join_url", "parse_url"]
+__all__ = ["DiskStore", "ObjectInfo", "ObjectStore", "join_url", "open_store", "parse_url"]

@@ -3,7 +3,8 @@
 
 URLs are ``file:///absolute/path``. An object appears under its name whole and durable, or not at
 all: written beside it under a hidden name, synced, renamed, its directory synced. Hidden names are
-never listed. There are no versions and no digests; an object's ``etag`` is its size and time of change.
+never listed. There are no versions and no digests; an object's ``etag`` is its size and the time of
+its last change.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from paceline.errors import (
 )
 from paceline.objects.store import ObjectStore
 from paceline.objects.url import MAX_URL, ObjectInfo
+from paceline.profile import Runtime
 
 MIB = 1024 * 1024
 BLOCK = 4 * MIB
@@ -164,7 +166,7 @@ class DiskStore(ObjectStore):
         offset: int,
         view: memoryview,
         *,
-        etag: str,
+        etag: str | None,
         size: int | None = None,
         version_id: str | None = None,
         on_socket: Callable[[socket.socket], None] | None = None,
@@ -320,3 +322,8 @@ def _translated(url: str) -> Iterator[None]:
         if error.errno in _REFUSED:
             raise AccessDenied("disk refuses", got=got, where=url) from error
         raise StorageFailed("disk failed", got=got, where=url) from error
+
+
+def open_store(runtime: Runtime) -> ObjectStore:
+    """Return the installation's S3, or this machine's disk where it has no S3 server."""
+    return ObjectStore.from_runtime(runtime) if runtime.endpoints.s3_url else DiskStore()

@@ -155,7 +155,7 @@ class ObjectStore:
         offset: int,
         view: memoryview,
         *,
-        etag: str,
+        etag: str | None,
         size: int | None = None,
         version_id: str | None = None,
         on_socket: Callable[[socket.socket], None] | None = None,

@@ -19,6 +19,8 @@ class DataSettings(Settings):
     text_field: str = "text"  # JSONL and Parquet: the column; tar: the member's extension
     features: tuple[str, ...] = ()  # Parquet files of precomputed features, joined by ``key_field``
     key_field: str = "key"
+    missing_features: Literal["refuse", "skip"] = "refuse"  # what a sample without them does
+    transform: str = ""  # module:function, sample → sample, on each read; "": none
     tokenizer: str = "bytes"  # or a tokenizer.json
     max_bytes: int = Field(default=16 * MIB, ge=1024)
     shard_bytes: int = Field(default=1 * MIB, ge=1024)
@@ -86,6 +88,10 @@ class GuardSettings(Settings):
     step_deadline_s: float = Field(default=60.0, gt=0)
     checkpoint_deadline_s: float = Field(default=600.0, gt=0)
     grace_s: float = Field(default=30.0, gt=0)  # from a preemption notice to its end
+    preemption: str = (
+        ""  # beside SIGTERM: a metadata URL, or module:function that returns a watcher
+    )
+    node_wait_s: float = Field(default=600.0, ge=0)  # for nodes that another gang holds
 
 
 class TrainingSettings(Settings):

@@ -1,0 +1,289 @@
+"""Files of known size on this node's disk, by name, within a limit; shared by all its processes.
+
+The kernel keeps the books, so that a process that is killed leaves nothing to clean up:
+
+- *in use* is a shared ``flock`` on the file; what is locked is never removed;
+- *being made* is an exclusive one on its ``.part``: whoever wants the same file waits for it, and a
+  part without its lock is a dead process's, and is removed;
+- *room* is taken under one lock of the directory, and the part is allocated at its full size at
+  once, so that two processes never promise the same room;
+- *least recently used* is the file's time of change, set each time it is opened.
+
+Knows nothing of what the files hold: whoever reads one checks it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import InvalidInput, NotReady, StorageFailed, StorageFull
+
+LOCK_FILE = ".lock"
+POLL_S = 0.005
+ROOM_DEADLINE_S = 60.0  # for the directory's lock, held for a listing at most
+MAKING_DEADLINE_S = 600.0  # for another process to finish a file
+
+
+class Held:
+    """A file that stays on the disk until ``close`` (or until nobody refers to it)."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor: int | None = descriptor
+        self.path = path
+        self.size = os.fstat(descriptor).st_size
+
+    def map(self) -> mmap.mmap | bytes:
+        """Return the file's bytes as memory; it stays good after ``close``."""
+        assert self._descriptor is not None, "the file is closed"
+        if not self.size:
+            return b""  # nothing can be mapped
+        return mmap.mmap(self._descriptor, self.size, prot=mmap.PROT_READ)
+
+    def close(self) -> None:
+        """Let others remove the file; a second call does nothing."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            # a mapping keeps a copy of the descriptor, and with it the lock, unless it is undone
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            self.close()
+
+
+@dataclass
+class Part:
+    """A file in the making: ``write`` its bytes, look at them, then ``commit`` or leave."""
+
+    descriptor: int
+    path: Path
+    final: Path
+    has_room: bool  # False: everything else is in use, so that it goes as soon as it is closed
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write ``data`` at ``offset``; several threads may."""
+        with _translated(self.path):
+            while data:
+                written = os.pwrite(self.descriptor, data, offset)
+                data, offset = data[written:], offset + written
+
+    def map(self) -> mmap.mmap | bytes:
+        """Return what was written, as memory."""
+        size = os.fstat(self.descriptor).st_size
+        return mmap.mmap(self.descriptor, size, prot=mmap.PROT_READ) if size else b""
+
+    def commit(self) -> Held:
+        """Give the file its name and return it, in use."""
+        with _translated(self.final):
+            descriptor = os.dup(self.descriptor)
+            if self.has_room:
+                self.path.rename(self.final)
+            else:
+                self.path.unlink()
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        return Held(descriptor, self.final)
+
+
+class DiskCache:
+    """See the module; ``limit_bytes`` for everything in ``directory`` together."""
+
+    def __init__(self, directory: Path, limit_bytes: int) -> None:
+        self.directory = Path(directory)
+        self.limit_bytes = limit_bytes
+        with _translated(self.directory):
+            self.directory.mkdir(parents=True, exist_ok=True)
+
+    def open(self, name: str) -> Held | None:
+        """Return the file called ``name``, in use, or None where it is not here."""
+        path = self.directory / name
+        until = time.monotonic() + ROOM_DEADLINE_S
+        while time.monotonic() < until:
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return None
+            if not _lock(descriptor, fcntl.LOCK_SH):  # being removed at this moment
+                os.close(descriptor)
+                time.sleep(POLL_S)
+                continue
+            if os.fstat(descriptor).st_nlink == 0:
+                os.close(descriptor)
+                continue
+            with contextlib.suppress(OSError):  # another user's file is still good to read
+                os.utime(descriptor)
+            return Held(descriptor, path)
+        raise NotReady("a cached file stays locked", where=path, do="See who holds it: `lslocks`.")
+
+    def discard(self, held: Held) -> None:
+        """Remove a file that turned out bad; whoever reads it now keeps what they have."""
+        held.path.unlink(missing_ok=True)
+        held.close()
+
+    @contextlib.contextmanager
+    def making(self, name: str, size: int) -> Iterator[Part | Held]:
+        """Yield the part to write ``size`` bytes to; or the file, where another process made it
+        meanwhile. A part that is not committed is removed.
+
+        Raises InvalidInput where ``size`` alone exceeds the limit, StorageFull, StorageFailed.
+        """
+        if size > self.limit_bytes:
+            raise InvalidInput(
+                "cache is smaller than one file",
+                got=f"{self.limit_bytes} bytes",
+                wanted=f"at least {size} bytes",
+                where=self.directory,
+                do="Raise data.cache_bytes, or build the snapshot with smaller data.shard_bytes.",
+            )
+        path = self.directory / f".{name}.part"
+        descriptor = self._own(path)
+        part: Part | None = None
+        try:
+            held = self.open(name)
+            if held is not None:
+                path.unlink(missing_ok=True)
+                yield held
+                return
+            part = Part(descriptor, path, self.directory / name, self._make_room(descriptor, size))
+            yield part
+        finally:
+            # Ours until it is closed: after a commit the path is another's, or nothing.
+            if part is not None and _is_at(descriptor, path):
+                path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+    def used_bytes(self) -> int:
+        """Return how much is here, what is being made included."""
+        return sum(size for _, _, size in self._listed())
+
+    def _own(self, path: Path) -> int:
+        """Return the descriptor of the part, ours alone; waits for who is making it."""
+        until = time.monotonic() + MAKING_DEADLINE_S
+        while time.monotonic() < until:
+            with _translated(path):
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            if _lock(descriptor, fcntl.LOCK_EX) and _is_at(descriptor, path):
+                return descriptor
+            os.close(descriptor)  # being made, or made since
+            time.sleep(POLL_S)
+        raise NotReady(
+            "another process does not finish a cached file",
+            wanted=f"within {MAKING_DEADLINE_S:.0f} s",
+            where=path,
+            do="See who holds it: `lslocks`.",
+        )
+
+    def _make_room(self, descriptor: int, size: int) -> bool:
+        """Allocate the part, removing what was not used for longest; return whether it fits."""
+        with self._directory_lock(), _translated(self.directory):
+            os.ftruncate(descriptor, 0)
+            fits = self._evict(size)
+            while size:
+                try:
+                    os.posix_fallocate(descriptor, 0, size)
+                    break
+                except OSError as error:
+                    if error.errno not in _FULL:
+                        raise
+                    if not self._evict(size, at_least_one=True):  # others fill this disk too
+                        raise
+            return fits
+
+    def _evict(self, size: int, *, at_least_one: bool = False) -> bool:
+        """Remove files until ``size`` more fit; return whether they do (or one was removed)."""
+        listed = sorted(self._listed())
+        used = sum(each for _, _, each in listed)
+        for _, path, its in listed:
+            if used + size <= self.limit_bytes and not at_least_one:
+                return True
+            if _remove_unless_used(path):
+                used -= its
+                if at_least_one:
+                    return True
+        return not at_least_one and used + size <= self.limit_bytes
+
+    def _listed(self) -> list[tuple[int, Path, int]]:
+        """Return each file's time of use, path and size; parts of dead processes are removed."""
+        found = []
+        with os.scandir(self.directory) as entries:
+            for entry in entries:
+                if entry.name == LOCK_FILE or not entry.is_file(follow_symlinks=False):
+                    continue
+                path = Path(entry.path)
+                if entry.name.endswith(".part") and _remove_unless_used(path):
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    stat = path.stat()
+                    found.append((stat.st_mtime_ns, path, stat.st_size))
+        return found
+
+    @contextlib.contextmanager
+    def _directory_lock(self) -> Iterator[None]:
+        path = self.directory / LOCK_FILE
+        with _translated(path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            until = time.monotonic() + ROOM_DEADLINE_S
+            while not _lock(descriptor, fcntl.LOCK_EX):
+                if time.monotonic() > until:
+                    raise NotReady("the cache's directory stays locked", where=path)
+                time.sleep(POLL_S)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_unless_used(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if not _lock(descriptor, fcntl.LOCK_EX):
+            return False
+        if _is_at(descriptor, path):
+            path.unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StorageFull(
+                "no room for the data cache",
+                got=error.strerror,
+                where=path,
+                do="Free space on this node, or lower data.cache_bytes.",
+            ) from error
+        raise StorageFailed("the data cache's disk refuses", got=error, where=path) from error

@@ -1,0 +1,103 @@
+"""What building a snapshot must remember of everything it has seen, in a scratch file.
+
+Names of files in order, keys and contents met, features waiting for their sample: a source may have
+more of these than fit in memory. SQLite without durability: the file is gone with the build.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from paceline.data.formats.sample import Array
+from paceline.errors import InvalidInput
+
+CACHE_KIB = 32 * 1024  # of pages in memory
+
+
+class Catalog:
+    """A context manager; of one thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._base = sqlite3.connect(path, isolation_level=None)
+        self._base.executescript(
+            f"""
+            PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{CACHE_KIB};
+            CREATE TABLE files(rank BLOB, name TEXT, size INTEGER, PRIMARY KEY(rank, name))
+                WITHOUT ROWID;
+            CREATE TABLE seen(what BLOB PRIMARY KEY) WITHOUT ROWID;
+            CREATE TABLE features(key TEXT PRIMARY KEY, arrays BLOB);
+            BEGIN;
+            """
+        )
+
+    def __enter__(self) -> Catalog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._base.close()
+        self._path.unlink(missing_ok=True)
+
+    def add_file(self, rank: bytes, name: str, size: int) -> None:
+        """Remember a file of the source, to be read in the order of its rank."""
+        self._base.execute("INSERT INTO files VALUES (?, ?, ?)", (rank, name, size))
+
+    def files(self) -> Iterator[tuple[str, int]]:
+        """Yield each file's name and size, in order."""
+        yield from self._base.execute("SELECT name, size FROM files ORDER BY rank, name")
+
+    def is_new(self, what: bytes) -> bool:
+        """Return whether ``what`` (a key, a digest) was not met before, and remember it."""
+        cursor = self._base.execute("INSERT OR IGNORE INTO seen VALUES (?)", (what,))
+        return cursor.rowcount == 1
+
+    def forget_seen(self) -> None:
+        """Forget what was met, for another pass."""
+        self._base.execute("DELETE FROM seen")
+
+    def put_features(self, key: str, arrays: Mapping[str, Array]) -> None:
+        """Keep the features of the sample called ``key``; more of one sample may follow, from
+        another file. Raises InvalidInput where one of them is there already."""
+        held = self._base.execute("SELECT arrays FROM features WHERE key = ?", (key,)).fetchone()
+        before = _unpacked(held[0]) if held else {}
+        if twice := sorted(set(before) & set(arrays)):
+            raise InvalidInput(
+                "features of a sample are given twice",
+                got=f"{twice[0]!r} of {key!r}",
+                wanted="one row a key",
+                do="Remove the duplicate rows from the feature files.",
+            )
+        self._base.execute(
+            "INSERT INTO features(key, arrays) VALUES (?, ?) "
+            "ON CONFLICT(key) DO UPDATE SET arrays = excluded.arrays",
+            (key, _packed({**before, **arrays})),
+        )
+
+    def features(self, key: str) -> dict[str, Array] | None:
+        """Return the features kept for ``key``, or None."""
+        held = self._base.execute("SELECT arrays FROM features WHERE key = ?", (key,)).fetchone()
+        return _unpacked(held[0]) if held else None
+
+
+def _packed(arrays: Mapping[str, Array]) -> bytes:
+    names = sorted(arrays)
+    head = json.dumps([[each, arrays[each].dtype.name, arrays[each].shape] for each in names])
+    raw = head.encode()
+    return b"".join(
+        [len(raw).to_bytes(4, "little"), raw, *(arrays[each].tobytes() for each in names)]
+    )
+
+
+def _unpacked(raw: bytes) -> dict[str, Array]:
+    end = 4 + int.from_bytes(raw[:4], "little")
+    found, at = {}, end
+    for name, dtype, shape in json.loads(raw[4:end]):
+        count = int(np.prod(shape, dtype=np.int64))
+        found[name] = np.frombuffer(raw, dtype, count, at).reshape(shape)
+        at += found[name].nbytes
+    return found

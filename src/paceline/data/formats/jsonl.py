@@ -1,0 +1,62 @@
+"""JSONL: each line is a sample; one field is its text, one its key, numbers are its features.
+
+A line without a key field is named by its file and number. Fields that are neither text nor numbers
+say something about the sample, and are not kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.data.formats.sample import MAX_SAMPLE_BYTES, Sample, Unusable, checked, json_array
+
+
+def read_jsonl(path: Path, name: str, fields: Any) -> Iterator[Sample | Unusable]:
+    """Yield the file's samples; ``fields``: see ``formats.Fields``."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(MAX_SAMPLE_BYTES + 1):
+            number += 1
+            where = f"{name}:{number}"
+            if len(line) > MAX_SAMPLE_BYTES:
+                yield Unusable(where, "too large")
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(MAX_SAMPLE_BYTES)
+            elif line.strip():
+                yield _sample(line, where, fields)
+
+
+def _sample(line: bytes, where: str, fields: Any) -> Sample | Unusable:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return Unusable(where, "not JSON")
+    if not isinstance(value, dict):
+        return Unusable(where, "not an object")
+    key = value.pop(fields.key, None)
+    if key is not None and not isinstance(key, str | int):
+        return Unusable(where, f"its {fields.key!r} is no name")
+    return sample_of(where if key is None else str(key), value, fields.text)
+
+
+def sample_of(key: str, value: Mapping[str, object], text_field: str) -> Sample | Unusable:
+    """Return the sample that a JSON object describes."""
+    text = value.get(text_field)
+    if text is not None and not isinstance(text, str):
+        return Unusable(key, f"its {text_field!r} is no text")
+    features = {}
+    for name, each in value.items():
+        try:
+            array = None if name == text_field else json_array(each)
+        except (ValueError, OverflowError) as error:
+            return Unusable(key, f"{name!r}: {str(error)[:100]}")
+        if array is not None:
+            features[name] = array
+    try:
+        encoded = None if text is None else text.encode("utf-8")
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+        return Unusable(key, "not UTF-8")
+    return checked(Sample(key, encoded, None, features))

@@ -1,0 +1,28 @@
+"""Which split a sample belongs to: a pure function of its key and the snapshot's seed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+
+def in_held_out(key: str, share: float, seed: int) -> bool:
+    """Return whether a sample belongs to the held-out split: a function of its key and the seed."""
+    return draw(key, seed) < share
+
+
+def assign_splits(keys: Sequence[str], share: float, seed: int) -> set[str]:
+    """Return the held-out keys; of few samples, at least one falls on each side."""
+    held_out = {key for key in keys if in_held_out(key, share, seed)}
+    by_draw = sorted(keys, key=lambda key: (draw(key, seed), key))
+    if not held_out:
+        held_out = {by_draw[0]}
+    elif len(held_out) == len(keys):
+        held_out.remove(by_draw[-1])
+    return held_out
+
+
+def draw(key: str, seed: int) -> float:
+    """Return a number in [0, 1) that is the key's own under this seed."""
+    digest = hashlib.sha256(f"split:{seed}:{key}".encode()).digest()
+    return int.from_bytes(digest[:8]) / 2**64

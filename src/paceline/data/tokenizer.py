@@ -1,0 +1,107 @@
+"""From text to tokens, once, when a snapshot is built.
+
+``bytes`` needs nothing; a ``tokenizer.json`` goes through the ``tokenizers`` library (an optional
+extra of this package). Knows no snapshots; the digest of the file says which tokenizer it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.data.formats.sample import Array
+from paceline.data.snapshot import BYTES, Vocabulary
+from paceline.errors import InvalidInput, MissingTool, SourceMissing
+
+MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
+# What tokenizers call the token that ends a document; the first that is there parts documents.
+SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
+
+
+class Tokenizer:
+    """Turns texts into tokens; ``file`` is the tokenizer.json, None for bytes."""
+
+    def __init__(self, vocabulary: Vocabulary, file: bytes | None, made: Any) -> None:
+        self.vocabulary = vocabulary
+        self.file = file
+        self._made = made
+
+    @property
+    def dtype(self) -> str:
+        """Return the smallest unsigned type that holds every token."""
+        size = self.vocabulary.vocab_size
+        return "uint8" if size <= 2**8 else "uint16" if size <= 2**16 else "uint32"
+
+    def encode(self, texts: Sequence[bytes]) -> list[Array]:
+        """Return the tokens of each text, without separators; texts are UTF-8."""
+        if self._made is None:
+            return [np.frombuffer(each, dtype=np.uint8) for each in texts]
+        encoded = self._made.encode_batch(
+            [each.decode("utf-8") for each in texts], add_special_tokens=False
+        )
+        return [np.array(each.ids, dtype=self.dtype) for each in encoded]
+
+    def decode(self, tokens: Array) -> str:
+        """Return the text that the tokens stand for, as well as the tokenizer can say it."""
+        if self._made is None:
+            return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        return str(self._made.decode(tokens.tolist(), skip_special_tokens=False))
+
+
+def open_tokenizer(name: str, file: bytes | None = None) -> Tokenizer:
+    """Return the tokenizer called ``name``: ``"bytes"``, or the path of a tokenizer.json (whose
+    content may be given as ``file``).
+
+    Raises SourceMissing, MissingTool without the library, InvalidInput for another file.
+    """
+    if name == "bytes":
+        return Tokenizer(BYTES, None, None)
+    if file is None:
+        path = Path(name)
+        if not path.is_file():
+            raise SourceMissing(
+                "no tokenizer here",
+                got=name,
+                wanted="'bytes', or the path of a tokenizer.json",
+                do="Set data.tokenizer.",
+            )
+        file = path.read_bytes()
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise MissingTool(
+            "the tokenizers library is not installed",
+            wanted="tokenizers, for data.tokenizer",
+            where=name,
+            do="Install paceline[tokenizers], or use data.tokenizer = 'bytes'.",
+        ) from error
+    try:
+        if len(file) > MAX_TOKENIZER_BYTES:
+            raise ValueError(f"{len(file)} bytes")
+        made = tokenizers.Tokenizer.from_buffer(file)
+    except Exception as error:
+        raise InvalidInput(
+            "not a tokenizer.json",
+            got=str(error)[:200],
+            wanted="a file that tokenizers saved",
+            where=name,
+        ) from error
+    made.no_truncation()
+    made.no_padding()
+    made.encode_special_tokens = True  # "<|endoftext|>" in a text is text
+    size = made.get_vocab_size(with_added_tokens=True)
+    found = [each for each in map(made.token_to_id, SEPARATORS) if each is not None]
+    # Ids can lie beyond the count where a vocabulary has holes.
+    size = max(size, 1 + max(made.get_vocab(with_added_tokens=True).values(), default=0))
+    separator = found[0] if found else size
+    vocabulary = Vocabulary(
+        kind="tokenizers",
+        sha256=hashlib.sha256(file).hexdigest(),
+        vocab_size=max(size, separator + 1),
+        separator=separator,
+    )
+    return Tokenizer(vocabulary, file, made)

@@ -1,0 +1,110 @@
+"""A user's own step between a shard and a batch: ``module:function``, sample → sample.
+
+It runs on the thread that makes batches, never on the one that trains, and must be pure: the same
+sample gives the same result on every read, or a resumed job would see other data. It may change
+anything but how many tokens there are, because batches were planned by that. A sample whose
+transform raises, or gives something else, is bad: it is named with the reason, and passed over.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.formats.sample import Array, clean_array
+from paceline.data.samples import ShardSamples
+from paceline.errors import InvalidInput
+
+Transform = Callable[[dict[str, Any]], Mapping[str, Any]]
+TOKENS, KEY = "tokens", "key"
+
+
+def load_transform(name: str) -> Transform | None:
+    """Return the function called ``module:function``, None for ``""``; raises InvalidInput.
+
+    It is given ``{"key": str, "tokens": array, NAME: array, …}`` and returns the same kind of
+    mapping; the arrays it is given are read-only.
+    """
+    if not name:
+        return None
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidInput(
+            "no such transform", got=name, wanted="module:function", do="Correct data.transform."
+        ) from error
+    if not callable(found):
+        raise InvalidInput("transform is not a function", got=name, wanted="module:function")
+    transform: Transform = found
+    return transform
+
+
+class TransformedSamples:
+    """The samples of a shard, each as its transform gives it; ``bad(i, why)`` raises CorruptData
+    and remembers the sample."""
+
+    def __init__(
+        self, samples: ShardSamples, transform: Transform, bad: Callable[[int, str], NoReturn]
+    ) -> None:
+        self._samples, self._transform, self._bad = samples, transform, bad
+        self._last: tuple[int, Array, dict[str, Array]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def key(self, i: int) -> str:
+        """Return what names the sample within its snapshot."""
+        return self._samples.key(i)
+
+    def tokens(self, i: int) -> Array:
+        """Return the sample's tokens after its transform."""
+        return self._of(i)[0]
+
+    def features(self, i: int) -> dict[str, Array]:
+        """Return the sample's arrays after its transform."""
+        return self._of(i)[1]
+
+    def text_bytes(self, i: int) -> bytes:
+        """Return the sample's text, as it was before."""
+        return self._samples.text_bytes(i)
+
+    def flat(self) -> tuple[Array, npt.NDArray[np.int64]]:
+        """Return all samples' tokens end to end; one bad sample makes this raise."""
+        parts = [self.tokens(i) for i in range(len(self))]
+        return np.concatenate(parts), np.cumsum([len(each) for each in parts], dtype=np.int64)
+
+    def close(self) -> None:
+        """Let the cache have the shard's place."""
+        self._samples.close()
+
+    def __enter__(self) -> TransformedSamples:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _of(self, i: int) -> tuple[Array, dict[str, Array]]:
+        if self._last is None or self._last[0] != i:
+            self._last = (i, *self._apply(i))
+        return self._last[1:]
+
+    def _apply(self, i: int) -> tuple[Array, dict[str, Array]]:
+        tokens = self._samples.tokens(i)
+        given = {KEY: self.key(i), TOKENS: tokens, **self._samples.features(i)}
+        try:
+            returned = dict(self._transform(given))
+            arrays = {name: clean_array(each) for name, each in returned.items() if name != KEY}
+            found = arrays.pop(TOKENS, tokens)
+        except Exception as error:  # noqa: BLE001 - a user's function raises what it likes
+            self._bad(i, f"its transform failed: {type(error).__name__}: {error}"[:300])
+        if found.shape != tokens.shape or found.dtype.kind not in "iu":
+            got = f"{found.dtype.name}{list(found.shape)}"
+            self._bad(i, f"its transform gave tokens {got} for {len(tokens)} integers")
+        if len(found) and (int(found.min()) < 0 or int(found.max()) > np.iinfo(tokens.dtype).max):
+            self._bad(i, "its transform gave tokens outside the vocabulary")
+        return found.astype(tokens.dtype, copy=False), arrays
