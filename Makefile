@@ -61,7 +61,7 @@ peers: .venv-peers/.ready ## the trainers that benchmarks compare with, in .venv
 
 .venv-peers/.ready: benchmarks/peers/requirements-training.txt
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-input $(TORCH_INDEX) -r $<
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps $(TORCH_INDEX) -r $<
 	@touch $@
 
 chaos: setup ## the long fault runs

@@ -1,126 +1,226 @@
-"""What our loop costs: tokens a second of ``paceline.training.loop`` against a plain PyTorch loop.
+"""What our loop costs: tokens a second of ``paceline.training.loop`` against other trainers' loops.
 
-Same model, same batches, one rank, one thread, AdamW in both; the plain loop has no clipping, no
-schedule, no stream, no checks. Pairs are interleaved, so that a busy machine slows both alike.
+Same model, same batch, one thread a rank, fused AdamW in all. ``plain`` is the shortest PyTorch
+loop: no clipping, no schedule, no stream, no checks. Each trainer runs in processes of its own that
+stand still until they are asked for a few steps; pairs of (ours, other) are interleaved, so that a
+busy machine slows both alike, and processes are started anew several times, because one process's
+memory layout alone is worth a percent.
 
-    python benchmarks/training_overhead.py [--parameters 1000000] [--context 256] [--batch 16]
-                                           [--steps 8] [--pairs 5]
+    python benchmarks/training_overhead.py [--ranks 1 2] [--against plain] [--pairs 21]
+                                           [--launches 3] [--steps 4] [--quick]
+    python benchmarks/training_overhead.py --against plain fabric accelerate ray   # make peers
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import contextlib
 import json
+import os
+import random
+import socket
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NoReturn
 
-import numpy as np
-import torch
-import torch.nn.functional as F  # noqa: N812
-
-from paceline.data import PlannedStream, Shard
-from paceline.data.samples import TextSamples
-from paceline.data.stream import batching
-from paceline.models import config_for, count_parameters, new_model
-from paceline.profile import DataSettings, TrainingSettings
-from paceline.training.group import Group
-from paceline.training.loop import Progress, train_model
-from paceline.training.recipe import new_optimizer
+ROOT = Path(__file__).resolve().parents[1]
+TRAINERS = ROOT / "benchmarks" / "peers" / "trainers.py"
+PEERS = ROOT / ".venv-peers" / "bin" / "python"
+RESULT = ROOT / "benchmarks" / "results" / "training_overhead.json"
+START_S, WORK_S = 180.0, 600.0
+GOAL_MEDIAN, GOAL_LOW = 0.98, 0.97
+RESAMPLES = 10_000
 
 
-class InMemory:
-    """A cache of one shard that is there already."""
+class Gang:
+    """The ranks of one trainer, waiting for work."""
 
-    def __init__(self, text: bytes) -> None:
-        self.quarantined: dict[str, str] = {}
-        self._text = text
+    def __init__(self, kind: str, ranks: int, sizes: list[int]) -> None:
+        self.kind = kind
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._lines: list[IO[str]] = []
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        with socket.create_server(("127.0.0.1", 0), backlog=ranks) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+            command = [self._python(), str(TRAINERS), kind, address, *map(str, sizes)]
+            port = str(_free_port())
+            for rank in range(1 if kind == "ray" else ranks):
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=self._environment(rank, ranks, port),
+                        stdout=self._log,
+                        stderr=self._log,
+                    )
+                )
+            server.settimeout(1.0)
+            until = time.monotonic() + START_S
+            while len(self._lines) < ranks:
+                self._require_alive(until)
+                with contextlib.suppress(TimeoutError):
+                    connection = server.accept()[0]
+                    connection.settimeout(WORK_S)
+                    line = connection.makefile("rw")
+                    line.readline()
+                    self._lines.append(line)
 
-    def lengths(self, _: Shard) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-        return np.array([len(self._text)], dtype=np.int32)
+    def seconds(self, steps: int) -> float:
+        """Return how long the slowest rank takes for ``steps`` steps."""
+        for line in self._lines:
+            line.write(f"{steps}\n")
+            line.flush()
+        try:
+            answers = [line.readline() for line in self._lines]
+        except OSError:  # gone, or silent for WORK_S
+            self._give_up()
+        if not all(answers):
+            self._give_up()
+        return max(float(each) for each in answers)
 
-    def samples(self, _: Shard) -> TextSamples:
-        return TextSamples(["random"], [self._text])
+    def close(self) -> None:
+        """End the ranks."""
+        for line in self._lines:
+            line.close()
+        for process in self._processes:
+            try:
+                process.wait(3)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # Ray's driver also ends its servers
+                process.wait(60)
+        self._log.close()
 
-    def prefetch(self, _: Sequence[Shard]) -> None:
-        pass
+    def _python(self) -> str:
+        return sys.executable if self.kind in ("ours", "plain") else str(PEERS)
+
+    def _environment(self, rank: int, ranks: int, port: str) -> dict[str, str]:
+        place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": port}
+        if self.kind == "ray":
+            place = {"WORLD_SIZE": str(ranks), "RAY_TRAIN_V2_ENABLED": "1"}
+        elif ranks == 1:
+            place = {}
+        return {
+            **os.environ,
+            **place,
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": str(ROOT / "src"),
+        }
+
+    def _require_alive(self, until: float) -> None:
+        gone = [each for each in self._processes if each.poll() is not None]
+        if gone or time.monotonic() > until:
+            self._give_up()
+
+    def _give_up(self) -> NoReturn:
+        self._log.seek(0)
+        sys.stderr.write(self._log.read().decode(errors="replace")[-4000:])
+        raise SystemExit(f"{self.kind}: a rank ended or is silent")
 
 
-def stream_of(context: int, batch: int) -> PlannedStream:
-    """A stream of random bytes from memory: what it costs to slice and to hand over."""
-    size = 4 * context * batch
-    shard = Shard(
-        split="train",
-        sha256=hashlib.sha256(b"").hexdigest(),
-        bytes=size,
-        documents=1,
-        text_bytes=size,
+@contextlib.contextmanager
+def gangs(kinds: tuple[str, str], ranks: int, sizes: list[int]) -> Iterator[list[Gang]]:
+    """Both trainers, started and waiting."""
+    found: list[Gang] = []
+    try:
+        for kind in kinds:
+            found.append(Gang(kind, ranks, sizes))  # noqa: PERF401 - those started are closed
+        yield found
+    finally:
+        for each in found:
+            each.close()
+
+
+def race(other: str, ranks: int, asked: argparse.Namespace) -> dict[str, Any]:
+    """Run the pairs of ours against ``other`` and return their figures."""
+    sizes = [asked.parameters, asked.context, asked.batch]
+    ours_s: list[float] = []
+    other_s: list[float] = []
+    for launch in range(asked.launches):
+        with gangs(("ours", other), ranks, sizes) as (ours, theirs):
+            for each in (ours, theirs):
+                each.seconds(asked.warm)  # allocator, kernels, DDP's buckets, the measured peak
+            for number in range(launch, asked.pairs, asked.launches):
+                order = (ours, theirs) if number % 2 == 0 else (theirs, ours)
+                took = {each.kind: each.seconds(asked.steps) for each in order}
+                ours_s.append(took["ours"])
+                other_s.append(took[other])
+    tokens = asked.batch * asked.context * asked.steps
+    ratios = [theirs / mine for mine, theirs in zip(ours_s, other_s, strict=True)]
+    low, high = interval(ratios)
+    return {
+        "against": other,
+        "ranks": ranks,
+        "pairs": len(ratios),
+        "ratio": round(statistics.median(ratios), 4),
+        "low": round(low, 4),
+        "high": round(high, 4),
+        "worst": round(min(ratios), 4),
+        "ours_tokens_per_second": tokens / statistics.median(ours_s),
+        "other_tokens_per_second": tokens / statistics.median(other_s),
+        "ratios": [round(each, 4) for each in ratios],
+    }
+
+
+def interval(ratios: list[float]) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the median."""
+    draw = random.Random(0)
+    medians = sorted(
+        statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES)
     )
-    text = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8).tobytes()
-    windows = batching(DataSettings(), context=context, global_batch=batch, seed=0)
-    return PlannedStream(windows, [shard], InMemory(text))
+    return medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES) - 1]
 
 
-def ours(parameters: int, context: int, batch: int, steps: int) -> float:
-    """Tokens a second of our loop."""
-    model = new_model(config_for(parameters, context), 0)
-    settings = TrainingSettings(steps=steps, batch_sequences=batch)
-    optimizer = new_optimizer(model, settings)
-    with stream_of(context, batch) as stream:
-        done = train_model(model, optimizer, stream, settings, Group(), progress=Progress())
-    return done.tokens / done.seconds
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
 
 
-def plain(parameters: int, context: int, batch: int, steps: int) -> float:
-    """Tokens a second of the loop that everybody writes first."""
-    model = new_model(config_for(parameters, context), 0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    tokens_BT = torch.randint(0, 256, (batch, context + 1))
-    started = time.perf_counter()
-    for _ in range(steps):
-        logits_BTV = model(tokens_BT[:, :-1])
-        loss = F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
-        torch.autograd.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return batch * context * steps / (time.perf_counter() - started)
-
-
-def main(arguments: list[str] | None = None) -> dict[str, object]:
-    """Run the pairs and print one line of JSON."""
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run the races and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=int, default=1_000_000)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--warm", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=21)
+    parser.add_argument("--launches", type=int, default=3)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--against", nargs="+", default=["plain"])
+    parser.add_argument("--quick", action="store_true", help="tiny: does it run at all?")
     asked = parser.parse_args(arguments)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    shape = (asked.parameters, asked.context, asked.batch)
-    try:
-        plain(*shape, 1)  # warm the allocator and the kernels once, for both
-        pairs = []
-        for number in range(asked.pairs):
-            order = (plain, ours) if number % 2 == 0 else (ours, plain)
-            rates = {each.__name__: each(*shape, asked.steps) for each in order}
-            pairs.append(rates)
-    finally:
-        torch.set_num_threads(before)
-    result: dict[str, object] = {
+    if asked.quick:
+        asked.parameters, asked.context, asked.batch = 20_000, 16, 2
+        asked.ranks, asked.pairs, asked.launches, asked.steps = [1], 2, 1, 2
+    races = []
+    for ranks in asked.ranks:
+        for other in asked.against:
+            races.append(race(other, ranks, asked))
+            sys.stderr.write(f"{races[-1]}\n")
+    result: dict[str, Any] = {
         "benchmark": "training_overhead",
-        "parameters": count_parameters(config_for(asked.parameters, asked.context)),
+        "parameters": asked.parameters,
         "context": asked.context,
         "batch": asked.batch,
         "steps": asked.steps,
-        "pairs": asked.pairs,
-        "ours_tokens_per_second": statistics.median(each["ours"] for each in pairs),
-        "plain_tokens_per_second": statistics.median(each["plain"] for each in pairs),
-        "ratio": statistics.median(each["ours"] / each["plain"] for each in pairs),
-        "ratios": [round(each["ours"] / each["plain"], 4) for each in pairs],
+        "goal": {"median": GOAL_MEDIAN, "low": GOAL_LOW},
+        "reached": all(
+            each["ratio"] >= GOAL_MEDIAN and each["low"] >= GOAL_LOW
+            for each in races
+            if each["against"] == "plain"
+        ),
+        "races": races,
     }
+    if not asked.quick:
+        RESULT.parent.mkdir(parents=True, exist_ok=True)
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
     return result
 

@@ -5,19 +5,31 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-def test_training_overhead_runs_and_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path(__file__).parents[2] / "benchmarks" / "training_overhead.py"
-    spec = importlib.util.spec_from_file_location("training_overhead", path)
+
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    sizes = ["--parameters", "20000", "--context", "16", "--batch", "2", "--steps", "2"]
-    result = module.main([*sizes, "--pairs", "2"])
+    return module
+
+
+def test_training_overhead_runs_and_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    result = loaded("training_overhead").main(["--quick"])
     assert json.loads(capsys.readouterr().out) == result
-    assert len(result["ratios"]) == 2
-    assert result["ours_tokens_per_second"] > 0
+    (race,) = result["races"]
+    assert len(race["ratios"]) == 2
+    assert race["ours_tokens_per_second"] > 0
+
+
+def test_the_interval_of_a_median_lies_around_it() -> None:
+    ratios = [0.9 + 0.01 * number for number in range(21)]
+    low, high = loaded("training_overhead").interval(ratios)
+    assert 0.9 < low < 1.0 < high < 1.1
