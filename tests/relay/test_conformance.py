@@ -87,6 +87,28 @@ def test_a_parked_stream_goes_on_the_moment_a_piece_is_verified(pair: Pair) -> N
     assert sorted(heard.wait_pieces(4)) == [0, 1, 2, 3]
 
 
+def test_whose_identity_was_taken_back_is_served_no_more_not_even_where_it_is_served_already(
+    pair: Pair,
+) -> None:
+    theirs, mine = pair.open()
+    pair.hold(theirs, 0)
+    heard, again = Heard(), Heard()
+    stream = pair.reader.pull(mine, pair.address, heard)
+    stream.request(Extent(0, 4))
+    assert heard.wait_pieces(1) == [0]
+    pair.source.transport.barred.replace(["node-1"])
+    refused = heard.failure()
+    pair.hold(theirs, 1, 2, 3)
+    assert "taken back" in str(refused)
+    assert heard.pieces() == [0], "nothing came after it"
+    pair.reader.pull(mine, pair.address, again).request(Extent(1, 4))
+    assert "taken back" in str(again.failure())
+    pair.source.transport.barred.replace(["node-7"])  # it joined again; another one is out
+    back = Heard()
+    pair.reader.pull(mine, pair.address, back).request(Extent(1, 4))
+    assert sorted(back.wait_pieces(3)) == [1, 2, 3]
+
+
 def test_what_is_not_verified_is_never_sent(pair: Pair) -> None:
     theirs, mine = pair.open()
     data, piece = memoryview(pair.data(1)), pair.manifest.piece_of(1)

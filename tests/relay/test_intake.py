@@ -14,6 +14,7 @@ from paceline.relay.disk.staging import Staging
 from paceline.relay.disk.store import Store
 from paceline.relay.session.events import PieceRejected, PieceVerified, SourceAlive
 from paceline.relay.session.extents import Extent
+from paceline.relay.wires.barred import Barred
 from paceline.relay.wires.counters import Counters
 from paceline.relay.wires.intake import Intake
 from paceline.relay.wires.pacing import Pacer
@@ -205,6 +206,7 @@ def test_requests_are_served_in_the_order_they_were_made(shelf: Shelf) -> None:
         staging=staging,
         keepalive_s=0.01,
         on_rotten=lambda *_: None,
+        barred=Barred(),
     )
     said = [[Extent(6, 12), Extent(0, 2), Extent(7, 9)], [Extent(4, 5)], [Complaint(0)], []]
     runs = serving.runs(lambda _wait_s: said.pop(0) if said else [])

@@ -141,6 +141,24 @@ def test_a_node_joins_once_and_what_it_keeps_is_its_own(served, admin, tmp_path)
         join(node, "node-2", served.url, token)
 
 
+def test_who_is_taken_out_is_named_to_everybody_else_until_it_joins_again(served, admin, tmp_path):
+    clients = {}
+    for worker_id in ("node-8", "node-9"):
+        home = tmp_path / worker_id
+        join(home, worker_id, served.url, join_token(admin, worker_id))
+        clients[worker_id] = CoordinatorClient.of(load_runtime(home), worker=True)
+        register(clients[worker_id], worker_id)
+    beat = Heartbeat(worker_id="node-9", status=WorkerStatus.IDLE, incarnation=1)
+    assert "node-8" not in clients["node-9"].heartbeat(beat).barred
+    mine = [each for each in admin.tokens() if each.worker_id == "node-8" and each.kind == "access"]
+    admin.revoke_token(mine[-1].token_id)
+    assert clients["node-9"].heartbeat(beat).barred == ("node-8",)
+    with pytest.raises(AccessDenied):
+        register(clients["node-8"], "node-8")
+    join(tmp_path / "again", "node-8", served.url, join_token(admin, "node-8"))
+    assert clients["node-9"].heartbeat(beat).barred == ()
+
+
 def test_a_join_token_works_once_and_the_second_use_is_recorded(served, admin, tmp_path):
     token = join_token(admin, "node-3")
     join(tmp_path / "first", "node-3", served.url, token)

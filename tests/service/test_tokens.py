@@ -138,6 +138,25 @@ class Tokens(RuleBasedStateMachine):
                 self.book.recognise(text[:-1], self.now)
 
     @invariant()
+    def exactly_those_whose_identity_was_taken_back_are_barred(self):
+        """Nobody who holds a good identity is barred; nobody who lost the last one is not."""
+        good = {owner for each, owner in self.access_of.items() if self.alive(each)}
+        barred = set(self.book.barred())
+        assert not barred & good
+        for worker in set(self.access_of.values()) - good:
+            mine = [
+                self.kept[e]
+                for e, owner in self.access_of.items()
+                if owner == worker and e in self.kept
+            ]
+            still = [e for e in mine if e.revoked_at is not None and e.expires_at > self.now]
+            # Where any certificate of it is still good, it was taken back, and peers must know.
+            assert not still or worker in barred, worker
+        fresh = TokenBook()
+        fresh.restore(self.kept.values())
+        assert set(fresh.barred()) == barred, "as after a restart"
+
+    @invariant()
     def the_store_and_the_book_agree_and_no_secret_is_in_them(self):
         assert {each.token_id: each for each in self.book.tokens()} == self.kept
         held = repr(self.kept)

@@ -24,6 +24,7 @@ def answer_to(
     *,
     epoch: int,
     next_beat_s: float,
+    barred: tuple[str, ...],
 ) -> Answer:
     """Return what a worker should do now; ``listed`` is what its beat said, by deployment."""
     commands = []
@@ -35,8 +36,11 @@ def answer_to(
         command = _command_for(book, run, worker_id, moving)
         if command is not None:
             commands.append(command)
-    answer = HeartbeatAnswer(epoch=epoch, next_beat_s=next_beat_s, commands=tuple(commands))
-    return Answer(answer)
+    return Answer(
+        HeartbeatAnswer(
+            epoch=epoch, next_beat_s=next_beat_s, commands=tuple(commands), barred=barred
+        )
+    )
 
 
 def register_first(*, epoch: int, next_beat_s: float) -> Answer:

@@ -35,7 +35,7 @@ class Beating:
     def __init__(self, app: ASGIApp, *, coordinator: Coordinator) -> None:
         self._app, self._coordinator = app, coordinator
         # What most beats are answered, as it is sent; a handful of them in a process's life.
-        self._plain: dict[tuple[int, float], bytes] = {}
+        self._plain: dict[tuple[int, float, tuple[str, ...]], bytes] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = (
@@ -67,7 +67,7 @@ class Beating:
     async def _send(self, answer: HeartbeatAnswer, send: Send) -> None:
         body = None
         plain = answer.go_on and not answer.commands
-        key = (answer.epoch, answer.next_beat_s)
+        key = (answer.epoch, answer.next_beat_s, answer.barred)
         if plain:
             body = self._plain.get(key)
         if body is None:

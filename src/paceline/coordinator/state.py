@@ -287,6 +287,7 @@ class CoordinatorState:
             listed,
             epoch=self.leader_epoch,
             next_beat_s=self.fleet.beat_interval_s(),
+            barred=self.tokens.barred(),
         )
         effects.append(answer)
         return effects
@@ -294,13 +295,22 @@ class CoordinatorState:
     def _listen(self, event: Listen) -> list[Effect]:
         if not self.fleet.knows(event.worker_id, event.incarnation):
             return [self._stranger()]
-        interval_s = self.fleet.beat_interval_s()
-        epoch = self.leader_epoch
-        return [answer_to(self._book, event.worker_id, {}, epoch=epoch, next_beat_s=interval_s)]
+        return [
+            answer_to(
+                self._book,
+                event.worker_id,
+                {},
+                epoch=self.leader_epoch,
+                next_beat_s=self.fleet.beat_interval_s(),
+                barred=self.tokens.barred(),
+            )
+        ]
 
     def _plain_answer(self) -> HeartbeatAnswer:
         interval_s = self.fleet.beat_interval_s()
-        return HeartbeatAnswer(epoch=self.leader_epoch, next_beat_s=interval_s)
+        return HeartbeatAnswer(
+            epoch=self.leader_epoch, next_beat_s=interval_s, barred=self.tokens.barred()
+        )
 
     def _stranger(self) -> Answer:
         interval_s = self.fleet.beat_interval_s()

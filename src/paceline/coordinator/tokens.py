@@ -30,6 +30,7 @@ from paceline.wire.access import CreateToken, Scope, TokenRecord, TokenView
 from paceline.wire.calls import Success
 
 SECRET_BYTES = 32
+MAX_BARRED = 1000
 MAX_TOKENS = 50_000  # living and remembered: 10,000 workers that renew, and people
 REMEMBERED_S = 30 * 86_400.0  # how long `list` still shows one that opens nothing any more
 INCLUDES: dict[Scope, frozenset[Scope]] = {
@@ -79,14 +80,43 @@ class TokenBook:
 
     def __init__(self) -> None:
         self._tokens: dict[str, TokenRecord] = {}
+        self._barred: tuple[str, ...] | None = ()  # None: to be found anew
 
     def restore(self, tokens: Iterable[TokenRecord]) -> None:
         """Begin with what the store kept."""
         self._tokens = {each.token_id: each for each in tokens}
+        self._barred = None
 
     def tokens(self) -> list[TokenRecord]:
         """Return every token that is remembered, oldest first."""
         return sorted(self._tokens.values(), key=lambda each: (each.created_at, each.token_id))
+
+    def barred(self) -> tuple[str, ...]:
+        """Return the workers whose identity was taken back, and who have got no other since.
+
+        Their certificates may be good for a long time yet. At most ``MAX_BARRED``, newest first.
+        """
+        if self._barred is None:
+            self._barred = self._find_barred()
+        return self._barred
+
+    def _find_barred(self) -> tuple[str, ...]:
+        taken: dict[str, float] = {}
+        for each in self._identities():
+            if each.revoked_at is not None:
+                taken[each.worker_id or ""] = max(
+                    taken.get(each.worker_id or "", 0.0), each.revoked_at
+                )
+        for each in self._identities():
+            if each.revoked_at is None and (
+                each.expires_at is None or each.expires_at > taken.get(each.worker_id or "", 0.0)
+            ):
+                taken.pop(each.worker_id or "", None)  # another one was good when it was taken
+        return tuple(sorted(taken, key=lambda worker_id: -taken[worker_id])[:MAX_BARRED])
+
+    def _identities(self) -> Iterable[TokenRecord]:
+        """Yield every token that makes its bearer one certain worker."""
+        return (each for each in self._tokens.values() if each.worker_id and each.kind == "access")
 
     def find(self, token_id: str) -> TokenRecord | None:
         """Return the token of this id, or None."""
@@ -228,9 +258,13 @@ class TokenBook:
     def _apply(self, effects: list[Effect]) -> list[Effect]:
         for each in effects:
             if isinstance(each, KeepToken):
+                known = self._tokens.get(each.token.token_id)
+                if known is None or known.revoked_at != each.token.revoked_at:
+                    self._barred = None
                 self._tokens[each.token.token_id] = each.token
             elif isinstance(each, DropToken):
                 self._tokens.pop(each.token_id, None)
+                self._barred = None
         return effects
 
 
@@ -247,4 +281,7 @@ def why_dead(record: TokenRecord, now: float) -> str | None:
 
 def _ended_at(record: TokenRecord) -> float | None:
     known = [t for t in (record.revoked_at, record.used_at, record.expires_at) if t is not None]
-    return min(known) if known else None
+    if not known:
+        return None
+    # A worker's certificate ends with its token: until then peers must be told of it.
+    return max(known) if record.worker_id and record.kind == "access" else min(known)

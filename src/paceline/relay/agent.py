@@ -289,6 +289,7 @@ class Agent:
         idle = all(each.status in ENDED for each in beat.deployments)
         answer = self._client.heartbeat(beat, wait_s=min(HOLD_S, self._interval_s) if idle else 0.0)
         self._interval_s = answer.next_beat_s
+        self._transport.barred.replace(answer.barred)
         self._report.was_heard()
         self._assignments.drop(
             [each.deployment_id for each in beat.deployments if each.status in ENDED]

@@ -218,6 +218,8 @@ class HeartbeatAnswer(Record):
     epoch: int = Field(ge=0)  # the leader's
     next_beat_s: float = Field(gt=0)
     commands: tuple[Command, ...] = ()
+    # Whose identity was taken back: the agent serves them no more. The newest of them, if many.
+    barred: tuple[Name, ...] = Field(default=(), max_length=1000)
 
 
 class WorkerList(Record):

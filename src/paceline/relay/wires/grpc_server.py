@@ -33,6 +33,7 @@ from paceline.manifest import Piece
 from paceline.relay.disk.staging import Staging
 from paceline.relay.session.extents import Extent
 from paceline.relay.wires import serving
+from paceline.relay.wires.barred import Barred
 from paceline.relay.wires.chunks import (
     MAX_DATA,
     MAX_REQUEST,
@@ -85,7 +86,9 @@ class GrpcServer:
         pacer: Pacer,
         on_rotten: Callable[[str, int], None],
         tls: TlsSettings | None,
+        barred: Barred | None = None,
     ) -> None:
+        self.barred = barred or Barred()
         self.worker_id = worker_id
         self.token = token
         self.find = find
@@ -255,6 +258,7 @@ class _Call:
         certified = self._certified()
         if certified is not None and certified != first.worker_id:
             raise wrong_identity(certified, first.worker_id)
+        self._server.barred.require(first.worker_id)
         hello = Hello(PROTOCOL_VERSION, 0.0, first.manifest_digest, first.nonce, first.worker_id)
         nonce = secrets.token_bytes(NONCE_BYTES)
         token = self._server.token
@@ -267,6 +271,7 @@ class _Call:
         """Return what to call a peer without a greeting; raises AccessDenied where it may not."""
         certified = self._certified()
         if certified is not None:
+            self._server.barred.require(certified)
             return certified
         metadata = dict(self._context.invocation_metadata())
         said = str(metadata.get("authorization", "")).removeprefix("Bearer ")
@@ -305,6 +310,7 @@ class _Call:
             staging=staging,
             keepalive_s=keepalive_s,
             on_rotten=self._server.on_rotten,
+            barred=self._server.barred,
         )
         for run in peer.runs(self._asked):
             if run is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.relay.wires.barred import Barred
 from paceline.relay.wires.grpc_client import GrpcStream
 from paceline.relay.wires.grpc_server import GrpcServer
 from paceline.relay.wires.pacing import Pacer
@@ -18,6 +19,7 @@ class GrpcTransport:
 
     def __init__(self, token: str, tls: TlsSettings | None = None) -> None:
         self._token = token
+        self.barred = Barred()
         self._tls = tls
         if tls is not None:
             tls.context(server=True)  # gRPC would say only that something is wrong, and later
@@ -47,6 +49,7 @@ class GrpcTransport:
             pacer=pacer,
             on_rotten=on_rotten,
             tls=self._tls,
+            barred=self.barred,
         )
 
     def pull(self, pull: Pull) -> GrpcStream:

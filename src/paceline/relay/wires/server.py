@@ -28,6 +28,7 @@ from paceline.manifest import Piece
 from paceline.relay.disk.staging import Staging
 from paceline.relay.session.extents import Extent
 from paceline.relay.wires import serving
+from paceline.relay.wires.barred import Barred
 from paceline.relay.wires.frames import (
     HEADER,
     NONCE_BYTES,
@@ -67,7 +68,9 @@ class PeerServer:
         pacer: Pacer,
         on_rotten: Callable[[str, int], None] = lambda _digest, _piece: None,
         tls: ssl.SSLContext | None = None,
+        barred: Barred | None = None,
     ) -> None:
+        self._barred = barred or Barred()
         self._worker_id = worker_id
         self._token = token
         self._find = find
@@ -186,6 +189,7 @@ class PeerServer:
         hello = decode_hello(read_frame(channel, deadline_s, Kind.HELLO)[1])
         if isinstance(channel, TlsChannel) and channel.peer_id != hello.worker_id:
             raise wrong_identity(channel.peer_id, hello.worker_id)
+        self._barred.require(hello.worker_id)
         nonce = secrets.token_bytes(NONCE_BYTES)
         said = nonce + proof(self._token, "server", hello, nonce)
         channel.send(encode_payload(Kind.CHALLENGE, said))
@@ -210,6 +214,7 @@ class PeerServer:
             staging=staging,
             keepalive_s=hello.keepalive_s,
             on_rotten=self._on_rotten,
+            barred=self._barred,
         )
         manifest = staging.manifest
         for run in peer.runs(lambda wait_s: _asked(channel, wait_s)):

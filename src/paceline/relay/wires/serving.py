@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from paceline.errors import InvalidFrame, NotFound, PeerLost
 from paceline.relay.disk.staging import Staging
 from paceline.relay.session.extents import Extent, Extents
+from paceline.relay.wires.barred import Barred
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +48,14 @@ class Serving:
         staging: Staging,
         keepalive_s: float,
         on_rotten: Callable[[str, int], None],
+        barred: Barred,
     ) -> None:
         self._worker_id = worker_id
         self._reader = reader
         self._staging = staging
         self._keepalive_s = keepalive_s
         self._on_rotten = on_rotten
+        self._barred = barred
         self._wanted: deque[Extent] = deque()  # served in the order in which it was asked for
         self._sent = Extents()  # a peer may complain once of each piece it was sent
         self._since_s = time.monotonic()
@@ -62,9 +65,11 @@ class Serving:
         """Yield what to send next, or None where the peer should hear that nothing is there yet.
 
         ``asked(wait_s)`` returns what the peer said meanwhile, and waits for it as long as that.
-        Ends by PeerLost (closed, idle), NotFound (given up) or InvalidFrame.
+        Ends by PeerLost (closed, idle), NotFound (given up), AccessDenied (barred meanwhile) or
+        InvalidFrame.
         """
         while True:
+            self._barred.require(self._reader)
             heard = False
             for each in asked(0.0 if self._wanted else IDLE_S):
                 heard = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.relay.wires.barred import Barred
 from paceline.relay.wires.client import PeerStream
 from paceline.relay.wires.pacing import Pacer
 from paceline.relay.wires.pull import Pull
@@ -18,6 +19,7 @@ class TcpTransport:
 
     def __init__(self, token: str, tls: TlsSettings | None = None) -> None:
         self._token = token
+        self.barred = Barred()
         self._tls = tls
         self._server_tls = tls.context(server=True) if tls else None
         self._client_tls = tls.context(server=False) if tls else None
@@ -47,6 +49,7 @@ class TcpTransport:
             pacer=pacer,
             on_rotten=on_rotten,
             tls=self._server_tls,
+            barred=self.barred,
         )
 
     def pull(self, pull: Pull) -> PeerStream:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from paceline.relay.disk.staging import Staging
 from paceline.relay.session.extents import Extent
+from paceline.relay.wires.barred import Barred
 from paceline.relay.wires.pacing import Pacer
 from paceline.relay.wires.pull import Pull
 
@@ -53,6 +54,11 @@ class Transport(Protocol):
     @property
     def name(self) -> str:
         """Return what profiles call it."""
+        ...
+
+    @property
+    def barred(self) -> Barred:
+        """Return whom its servers serve no more; may be changed while they run."""
         ...
 
     def serve(
