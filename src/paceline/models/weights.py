@@ -34,7 +34,7 @@ def save_model(model: Transformer, config: ModelConfig, directory: Path) -> None
     for name, tensor in state.items():
         if not torch.isfinite(tensor).all():
             raise InvalidInput("weights are not finite", got=name, where=directory)
-    groups = _groups(config, list(state))
+    groups = file_groups(config, list(state))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -48,6 +48,18 @@ def save_model(model: Transformer, config: ModelConfig, directory: Path) -> None
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     unset = None if config.tokenizer_digest else {"tokenizer_digest"}  # as other tools write it
     (directory / CONFIG_FILE).write_text(config.model_dump_json(indent=2, exclude=unset) + "\n")
+
+
+def file_groups(config: ModelConfig, names: list[str]) -> list[list[str]]:
+    """Return which tensors stand in which file: embeddings first, then a few blocks each."""
+    layers = config.num_hidden_layers
+    per_file = -(-layers // MAX_BLOCK_FILES)
+    groups: list[list[str]] = [[] for _ in range(1 + -(-layers // per_file))]
+    for name in names:
+        parts = name.split(".")
+        in_block = parts[1] == "layers"
+        groups[1 + int(parts[2]) // per_file if in_block else 0].append(name)
+    return groups
 
 
 def load_model(directory: Path) -> tuple[Transformer, ModelConfig]:
@@ -88,17 +100,6 @@ def load_model(directory: Path) -> tuple[Transformer, ModelConfig]:
     model = model.to_empty(device="cpu").to(dtype)
     model.load_state_dict(state)
     return model, config
-
-
-def _groups(config: ModelConfig, names: list[str]) -> list[list[str]]:
-    layers = config.num_hidden_layers
-    per_file = -(-layers // MAX_BLOCK_FILES)
-    groups: list[list[str]] = [[] for _ in range(1 + -(-layers // per_file))]
-    for name in names:
-        parts = name.split(".")
-        in_block = parts[1] == "layers"
-        groups[1 + int(parts[2]) // per_file if in_block else 0].append(name)
-    return groups
 
 
 def _read(path: Path, names: set[str]) -> dict[str, Tensor]:

@@ -122,6 +122,13 @@ def _require_pipeline(
             do="Use a smaller training.mesh.pp, or a deeper model.",
         )
     count = microbatches_of(spec, settings)
+    if mesh.schedule == "1f1b" and count < spec.pp:
+        raise _refused(
+            "fewer microbatches than stages",
+            got=f"{count} microbatches, pp {spec.pp}",
+            wanted=f"at least {spec.pp}",
+            do="Raise training.mesh.microbatches, or use the schedule gpipe.",
+        )
     if mesh.schedule == "interleaved" and count % spec.pp:
         raise _refused(
             "interleaved stages take microbatches in rounds",

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from paceline.training.mesh import Mesh
 
@@ -64,10 +64,9 @@ def copies(parameter: Tensor, mesh: Mesh) -> int:
     held = mesh.spec.world_size // mesh.spec.pp
     if isinstance(parameter, DTensor):
         for dimension, placement in enumerate(parameter.placements):
-            if isinstance(placement, Shard):
+            assert not placement.is_partial(), "settle() comes first"
+            if not placement.is_replicate():  # a shard, plain or strided
                 held //= parameter.device_mesh.size(dimension)
-            else:
-                assert isinstance(placement, Replicate), "settle() comes first"
     return held
 
 
