@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
@@ -9,6 +13,10 @@ from prefect.client.schemas.objects import StateType
 from prefect.runtime import flow_run
 
 from paceline.errors import Cancelled
+
+logger = logging.getLogger(__name__)
+
+ASK_EVERY_S = 2.0
 
 
 def stop_if_cancelled() -> None:
@@ -30,10 +38,45 @@ def cancelled_flow_run() -> str | None:
     """Return which flow run, ours or the outermost, somebody cancelled in Prefect; None if none."""
     if not flow_run.get_id():
         return None
-    ids = {str(each) for each in (flow_run.get_id(), flow_run.get_root_flow_run_id()) if each}
+    mine = flow_run.get_id(), flow_run.get_root_flow_run_id()
+    return _cancelled_of(sorted({str(each) for each in mine if each}))
+
+
+def _cancelled_of(ids: list[str]) -> str | None:
     with get_client(sync_client=True) as client:
-        for each in sorted(ids):
+        for each in ids:
             state = client.read_flow_run(UUID(each)).state
             if state and state.type in {StateType.CANCELLING, StateType.CANCELLED}:
                 return each
     return None
+
+
+@contextlib.contextmanager
+def noticed() -> Iterator[threading.Event]:
+    """Give an event that is set within seconds of a cancel in Prefect, for as long as the ``with``.
+
+    For work that goes on for hours: asking once it is done would be too late. A server that does
+    not answer for a while cancels nothing.
+    """
+    cancelled, over = threading.Event(), threading.Event()
+    mine = flow_run.get_id(), flow_run.get_root_flow_run_id()
+    ids = sorted({str(each) for each in mine if each})  # here: the context is this thread's
+
+    def ask() -> None:
+        while not over.wait(ASK_EVERY_S):
+            try:
+                if _cancelled_of(ids):
+                    cancelled.set()
+                    return
+            except Exception as error:  # noqa: BLE001 - httpx's many; we ask again
+                logger.warning("cannot ask Prefect whether the run was cancelled: %s", error)
+
+    thread = threading.Thread(target=ask, name="cancel-watch", daemon=True)
+    if ids:
+        thread.start()
+    try:
+        yield cancelled
+    finally:
+        over.set()
+        if ids:
+            thread.join(10.0)

@@ -15,7 +15,7 @@ from paceline.registry import MetricPoint, lineage
 from paceline.training import run_job
 from paceline.wire import digest_of
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
-from tasks import artifacts
+from tasks import artifacts, cancelling
 from tasks.run import Run, StageResult
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ def train(
         snapshot_url=snapshot["url"],
         snapshot_digest=snapshot["digest"],
         purpose=profile.data.purpose,
+        data=profile.data,
         checkpoint_url=run.runtime.checkpoints_url,
         settings=settings,
         labels="shuffled" if labels == "shuffled" else "true",
@@ -79,13 +80,15 @@ def train(
             digest=snapshot["digest"],
         )
         page = artifacts.Progress("training", f"{settings.steps} steps on {settings.ranks} ranks")
-        with run.fleet() as fleet:
+        with run.fleet() as fleet, cancelling.noticed() as cancel:
             result = run_job(
                 job,
                 nodes[: settings.ranks],
                 fleet,
                 on_event=_follow(run, settings.steps, page),
                 store=run.store,
+                cancel=cancel,
+                on_wait=run.note,
             )
         _report(run, result)
         run.registry.log_metrics(run.mlflow_run, lineage.training_metrics(result))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 
 from paceline.errors import Conflict, InvalidInput, InvalidSnapshot, TrainingFailed
-from paceline.training import GangResult, LocalLauncher, run_job
+from paceline.training import GangMember, GangResult, Gangs, LocalLauncher, run_job
 from paceline.training.checkpoint import Generations
+from paceline.training.driver import RANK, drive, environment
+from paceline.training.gang import Deadlines
+from paceline.training.local import launcher_argv
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
 from tests.training.conftest import BUCKET, Camp
 
@@ -35,19 +39,25 @@ def alone(camp: Camp) -> list[float]:
 
 
 @pytest.fixture(scope="session")
-def pair(camp: Camp) -> Story:
+def launcher() -> Iterator[LocalLauncher]:
+    """Two nodes whose launchers stay warm from test to test."""
+    with LocalLauncher() as kept:
+        yield kept
+
+
+@pytest.fixture(scope="session")
+def pair(camp: Camp, launcher: LocalLauncher) -> Story:
     """Two ranks on two nodes, undisturbed."""
     events: list[RankEvent] = []
     job = camp.job("dp2", ranks=2, checkpoints={"keep": 10})
-    result = run_job(job, camp.nodes, LocalLauncher(), on_event=events.append)
+    result = run_job(job, camp.nodes, launcher, on_event=events.append)
     return Story(result, events)
 
 
 @pytest.fixture(scope="session")
-def stormy(camp: Camp) -> Story:
+def stormy(camp: Camp, launcher: LocalLauncher) -> Story:
     """Two ranks; one is killed, then one gets SIGTERM, then one freezes; a checkpoint rots too."""
     events: list[RankEvent] = []
-    launcher = LocalLauncher()
     job = camp.job("stormy", ranks=2, checkpoints={"every_steps": 2}, guard={"step_deadline_s": 8})
     generations = Generations(camp.store, f"{job.checkpoint_url}/{job.job_id}")
     blows = [(6, signal.SIGKILL), (9, signal.SIGTERM), (12, signal.SIGSTOP)]
@@ -58,7 +68,7 @@ def stormy(camp: Camp) -> Story:
         events.append(event)
         if event.event == "started" and len(struck_in) == 1 and not rotten:
             rotten.append(generations.steps()[0])
-            url = f"{generations.step_url(rotten[0])}/optimizer.safetensors"
+            url = f"{generations.step_url(rotten[0])}/rank-00001-of-00002.safetensors"
             data = bytearray(camp.store.get_bytes(url))
             data[len(data) // 2] ^= 1
             camp.store.put_bytes(url, bytes(data))
@@ -82,7 +92,7 @@ def test_two_ranks_learn_what_one_does(alone: list[float], pair: Story) -> None:
 
 def test_a_result_is_stored_and_given_again_without_a_gang(camp: Camp, pair: Story) -> None:
     class NoLauncher:
-        def run_gang(self, members, **_):
+        def open_nodes(self, workers, argv, **_):
             raise AssertionError("a finished job starts nothing")
 
     job = camp.job("dp2", ranks=2, checkpoints={"keep": 10})
@@ -98,19 +108,22 @@ def test_a_result_is_stored_and_given_again_without_a_gang(camp: Camp, pair: Sto
 
 def continue_as(camp: Camp, job_id: str) -> int:
     """Give ``job_id`` the first checkpoint of the undisturbed pair, and return its step."""
-    first = Generations(camp.store, f"s3://{BUCKET}/checkpoints/dp2").steps()[-1]
-    source = f"s3://{BUCKET}/checkpoints/dp2/step-{first:08d}"
+    generations = Generations(camp.store, f"s3://{BUCKET}/checkpoints/dp2")
+    first = generations.steps()[-1]
+    source = generations.step_url(first)
     for info in camp.store.list(source):
         target = info.url.replace("/dp2/", f"/{job_id}/")
         camp.store.put_bytes(target, camp.store.get_bytes(info.url))
     return first
 
 
-def test_resume_from_a_checkpoint_is_bit_identical(camp: Camp, pair: Story) -> None:
+def test_resume_from_a_checkpoint_is_bit_identical(
+    camp: Camp, pair: Story, launcher: LocalLauncher
+) -> None:
     first = continue_as(camp, "resumed")
     events: list[RankEvent] = []
     job = camp.job("resumed", ranks=2)
-    result = run_job(job, camp.nodes, LocalLauncher(), on_event=events.append)
+    result = run_job(job, camp.nodes, launcher, on_event=events.append)
     assert 0 < first < 24
     assert result.resumed_from_step == first
     assert Story(result, events).losses == pair.losses[first:]
@@ -160,15 +173,18 @@ def test_a_frozen_rank_is_named_not_the_one_that_waits_for_it(stormy: Story) -> 
     assert "hung" in restart.reason
 
 
-class ScriptedLauncher:
+class ScriptedGangs:
     """Ends each attempt as told, saying what it was told to say."""
 
     def __init__(self, *attempts: tuple[GangResult, list[RankEvent]]) -> None:
         self.attempts = list(attempts)
         self.workers: list[list[str]] = []
+        self.jobs: list[TrainJob] = []
+        self.spares: dict[str, str] = {}
 
-    def run_gang(self, members, *, on_event, attempt, **_):
+    def run_gang(self, members, text, attempt, on_event):
         self.workers.append([each.worker_id for each in members])
+        self.jobs.append(TrainJob.model_validate_json(text))
         outcome, events = self.attempts[attempt - 1]
         for event in events:
             on_event(event.model_copy(update={"attempt": attempt}).model_dump())
@@ -182,12 +198,12 @@ def lost(worker: str, rank: int, code: int | None = -9) -> GangResult:
 
 
 def test_restarts_are_bounded_and_a_bad_node_is_left_out(camp: Camp) -> None:
-    launcher = ScriptedLauncher(
+    launcher = ScriptedGangs(
         (lost("node-1", 1, None), []), (lost("node-0", 0), []), (lost("node-0", 1), [])
     )
     job = camp.job("bounded", ranks=2, guard={"max_restarts": 2})
     with pytest.raises(TrainingFailed, match="used up its restarts"):
-        run_job(job, camp.nodes, launcher)
+        drive(job, camp.nodes, launcher, camp.store)
     assert launcher.workers == [["node-0", "node-1"], ["node-0", "node-0"], ["node-0", "node-0"]]
 
 
@@ -198,40 +214,40 @@ def failed(code: str) -> RankEvent:
 
 
 def test_what_cannot_work_is_not_tried_again(camp: Camp) -> None:
-    launcher = ScriptedLauncher((lost("node-0", 0, 1), [failed("InvalidInput")]))
+    launcher = ScriptedGangs((lost("node-0", 0, 1), [failed("InvalidInput")]))
     with pytest.raises(TrainingFailed, match="InvalidInput it is"):
-        run_job(camp.job("hopeless", ranks=1), camp.nodes, launcher)
+        drive(camp.job("hopeless", ranks=1), camp.nodes, launcher, camp.store)
 
 
 def test_divergence_is_tried_once_more_and_then_reported(camp: Camp) -> None:
     again = (lost("node-0", 0, 1), [failed("TrainingFailed")])
-    launcher = ScriptedLauncher(again, again, again)
+    launcher = ScriptedGangs(again, again, again)
     with pytest.raises(TrainingFailed, match="cannot succeed"):
-        run_job(camp.job("diverging", ranks=1), camp.nodes, launcher)
+        drive(camp.job("diverging", ranks=1), camp.nodes, launcher, camp.store)
     assert len(launcher.workers) == 2
 
 
 def test_the_wrong_purpose_is_refused_before_any_rank_starts(camp: Camp) -> None:
-    launcher = ScriptedLauncher()
+    class NoLauncher:
+        def open_nodes(self, workers, argv, **_):
+            raise AssertionError("nothing is to start")
+
     with pytest.raises(InvalidSnapshot, match="another purpose"):
-        run_job(camp.job("submit", purpose="advertising"), camp.nodes, launcher)
+        run_job(camp.job("submit", purpose="advertising"), camp.nodes, NoLauncher())
     with pytest.raises(InvalidInput, match="no workers"):
-        run_job(camp.job("submit"), [], launcher)
-    assert launcher.workers == []
+        run_job(camp.job("submit"), [], NoLauncher())
 
 
-def test_a_rank_without_its_environment_says_what_is_missing(camp: Camp) -> None:
+def test_a_rank_without_its_environment_says_what_is_missing(
+    camp: Camp, launcher: LocalLauncher
+) -> None:
     job: TrainJob = camp.job("env")
-    launcher = LocalLauncher()
     said: list[dict] = []
-    from paceline.training.driver import members_of
-
-    member = members_of(job, ["node-0"])[0]
-    bare = type(member)(
-        worker_id="node-0", rank=0, argv=member.argv, env={"RANK": "zero"}, input_json="{}"
-    )
-    outcome = launcher.run_gang(
-        [bare], on_event=said.append, start_deadline_s=60, silence_deadline_s=60, attempt=1
-    )
+    bare = {**environment(job, "node-0"), "RANK": "zero"}
+    with launcher.open_nodes(
+        ["node-0"], launcher_argv(RANK), wait_s=0, cancel=None, on_wait=None
+    ) as nodes:
+        gangs = Gangs(nodes, Deadlines())
+        outcome = gangs.run_gang([GangMember("node-0", 0, bare)], "{}", 1, said.append)
     assert not outcome.ok
     assert "environment" in outcome.stderr_tail

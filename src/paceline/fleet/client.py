@@ -21,6 +21,7 @@ from paceline.errors import NotFound, PacelineError, ServiceUnavailable, WorkerL
 from paceline.fleet.agents import AgentOrder, ensure_agent
 from paceline.fleet.crew import Calls
 from paceline.fleet.gang import GangMember, GangResult, ProcessResult, run_gang, run_process
+from paceline.fleet.held import HeldNodes, open_nodes
 from paceline.fleet.nodes import AgentInfo, Node, labels_of, node_names
 from paceline.profile import Runtime
 
@@ -197,6 +198,27 @@ class Fleet:
             cancel=cancel,
             grace_s=grace_s,
         )
+
+    @contextlib.contextmanager
+    def open_nodes(
+        self,
+        workers: Sequence[str],
+        argv: Sequence[str],
+        *,
+        wait_s: float,
+        cancel: threading.Event | None = None,
+        on_wait: Callable[[str], None] | None = None,
+    ) -> Iterator[HeldNodes]:
+        """Hold ``workers`` for the time of the ``with``, with ``argv`` running on each.
+
+        Nodes that other gangs hold are waited for, in one order and without holding up anybody
+        else's circle; ``on_wait`` hears who holds them. Raises Conflict after ``wait_s``, Cancelled
+        when ``cancel`` is set, WorkerLost for a node that is away.
+        """
+        with open_nodes(
+            self, workers, argv, wait_s=wait_s, cancel=cancel, on_wait=on_wait
+        ) as nodes:
+            yield nodes
 
     # -- for the modules of this package
 

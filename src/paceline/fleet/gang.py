@@ -317,8 +317,15 @@ def _claimed(
     members: Sequence[Member],
     deadline_s: float,
     cancel: threading.Event | None,
+    *,
+    on_wait: Callable[[str], None] | None = None,
+    rendezvous: bool = True,
 ) -> Iterator[tuple[str, int]]:
-    """Hold the members' nodes, and a rendezvous port on rank 0's, for the time of the ``with``."""
+    """Hold the members' nodes, and a rendezvous port on rank 0's, for the time of the ``with``.
+
+    Others that hold them are waited for, in one order, and named to ``on_wait``.
+    """
+    told: str | None = None
     nodes = dict(sorted((each.worker_id, each.address) for each in members))
     deadline = time.monotonic() + deadline_s
     held: list[str] = []
@@ -342,7 +349,15 @@ def _claimed(
                     where=worker_id,
                     do="Wait for the other job to end, or cancel it.",
                 )
+            if on_wait is not None and holder != told:
+                told = holder
+                on_wait(
+                    f"waiting for {worker_id}: it is held by {holder} (at most {deadline_s:.0f} s)"
+                )
             time.sleep(CLAIM_RETRY_S)
+        if not rendezvous:
+            yield "", 0
+            return
         head = members[0]
         host = head.address.split("://", 1)[-1].rsplit(":", 1)[0]
         port = _call(fleet, head.worker_id, head.address, remote.reserve_rendezvous, gang_id, host)

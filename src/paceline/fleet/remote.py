@@ -12,6 +12,8 @@ All calls are short but ``news``, which waits for some. Knows nothing of what th
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import subprocess
 import tempfile
 import threading
@@ -22,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from paceline.errors import Conflict, NotFound
+from paceline.errors import Conflict, NotFound, WorkerLost
 from paceline.fleet.ports import ReservedPort, reserve_port
 from paceline.fleet.processes import Guarded, clean_environment, start_guarded
 
@@ -33,6 +35,7 @@ MAX_BUFFERED_BYTES = 16 * 1024 * 1024
 STDERR_TAIL_BYTES = 32 * 1024
 MAX_PROCESSES = 256
 KILL_PATIENCE_S = 15.0
+TELL_PATIENCE_S = 5.0
 # The nanny sets these for its own worker; a process on the node decides for itself.
 _WORKER_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED")
 
@@ -47,6 +50,7 @@ class Order:
     input_json: str
     directory: str  # working directory, made where missing
     gang_id: str | None = None
+    listens: bool = False  # its standard input stays open, for ``tell``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,7 @@ class News:
 class _Process:
     guarded: Guarded
     gang_id: str | None
+    stdin: int | None = None  # the writing end, of a process that listens
     lines: deque[tuple[int, str]] = field(default_factory=deque)
     buffered: int = 0
     written: int = 0
@@ -102,24 +107,44 @@ def launch(order: Order) -> int:
         for name in _WORKER_SETTINGS:
             env.pop(name, None)
         env |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **order.env}
-        with tempfile.TemporaryFile() as stdin:  # a file: no pipe that could fill up
-            stdin.write(order.input_json.encode())
-            stdin.seek(0)
+        with _input(order) as stdin:
             guarded = start_guarded(
                 order.argv,
                 env=env,
                 cwd=order.directory,
                 grace_s=LEASE_S,
-                stdin=stdin,
+                stdin=stdin.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )
-        process = _Process(guarded, order.gang_id)
+            process = _Process(guarded, order.gang_id, stdin=stdin.keep())
         _processes[order.process_id] = process
         threading.Thread(
             target=_watch, args=(process,), name=f"watch-{order.process_id}", daemon=True
         ).start()
         return guarded.pid
+
+
+def tell(process_id: str, text: str) -> None:
+    """Write ``text`` to the standard input of a process that was ordered to listen.
+
+    Raises WorkerLost where it does not read any more: it ended, or it is frozen.
+    """
+    with _changed:
+        process = _known(process_id)
+        if process.stdin is None or process.exit_code is not None:
+            raise WorkerLost("the process listens no more", got=process.exit_code, where=process_id)
+        descriptor = process.stdin
+    data = memoryview(text.encode())
+    deadline = time.monotonic() + TELL_PATIENCE_S
+    while data:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([], [descriptor], [], left)[1]:
+            raise WorkerLost("the process does not read its orders", where=process_id)
+        try:
+            data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]
+        except OSError as error:
+            raise WorkerLost("the process is gone", got=error, where=process_id) from error
 
 
 def news(cursors: Mapping[str, int], wait_s: float) -> dict[str, News]:
@@ -208,6 +233,38 @@ def reserve_rendezvous(gang_id: str, host: str) -> int:
         return _ports[gang_id].number
 
 
+class _input:  # noqa: N801 - reads as what it is
+    """A process's standard input: a file that cannot fill up, or a pipe for one that listens."""
+
+    def __init__(self, order: Order) -> None:
+        self._kept: int | None = None
+        if order.listens:
+            self._read, self._kept = os.pipe()
+        else:
+            with tempfile.TemporaryFile() as file:
+                file.write(order.input_json.encode())
+                file.seek(0)
+                self._read = os.dup(file.fileno())
+        self._write = self._kept
+
+    def __enter__(self) -> _input:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._read)
+        if self._write is not None:  # not kept: the process could not be started
+            os.close(self._write)
+
+    def fileno(self) -> int:
+        """Return the reading end."""
+        return self._read
+
+    def keep(self) -> int | None:
+        """Return the writing end, the caller's from now on."""
+        self._write = None
+        return self._kept
+
+
 def _known(process_id: str) -> _Process:
     try:
         return _processes[process_id]
@@ -280,6 +337,9 @@ def _watch(process: _Process) -> None:
     with _changed:
         process.exit_code = code
         process.ended = time.monotonic()
+        if process.stdin is not None:
+            os.close(process.stdin)
+            process.stdin = None
         _changed.notify_all()
     for reader, pipe in zip(readers, (process.guarded.stdout, process.guarded.stderr), strict=True):
         if not reader.is_alive():

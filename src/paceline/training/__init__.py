@@ -6,15 +6,16 @@ base model. torch is imported by the ranks, not by this package.
 """
 
 from paceline.training.driver import run_job
-from paceline.training.gang import GangLauncher, GangMember, GangOutcome, GangResult
+from paceline.training.gang import Deadlines, GangMember, GangResult, Gangs, Launcher
 from paceline.training.identity import code_version, config_digest
 from paceline.training.local import LocalLauncher
 
 __all__ = [
-    "GangLauncher",
+    "Deadlines",
     "GangMember",
-    "GangOutcome",
     "GangResult",
+    "Gangs",
+    "Launcher",
     "LocalLauncher",
     "code_version",
     "config_digest",

@@ -1,79 +1,101 @@
-"""One training job from start to stored result: launch the gang, restart it, keep the account.
+"""One training job from start to stored result: run the gang, bring it back, keep the account.
 
-Idempotent: a finished job returns its stored result. Each restart resumes from the last healthy
-checkpoint; a node that is lost, or fails twice, is left out where others remain. Knows no torch and
-no Dask.
+Idempotent: a finished job returns its stored result. Each restart resumes from the newest healthy
+checkpoint, with the ranks that the roster finds; a batch that made training go wrong is passed over
+from then on. Knows no torch and no Dask: ranks are reached through a launcher that is handed in.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
+import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
 from pydantic import ValidationError
 
 from paceline.data import load_snapshot, require_purpose
 from paceline.errors import Conflict, InvalidInput, SourceMissing, TemporaryError, TrainingFailed
-from paceline.objects import ObjectStore, join_url
+from paceline.objects import ObjectStore, join_url, open_store
 from paceline.profile import load_runtime
-from paceline.training.gang import GangLauncher, GangMember, GangOutcome, GangResult
+from paceline.training.account import Account, Restarting
+from paceline.training.gang import Deadlines, GangMember, GangResult, Gangs, Launcher, OnLine
 from paceline.training.identity import config_digest
-from paceline.training.watch import STOPPED_EXIT
+from paceline.training.local import launcher_argv
+from paceline.training.roster import Lineup, Roster, shrunk
 from paceline.wire.base import canonical_json
-from paceline.wire.training import RankEvent, Restart, TrainJob, TrainResult
+from paceline.wire.training import RankEvent, TrainJob, TrainResult
 
 log = logging.getLogger(__name__)
 
 RESULT_FILE = "result.json"
+RANK = "paceline.training.rank:main"
 MAX_BACKOFF_S = 5.0
-FAILURES_PER_WORKER = 2
-DIVERGED = "TrainingFailed"
+CANCEL_GRACE_S = 10.0
+
+
+class GangRunner(Protocol):
+    """What the driver needs of ``Gangs``."""
+
+    spares: dict[str, str]
+
+    def run_gang(
+        self, members: Sequence[GangMember], text: str, attempt: int, on_event: OnLine | None
+    ) -> GangResult: ...
+    def keep_spare(self, name: str, worker_id: str, env: dict[str, str], text: str) -> None: ...
+    def call_back(self, worker_id: str) -> bool: ...
+    def stop_soon(self, why: str) -> None: ...
 
 
 def run_job(
     job: TrainJob,
     workers: Sequence[str],
-    launch: GangLauncher,
+    launcher: Launcher,
     *,
     on_event: Callable[[RankEvent], None] | None = None,
     store: ObjectStore | None = None,
+    cancel: threading.Event | None = None,
+    on_wait: Callable[[str], None] | None = None,
 ) -> TrainResult:
     """Run ``job`` on ``workers`` (ranks go round them in turn) and return its stored result.
 
     Raises TrainingFailed when its restarts are used up or it cannot succeed, Conflict where the job
-    id was used with other settings, InvalidSnapshot where the data are for another purpose.
+    id was used with other settings or other gangs keep the nodes, InvalidSnapshot where the data
+    are for another purpose, Cancelled once ``cancel`` was set, every rank has saved and is gone.
     """
     if not workers:
         raise InvalidInput("no workers to train on", got=0, wanted="at least one")
-    store = store or ObjectStore.from_runtime(load_runtime(job.state_dir))
+    store = store or open_store(load_runtime(job.state_dir))
     if (finished := stored_result(job, store)) is not None:
         return finished
     require_purpose(load_snapshot(job.snapshot_url, store), job.purpose)
-    account = _Account(job, on_event)
-    left = list(workers)
-    failures: Counter[str] = Counter()
-    for attempt in range(1, job.settings.guard.max_restarts + 2):
-        account.begin(attempt)
-        outcome = _launch(job, left, launch, account, attempt)
-        if outcome.ok:
-            result = account.result()
-            store.put_bytes(_result_url(job), canonical_json(result))
-            return result
-        account.failed(outcome)
-        left = _without_bad(left, failures, outcome)
-        if attempt <= job.settings.guard.max_restarts:
-            time.sleep(min(MAX_BACKOFF_S, 0.25 * 2**attempt))
-    raise TrainingFailed(
-        "training used up its restarts",
-        got=account.reasons(),
-        wanted=f"at most {job.settings.guard.max_restarts} restarts",
-        where=join_url(job.checkpoint_url, job.job_id),
-        do="Look at the reasons; the last healthy checkpoint is kept, the same job id resumes it.",
+    guard = job.settings.guard
+    deadlines = Deadlines(
+        start_s=guard.start_deadline_s,
+        step_s=guard.step_deadline_s,
+        checkpoint_s=guard.checkpoint_deadline_s,
     )
+    with launcher.open_nodes(
+        workers, launcher_argv(RANK), wait_s=guard.node_wait_s, cancel=cancel, on_wait=on_wait
+    ) as nodes:
+        gangs = Gangs(nodes, deadlines, cancel=cancel, grace_s=min(guard.grace_s, CANCEL_GRACE_S))
+        gangs.watch_for_preemption(guard.preemption, guard.grace_s)
+        return drive(job, workers, gangs, store, on_event)
+
+
+def drive(
+    job: TrainJob,
+    workers: Sequence[str],
+    gangs: GangRunner,
+    store: ObjectStore,
+    on_event: Callable[[RankEvent], None] | None = None,
+) -> TrainResult:
+    """Run ``job`` on nodes that are ours; see ``run_job``."""
+    course = _Course(job, workers, gangs, store, on_event)
+    result = course.run()
+    store.put_bytes(_result_url(job), canonical_json(result))
+    return result
 
 
 def stored_result(job: TrainJob, store: ObjectStore) -> TrainResult | None:
@@ -95,167 +117,140 @@ def stored_result(job: TrainJob, store: ObjectStore) -> TrainResult | None:
     return result
 
 
-def members_of(job: TrainJob, workers: Sequence[str]) -> list[GangMember]:
-    """Return the gang: rank ``i`` on worker ``i`` modulo their number."""
-    return [
-        GangMember(
-            worker_id=workers[rank % len(workers)],
-            rank=rank,
-            argv=[sys.executable, "-m", "paceline.training.rank"],
-            env={
-                "PACELINE_WORKER_ID": workers[rank % len(workers)],
-                "OMP_NUM_THREADS": str(job.settings.threads_per_rank),
-            },
-            input_json=job.model_dump_json(),
-        )
-        for rank in range(job.settings.ranks)
-    ]
+class _Course:
+    """The attempts of one job."""
 
-
-def _launch(
-    job: TrainJob, workers: Sequence[str], launch: GangLauncher, account: _Account, attempt: int
-) -> GangOutcome:
-    try:
-        return launch.run_gang(
-            members_of(job, workers),
-            on_event=account.on_line,
-            start_deadline_s=job.settings.guard.start_deadline_s,
-            silence_deadline_s=job.settings.guard.step_deadline_s,
-            attempt=attempt,
-        )
-    except TemporaryError as error:
-        return GangResult(ok=False, exit_codes={}, reason=error.one_line())
-
-
-def _without_bad(workers: list[str], failures: Counter[str], outcome: GangOutcome) -> list[str]:
-    worker, rank = outcome.failed_worker, outcome.failed_rank
-    code = 0 if rank is None else outcome.exit_codes.get(rank)
-    if worker is None or code == STOPPED_EXIT:  # stopped as asked: no fault of the node's
-        return workers
-    failures[worker] += 1
-    lost = code is None
-    if not lost and failures[worker] < FAILURES_PER_WORKER:
-        return workers
-    others = [each for each in workers if each != worker]
-    if others:
-        log.warning("worker left out worker=%s failures=%d", worker, failures[worker])
-    return others or workers
-
-
-class _Account:
-    """What happened over all attempts of one job."""
-
-    def __init__(self, job: TrainJob, on_event: Callable[[RankEvent], None] | None) -> None:
+    def __init__(
+        self,
+        job: TrainJob,
+        workers: Sequence[str],
+        gangs: GangRunner,
+        store: ObjectStore,
+        on_event: Callable[[RankEvent], None] | None,
+    ) -> None:
         self._job = job
+        self._gangs = gangs
+        self._store = store
         self._on_event = on_event
-        self._started = time.monotonic()
-        self._attempt = 0
-        self._step = 0  # the furthest that any attempt came
-        self._resumed = 0
-        self._first_resumed: int | None = None
-        self._result: RankEvent | None = None
-        self._failures: dict[int, dict[str, Any]] = {}  # by rank, of this attempt
-        self._restarts: list[Restart] = []
-        self._open: tuple[GangOutcome, float] | None = None
-        self._diverged_at: int | None = None
+        self._roster = Roster(workers, job.settings)
+        self._account = Account(job, time.monotonic())
+        self._lineup: Lineup | None = None
+        self._now_running = job
+        self._spares_made = 0
+        self._calling_back: set[str] = set()
 
-    def begin(self, attempt: int) -> None:
-        """Start counting a new attempt."""
-        self._attempt = attempt
-        self._failures = {}
-        self._result = None
+    def run(self) -> TrainResult:
+        """Run attempts until one ends well."""
+        attempt, idle = 0, 0
+        while True:
+            attempt += 1
+            self._account.begin(attempt)
+            outcome = self._attempt(attempt)
+            if outcome.ok:
+                return self._account.result(
+                    time.monotonic(), self._roster, self._now_running.settings.ranks
+                )
+            progressed = self._account.progressed
+            self._judge(outcome, attempt)
+            idle = 0 if progressed else idle + 1
+            if idle:  # at once after a failure on the way; with patience where it fails at once
+                time.sleep(min(MAX_BACKOFF_S, 0.25 * 2**idle))
 
-    def on_line(self, raw: dict[str, Any]) -> None:
-        """Take in one line of a rank."""
+    def _attempt(self, attempt: int) -> GangResult:
+        lineup = self._lineup = self._roster.lineup(self._gangs.spares)
+        job = self._now_running = self._job.model_copy(
+            update={
+                "settings": shrunk(self._job.settings, lineup.ranks),
+                "skip_batches": tuple(sorted(self._account.skipped)),
+            }
+        )
+        if lineup.reduced:
+            log.warning(
+                "gang goes on reduced ranks=%d of=%d", lineup.ranks, self._job.settings.ranks
+            )
+        members = [
+            GangMember(each.worker_id, each.rank, environment(job, each.worker_id), each.spare)
+            for each in lineup.seats
+        ]
         try:
-            event = RankEvent.model_validate(raw)
-        except ValidationError:
+            return self._gangs.run_gang(members, job.model_dump_json(), attempt, self._on_line)
+        except TemporaryError as error:
+            return GangResult(ok=False, exit_codes={}, reason=error.one_line())
+
+    def _on_line(self, raw: dict[str, object]) -> None:
+        event = self._account.on_line(raw, time.monotonic())
+        if event is None:
             return
-        if event.attempt != self._attempt:
-            return
-        if event.event == "failed":
-            self._failures[event.rank] = {"step": event.step, **event.data}
-        if event.rank == 0:
-            if event.event == "resumed":
-                self._resumed = event.step
-                if self._first_resumed is None:
-                    self._first_resumed = event.step
-            elif event.event in ("step", "result"):
-                self._close_restart()
-                self._step = max(self._step, event.step)
-                if event.event == "result":
-                    self._result = event
+        if event.rank == 0 and event.event == "step":
+            self._keep_spares()
+        elif event.rank == 0 and event.event == "checkpoint" and not event.data.get("rejected"):
+            self._look_for_returned()
         if self._on_event is not None:
             self._on_event(event)
 
-    def failed(self, outcome: GangOutcome) -> None:
-        """Note that the attempt failed; raises TrainingFailed where another cannot do better."""
-        self._close_restart()
-        self._open = (outcome, time.monotonic())
-        for said in self._failures.values():
-            if said.get("code") not in _HOPELESS:
-                continue
-            if said.get("code") == DIVERGED and self._diverged_at is None:
-                self._diverged_at = self._step  # once may be a flipped bit; twice is the recipe
-                continue
-            raise TrainingFailed(
-                "training cannot succeed as asked",
-                got=said.get("message"),
-                where=join_url(self._job.checkpoint_url, self._job.job_id),
-            )
+    def _keep_spares(self) -> None:
+        wanted = self._job.settings.guard.spares - len(self._gangs.spares)
+        for worker in self._roster.spare_nodes(wanted) if wanted > 0 else []:
+            self._spares_made += 1
+            env = {**environment(self._job, worker), "PACELINE_SPARE": "1"}
+            name = f"spare-{self._spares_made}"
+            self._gangs.keep_spare(name, worker, env, self._now_running.model_dump_json())
 
-    def reasons(self) -> str:
-        """Return why each attempt ended."""
-        last = [self._open[0].reason] if self._open else []
-        return "; ".join([*(each.reason for each in self._restarts), *last])
-
-    def result(self) -> TrainResult:
-        """Return the account of a gang that ended well."""
-        if self._result is None:
-            raise TrainingFailed("rank 0 ended without a result", where=self._job.job_id)
-        said = {
-            key: value
-            for key, value in self._result.data.items()
-            if key in TrainResult.model_fields
-        }
-        said["resumed_from_step"] = self._first_resumed or 0
-        return TrainResult.model_validate(
-            said
-            | {
-                "job_id": self._job.job_id,
-                "restarts": [each.model_dump() for each in self._restarts],
-                "seconds": time.monotonic() - self._started,
-            }
-        )
-
-    def _close_restart(self) -> None:
-        if self._open is None:
+    def _look_for_returned(self) -> None:
+        """At a checkpoint: ask nodes that were lost to come back, and stop where all others are."""
+        assert self._lineup is not None
+        if not self._lineup.reduced:
             return
-        outcome, seen_at = self._open
-        self._open = None
-        self._restarts.append(
-            Restart(
-                attempt=self._attempt,
-                failed_rank=outcome.failed_rank,
-                worker_id=outcome.failed_worker,
-                reason=outcome.reason[:2000],
-                resumed_step=self._resumed,
-                lost_steps=max(0, self._step - self._resumed),
-                seconds=time.monotonic() - seen_at,
+        back = [each for each in self._roster.missing if self._gangs.call_back(each)]
+        for each in back:
+            self._roster.returned(each)
+        if back:
+            self._account.stopping("returned", f"{', '.join(back)} returned")
+            self._gangs.stop_soon("nodes returned")
+
+    def _judge(self, outcome: GangResult, attempt: int) -> None:
+        """Note the failure; raises TrainingFailed where another attempt cannot do better."""
+        now = time.monotonic()
+        for worker in outcome.preempted:
+            self._roster.taken_away(worker)
+        restarting = Restarting(outcome, now, preempted=bool(outcome.preempted))
+        if outcome.hung:
+            restarting.stacks_url = self._keep_stacks(outcome, attempt)
+        self._account.failed(restarting)
+        for worker in outcome.lost:
+            self._roster.failed(worker, lost=True)
+        failed = outcome.failed_worker
+        if restarting.counts and failed is not None and failed not in outcome.lost:
+            lost = outcome.failed_rank is not None and (
+                outcome.exit_codes.get(outcome.failed_rank, 0) is None and not outcome.hung
             )
-        )
+            self._roster.failed(failed, lost=lost)
+        if self._account.counted > self._job.settings.guard.max_restarts:
+            raise TrainingFailed(
+                "training used up its restarts",
+                got=self._account.reasons(),
+                wanted=f"at most {self._job.settings.guard.max_restarts} restarts",
+                where=join_url(self._job.checkpoint_url, self._job.job_id),
+                do="Look at the reasons; the last healthy checkpoint is kept, the same job id "
+                "resumes it.",
+            )
+
+    def _keep_stacks(self, outcome: GangResult, attempt: int) -> str:
+        url = join_url(self._job.checkpoint_url, self._job.job_id, "stacks", f"attempt-{attempt}")
+        for rank, text in outcome.stderr.items():
+            try:
+                self._store.put_bytes(join_url(url, f"rank-{rank}.txt"), text.encode())
+            except TemporaryError as error:  # the restart matters more
+                log.warning("stacks could not be kept url=%s why=%s", url, error.one_line())
+        return url
 
 
-# Errors that the next attempt would meet again; anything else may be the machine's.
-_HOPELESS = {
-    "InvalidInput",
-    "InvalidSnapshot",
-    "InvalidManifest",
-    "DataRejected",
-    "AccessDenied",
-    "Conflict",
-    DIVERGED,
-}
+def environment(job: TrainJob, worker_id: str) -> dict[str, str]:
+    """Return a rank's own variables."""
+    return {
+        "PACELINE_WORKER_ID": worker_id,
+        "OMP_NUM_THREADS": str(job.settings.threads_per_rank),
+    }
 
 
 def _result_url(job: TrainJob) -> str:

@@ -76,7 +76,8 @@ def join_group(
 ) -> Iterator[Group]:
     """Join the gang's group; each attempt has a name space of its own, so no old rank disturbs it.
 
-    With ``serve`` rank 0 is the rendezvous; without, somebody else is (the node's launcher). Raises PeerLost where the others do not come within ``timeout_s``.
+    With ``serve`` rank 0 is the rendezvous; without, somebody else is (the node's launcher).
+    Raises PeerLost where the others do not come within ``timeout_s``.
     """
     if world_size == 1:
         yield Group()

@@ -1,7 +1,8 @@
-"""A launcher of plain subprocesses on this machine: for tests, and training without a cluster.
+"""Nodes that are plain subprocesses of this one: training on one machine, without any server.
 
-Same contract as the fleet's. All ranks live in process groups of their own and are gone, whatever
-happens, when ``run_gang`` returns.
+Same port as the fleet's. Each node is a launcher process (forkserver.py); all of them, and so all
+ranks, are gone when the ``with`` ends, and when this process dies, however it does. Launchers stay
+warm from one job to the next for as long as the ``LocalLauncher`` itself is open.
 """
 
 from __future__ import annotations
@@ -12,228 +13,201 @@ import logging
 import os
 import queue
 import signal
-import socket
 import subprocess
+import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import IO, Any
 
-from paceline.training.gang import GangMember, GangResult, OnLine
+from paceline.errors import WorkerLost
+from paceline.training.gang import Heard
 
 log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
-TICK_S = 0.1
-SETTLE_S = 0.3  # after a first failure: which rank was really first shows once the others fell
-STACKS_S = 0.3
-STDERR_LINES = 60
-
-
-@dataclass
-class _Rank:
-    member: GangMember
-    process: subprocess.Popen[str]
-    stderr: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_LINES))
-    spoke: bool = False
-    said_at: float = 0.0
-    ended_at: float | None = None
-    readers: list[threading.Thread] = field(default_factory=list)
+END_S = 5.0
+_LAUNCHER_ENV = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # a thread spoils forking
 
 
 class LocalLauncher:
-    """Runs each member as a subprocess; ``pids`` names the ranks of the gang that runs now."""
+    """Runs nodes on this machine; ``pids`` names the ranks of the gang that runs now.
+
+    As a context manager it keeps its launchers warm until the end of the ``with``; without, they
+    end with each job. Not for several jobs at once.
+    """
 
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
+        self.launcher_pids: dict[str, int] = {}
+        self._running: dict[str, _Node] = {}
+        self._lines: queue.Queue[Heard] = queue.Queue()
+        self._argv: tuple[str, ...] = ()
+        self._kept = False
 
-    def run_gang(
+    def __enter__(self) -> LocalLauncher:
+        self._kept = True
+        return self
+
+    def __exit__(
         self,
-        members: Sequence[GangMember],
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._kept = False
+        self._end_all()
+
+    @contextlib.contextmanager
+    def open_nodes(
+        self,
+        workers: Sequence[str],
+        argv: Sequence[str],
         *,
-        on_event: OnLine | None,
-        start_deadline_s: float,
-        silence_deadline_s: float,
-        attempt: int,
-    ) -> GangResult:
-        """Run the gang; see ``GangLauncher``."""
-        lines: queue.Queue[tuple[_Rank, str]] = queue.Queue()
-        ranks: list[_Rank] = []
-        with _reserved_port() as port:
-            try:
-                for member in members:
-                    ranks.append(_start(member, members, port, attempt, lines))
-                    self.pids[member.rank] = ranks[-1].process.pid
-                fault = _follow(ranks, lines, on_event, start_deadline_s, silence_deadline_s)
-            finally:
-                _end(ranks)
-                self.pids = {}
-        _drain(lines, on_event)
-        codes: dict[int, int | None] = {each.member.rank: each.process.returncode for each in ranks}
-        if fault is None:
-            return GangResult(ok=True, exit_codes=codes)
-        guilty, what = fault
-        tail = "".join(guilty.stderr)
-        reason = f"rank {guilty.member.rank} on {guilty.member.worker_id} {what}"
-        log.warning("gang ended reason=%s", reason)
-        return GangResult(
-            ok=False,
-            exit_codes=codes,
-            failed_rank=guilty.member.rank,
-            failed_worker=guilty.member.worker_id,
-            reason=reason,
-            stderr_tail=tail,
-        )
+        wait_s: float,  # noqa: ARG002 - nobody else holds these nodes
+        cancel: threading.Event | None,  # noqa: ARG002
+        on_wait: Callable[[str], None] | None,  # noqa: ARG002
+    ) -> Iterator[LocalLauncher]:
+        """Run ``argv`` once for each of ``workers``; see ``Launcher`` (nobody is waited for)."""
+        if tuple(argv) != self._argv:
+            self._end_all()
+            self._argv = tuple(argv)
+        try:
+            for each in dict.fromkeys(workers):
+                if not self.start(each):
+                    raise WorkerLost("launcher could not be started", where=each)
+            yield self
+        finally:
+            self.pids = {}
+            if not self._kept:
+                self._end_all()
 
+    # -- Nodes
 
-def _start(
-    member: GangMember,
-    members: Sequence[GangMember],
-    port: int,
-    attempt: int,
-    lines: queue.Queue[tuple[_Rank, str]],
-) -> _Rank:
-    local = [each.rank for each in members if each.worker_id == member.worker_id]
-    environment = {
-        **os.environ,
-        "RANK": str(member.rank),
-        "WORLD_SIZE": str(len(members)),
-        "LOCAL_RANK": str(local.index(member.rank)),
-        "LOCAL_WORLD_SIZE": str(len(local)),
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(port),
-        "PACELINE_ATTEMPT": str(attempt),
-        "OMP_NUM_THREADS": "1",
-        **member.env,
-    }
-    process = subprocess.Popen(
-        list(member.argv),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-    rank = _Rank(member, process)
+    def tell(self, worker_id: str, order: Mapping[str, Any]) -> None:
+        """Send an order; see ``Nodes``."""
+        node = self._running.get(worker_id)
+        if node is None or not node.tell(order):
+            raise WorkerLost("the node's launcher is gone", where=worker_id)
 
-    def read_out() -> None:
-        if (stream := process.stdout) is not None:
-            with stream:
-                for line in stream:
-                    lines.put((rank, line))
-
-    def read_err() -> None:
-        if (stream := process.stderr) is not None:
-            with stream:
-                rank.stderr.extend(stream)
-
-    for number, target in enumerate((read_out, read_err)):
-        name = f"rank-{member.rank}-{number}"
-        rank.readers.append(threading.Thread(target=target, name=name, daemon=True))
-        rank.readers[-1].start()
-    with contextlib.suppress(BrokenPipeError):
-        if process.stdin is not None:
-            with process.stdin:
-                process.stdin.write(member.input_json + "\n")
-    return rank
-
-
-def _follow(
-    ranks: list[_Rank],
-    lines: queue.Queue[tuple[_Rank, str]],
-    on_event: OnLine | None,
-    start_deadline_s: float,
-    silence_deadline_s: float,
-) -> tuple[_Rank, str] | None:
-    """Return once all ranks ended well (None), or which one is at fault and how."""
-    started = time.monotonic()
-    settle_until: float | None = None
-    while True:
+    def hear(self, timeout_s: float) -> list[Heard]:
+        """Return what was said; see ``Nodes``."""
+        found: list[Heard] = []
         with contextlib.suppress(queue.Empty):
-            rank, line = lines.get(timeout=TICK_S)
-            rank.spoke, rank.said_at = True, time.monotonic()
-            _hand_over(line, on_event)
-        now = time.monotonic()
-        for each in ranks:
-            if each.ended_at is None and each.process.poll() is not None:
-                each.ended_at = now
-        failed = [each for each in ranks if each.process.returncode not in (None, 0)]
-        over = all(each.ended_at is not None for each in ranks)
-        if over and not failed:
-            return None
-        if failed:
-            settle_until = settle_until or now + SETTLE_S
-            if over or now >= settle_until:
-                return _blame(failed)
-            continue
-        living = [each for each in ranks if each.ended_at is None]
-        for each in living:
-            if not each.spoke and now - started > start_deadline_s:
-                return each, f"said nothing within {start_deadline_s:.0f} s of its start"
-        hung = [each for each in living if each.spoke and now - each.said_at > silence_deadline_s]
-        if hung:
-            # One frozen rank silences all that wait for it: a stopped one is the guilty one.
-            guilty = max(living, key=lambda each: (_is_stopped(each), now - each.said_at))
-            return guilty, f"hung: no line for {now - guilty.said_at:.1f} s"
+            found.append(self._lines.get(timeout=timeout_s))
+            while True:
+                found.append(self._lines.get_nowait())
+        for heard in found:
+            if heard.line.get("launcher") == "started":
+                self.pids |= {int(rank): pid for rank, pid in heard.line["pids"].items()}
+            if heard.lost:
+                self._forget(heard.worker_id)
+        return found
+
+    def host(self, worker_id: str) -> str:  # noqa: ARG002
+        """Return the loopback address."""
+        return HOST
+
+    def start(self, worker_id: str) -> bool:
+        """Start the node's launcher unless it runs; always possible here."""
+        node = self._running.get(worker_id)
+        if node is not None and node.process.poll() is None:
+            self._lines.put(Heard(worker_id, {"launcher": "ready"})) if node.is_ready else None
+            return True
+        node = _Node(worker_id, self._argv, self._lines)
+        self._running[worker_id] = node
+        self.launcher_pids[worker_id] = node.process.pid
+        return True
+
+    def drop(self, worker_id: str) -> None:
+        """Kill the node's launcher; its ranks die with it."""
+        if (node := self._running.get(worker_id)) is not None:
+            node.kill()
+            self._forget(worker_id)
+
+    def _forget(self, worker_id: str) -> None:
+        self._running.pop(worker_id, None)
+        self.launcher_pids.pop(worker_id, None)
+
+    def _end_all(self) -> None:
+        for node in self._running.values():
+            node.close()
+        deadline = time.monotonic() + END_S
+        for node in self._running.values():
+            node.wait(deadline - time.monotonic())
+        self._running.clear()
+        self.launcher_pids.clear()
+        self._lines = queue.Queue()
 
 
-def _blame(failed: list[_Rank]) -> tuple[_Rank, str]:
-    # A killed rank takes the others down with it: a signal comes before an exit code.
-    first = min(failed, key=lambda each: (each.process.returncode > 0, each.ended_at or 0.0))
-    code = first.process.returncode
-    return first, f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+class _Node:
+    """A launcher process and the thread that reads it."""
 
+    def __init__(self, worker_id: str, argv: Sequence[str], lines: queue.Queue[Heard]) -> None:
+        self.worker_id = worker_id
+        self.is_ready = False
+        self._lines = lines
+        self._lock = threading.Lock()
+        self.process = subprocess.Popen(
+            [*argv, "--die"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **_LAUNCHER_ENV},
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, name=f"node-{worker_id}", daemon=True)
+        self._reader.start()
 
-def _end(ranks: list[_Rank]) -> None:
-    living = [each for each in ranks if each.process.poll() is None]
-    for each in living:
-        _signal(each, signal.SIGUSR1)  # stacks, to standard error
-    if living:
-        time.sleep(STACKS_S)
-    for each in ranks:
-        _signal(each, signal.SIGKILL)
-    for each in ranks:
-        each.process.wait()
-        for reader in each.readers:
-            reader.join(5)
+    def tell(self, order: Mapping[str, Any]) -> bool:
+        """Send one order; return whether there was somebody to take it."""
+        assert self.process.stdin is not None
+        try:
+            with self._lock:
+                self.process.stdin.write(json.dumps(order).encode() + b"\n")
+                self.process.stdin.flush()
+        except (OSError, ValueError):
+            return False
+        return True
 
+    def close(self) -> None:
+        """Close its standard input: it ends its ranks and itself."""
+        with contextlib.suppress(OSError):
+            assert self.process.stdin is not None
+            self.process.stdin.close()
 
-def _signal(rank: _Rank, number: signal.Signals) -> None:
-    if rank.process.poll() is None:
+    def kill(self) -> None:
+        """SIGKILL: the kernel kills its ranks, too."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(rank.process.pid, number)
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for its end; past ``timeout_s`` it is killed."""
+        try:
+            self.process.wait(max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self.process.wait(END_S)
+        self._reader.join(END_S)
+        self.close()
+
+    def _read(self) -> None:
+        pipe: IO[bytes] | None = self.process.stdout
+        assert pipe is not None
+        with pipe:
+            for raw in pipe:
+                try:
+                    line = json.loads(raw)
+                except ValueError:
+                    log.info("%s: %s", self.worker_id, raw[:500])
+                    continue
+                if isinstance(line, dict):
+                    self.is_ready = self.is_ready or line.get("launcher") == "ready"
+                    self._lines.put(Heard(self.worker_id, line))
+        code = self.process.wait()
+        self._lines.put(Heard(self.worker_id, lost=f"its launcher ended with {code}"))
 
 
-def _is_stopped(rank: _Rank) -> bool:
-    try:
-        with open(f"/proc/{rank.process.pid}/stat") as file:  # noqa: PTH123 - a file of the kernel
-            return file.read().rsplit(")", 1)[1].split()[0] == "T"
-    except OSError:
-        return False
-
-
-def _hand_over(line: str, on_event: OnLine | None) -> None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        log.debug("rank said something else line=%s", line.rstrip()[:200])
-        return
-    if on_event is not None and isinstance(event, dict):
-        on_event(event)
-
-
-def _drain(lines: queue.Queue[tuple[_Rank, str]], on_event: OnLine | None) -> None:
-    with contextlib.suppress(queue.Empty):
-        while True:
-            _hand_over(lines.get_nowait()[1], on_event)
-
-
-@contextlib.contextmanager
-def _reserved_port() -> Iterator[int]:
-    """Hold a free port that a server which sets SO_REUSEADDR can still listen on."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((HOST, 0))
-        yield int(holder.getsockname()[1])
+def launcher_argv(run: str) -> list[str]:
+    """Return the argv of a launcher whose ranks are ``run`` (``module:function``)."""
+    return [sys.executable, "-m", "paceline.training.forkserver", run]

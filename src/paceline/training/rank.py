@@ -235,6 +235,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
                 place.master_port,
                 place.attempt,
                 settings.guard.step_deadline_s,
+                serve=False,
             )
         )
         state = TrainState(WholeModel(its.model), its.optimizer, group)

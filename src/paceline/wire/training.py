@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.profile import EvaluationSettings, TrainingSettings
+from paceline.profile import DataSettings, EvaluationSettings, TrainingSettings
 from paceline.wire.base import Name, Record, Sha256
 
 
@@ -26,6 +26,8 @@ class TrainJob(Record):
     settings: TrainingSettings
     labels: Literal["true", "shuffled"] = "true"  # "shuffled" is the control that must not pass
     deterministic: bool = True
+    data: DataSettings = DataSettings()  # how samples become batches
+    skip_batches: tuple[int, ...] = ()  # global batches that made training go wrong: passed over
 
 
 class RankEvent(Record):
@@ -48,6 +50,35 @@ class Restart(Record):
     resumed_step: int
     lost_steps: int
     seconds: float  # failure seen to first new step
+    kind: Literal["failed", "hung", "lost", "preempted", "bad-step", "returned"] = "failed"
+    ranks: int = 0  # of the gang that went on
+    stacks_url: str = ""  # where every rank was when the gang hung
+
+
+class TimeLedger(Record):
+    """Where the time of a job went; the accounts sum to ``wall_s``."""
+
+    start_s: float  # to the first step
+    productive_s: float
+    data_wait_s: float
+    checkpoint_stall_s: float
+    lost_work_s: float  # steps made again because no checkpoint held them
+    detection_s: float  # from the last step to the failure being noticed
+    restart_s: float  # from then to the next step
+    finish_s: float  # from the last step to the stored result
+    wall_s: float
+    goodput: (
+        float  # productive, as a share of the time from the first step's start to the last's end
+    )
+
+
+class Failures(Record):
+    """What failed how often in one job."""
+
+    job: int = 0
+    hosts: dict[str, int] = {}
+    shards: dict[str, int] = {}  # by digest
+    left_out: tuple[str, ...] = ()  # hosts that failed too often
 
 
 class CheckpointRef(Record):
@@ -76,6 +107,10 @@ class TrainResult(Record):
     config_digest: Sha256
     code_version: str = ""
     quarantined_shards: tuple[str, ...] = ()  # not empty: the job needs review
+    skipped_batches: tuple[int, ...] = ()  # not empty: the job needs review
+    ranks: int = 0  # at the end
+    ledger: TimeLedger | None = None
+    failures: Failures = Failures()
 
 
 class EvaluationSpec(Record):

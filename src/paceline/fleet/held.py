@@ -1,0 +1,162 @@
+"""Nodes that one job holds, with a process on each that listens: started, told, heard, ended.
+
+The port of ``paceline.training`` for its launchers, on Dask. What the processes are is an argv;
+what is told and heard are JSON objects, a line each. A node whose process or Dask worker is lost
+says so once, and can be started again when it is back. Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.errors import PacelineError, WorkerLost
+from paceline.fleet import remote
+from paceline.fleet.crew import Crew, Member
+from paceline.fleet.gang import LAUNCH_DEADLINE_S, _call, _claimed
+from paceline.fleet.remote import Order
+
+log = logging.getLogger(__name__)
+
+END_GRACE_S = 5.0
+# A thread in a process that forks spoils it; numpy's library would start some at import.
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A line of a node's process, or that it is lost."""
+
+    worker_id: str
+    line: Mapping[str, Any] = field(default_factory=dict)
+    lost: str = ""
+
+
+class HeldNodes:
+    """The nodes of one job; see `Fleet.open_nodes`."""
+
+    def __init__(self, fleet: Any, job_id: str, argv: Sequence[str]) -> None:
+        self._fleet = fleet
+        self._job_id = job_id
+        self._argv = tuple(argv)
+        self._members: dict[str, Member] = {}
+        self._following = Crew(fleet, [])  # all of them: one question a node at a time
+        self._count = 0
+
+    def tell(self, worker_id: str, order: Mapping[str, Any]) -> None:
+        """Write ``order`` as a line to the node's process; raises WorkerLost."""
+        member = self._member(worker_id)
+        try:
+            text = json.dumps(order) + "\n"
+            process_id = member.order.process_id
+            _call(self._fleet, worker_id, member.address, remote.tell, process_id, text)
+        except PacelineError as error:
+            raise WorkerLost(
+                "the node takes no order", got=error.one_line(), where=worker_id
+            ) from error
+
+    def hear(self, timeout_s: float) -> list[Heard]:
+        """Return what was said, as soon as something was, and [] after ``timeout_s``."""
+        if not self._members:
+            time.sleep(min(0.1, timeout_s))
+            return []
+        heard: list[Heard] = []
+        for member, text in self._following.follow(timeout_s):
+            try:
+                line = json.loads(text)
+            except ValueError:
+                log.info("%s: %s", member.worker_id, text[:500])
+                continue
+            if isinstance(line, dict):
+                heard.append(Heard(member.worker_id, line))
+        for member in [each for each in self._members.values() if each.over]:
+            why = member.lost or f"its process ended with {member.news.exit_code}"
+            if tail := member.news.stderr_tail.strip():
+                why = f"{why}: {tail.splitlines()[-1][:300]}"
+            self.drop(member.worker_id)
+            heard.append(Heard(member.worker_id, lost=why))
+        return heard
+
+    def host(self, worker_id: str) -> str:
+        """Return the address that other nodes reach this one at."""
+        return self._member(worker_id).address.split("://", 1)[-1].rsplit(":", 1)[0]
+
+    def start(self, worker_id: str) -> bool:
+        """Start the node's process unless it runs; return whether the node could be reached."""
+        if worker_id in self._members:
+            return True
+        address = self._fleet._addresses().get(worker_id)
+        if address is None:
+            return False
+        self._count += 1
+        order = Order(
+            process_id=f"{self._job_id}-{worker_id}-{self._count}",
+            argv=self._argv,
+            env=_ENVIRONMENT,
+            input_json="",
+            directory=str(self._fleet.runtime.node_dir(worker_id) / "work"),
+            gang_id=self._job_id,
+            listens=True,
+        )
+        member = Member(worker_id, 0, order, address)
+        try:
+            if holder := _call(self._fleet, worker_id, address, remote.claim, self._job_id):
+                log.warning("node is held by another worker=%s holder=%s", worker_id, holder)
+                return False
+            Crew(self._fleet, [member]).start(LAUNCH_DEADLINE_S)
+        except PacelineError as error:
+            log.warning("node's process was not started worker=%s why=%s", worker_id, error)
+            return False
+        self._members[worker_id] = member
+        self._following.members.append(member)
+        return True
+
+    def drop(self, worker_id: str) -> None:
+        """End the node's process by force."""
+        if (member := self._members.pop(worker_id, None)) is not None:
+            self._following.members.remove(member)
+            Crew(self._fleet, [member]).end(0.0)
+
+    def close(self) -> None:
+        """End every node's process."""
+        self._following.end(END_GRACE_S)
+        self._members.clear()
+
+    def _member(self, worker_id: str) -> Member:
+        if (member := self._members.get(worker_id)) is None:
+            raise WorkerLost("no process runs there", where=worker_id)
+        return member
+
+
+@contextlib.contextmanager
+def open_nodes(
+    fleet: Any,
+    workers: Sequence[str],
+    argv: Sequence[str],
+    *,
+    wait_s: float,
+    cancel: threading.Event | None,
+    on_wait: Callable[[str], None] | None,
+) -> Iterator[HeldNodes]:
+    """Hold nodes and run ``argv`` on each; see `Fleet.open_nodes`."""
+    job_id = f"gang-{uuid.uuid4().hex[:12]}-{os.getpid()}"
+    addresses = fleet._await_nodes(list(workers), 15.0)
+    empty = Order(process_id="", argv=(), env={}, input_json="", directory="")
+    members = [Member(each, 0, empty, addresses[each]) for each in dict.fromkeys(workers)]
+    with _claimed(fleet, job_id, members, wait_s, cancel, on_wait=on_wait, rendezvous=False):
+        nodes = HeldNodes(fleet, job_id, argv)
+        try:
+            for member in members:
+                if not nodes.start(member.worker_id):
+                    raise WorkerLost("node is away", where=member.worker_id)
+            yield nodes
+        finally:
+            nodes.close()

@@ -1,0 +1,246 @@
+"""What happened over all attempts of one job: steps, restarts, failures, batches passed over, time.
+
+Fed with the ranks' lines and the gang's ends; decides only whether another attempt can do better.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from paceline.errors import TrainingFailed
+from paceline.objects import join_url
+from paceline.training.gang import GangResult
+from paceline.training.ledger import Ledger
+from paceline.training.roster import Roster
+from paceline.wire.training import Failures, RankEvent, Restart, TrainJob, TrainResult
+
+Kind = Literal["failed", "hung", "lost", "preempted", "bad-step", "returned"]
+
+DIVERGED = "TrainingFailed"
+BAD_STEP = "BadStep"
+# Errors that the next attempt would meet again; anything else may be the machine's.
+HOPELESS = {
+    "InvalidInput",
+    "InvalidSnapshot",
+    "InvalidManifest",
+    "DataRejected",
+    "AccessDenied",
+    "Conflict",
+    DIVERGED,
+}
+
+
+@dataclass
+class Restarting:
+    """An attempt that ended, until the next one makes its first step."""
+
+    outcome: GangResult
+    seen_at: float
+    preempted: bool = False
+    kind: Kind = "failed"
+    stacks_url: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Return whether it uses up a restart: what was asked for does not."""
+        return self.kind in ("failed", "hung", "lost")
+
+
+class Account:
+    """The account of one job."""
+
+    def __init__(self, job: TrainJob, now: float) -> None:
+        self._job = job
+        self._started = now
+        self._attempt = 0
+        self._step = 0
+        self._resumed = 0
+        self._first_resumed: int | None = None
+        self._restarts: list[Restart] = []
+        self._open: Restarting | None = None
+        self._said: dict[int, dict[str, Any]] = {}
+        self._diverged_at: int | None = None
+        self._asked: tuple[Kind, str] | None = None
+        self._result: RankEvent | None = None
+        self._ledger = Ledger(now)
+        self._shards: Counter[str] = Counter()
+        self._stalled = self._waited = 0.0
+        self.counted = 0  # restarts that count against the job's
+        self.skipped: set[int] = set(job.skip_batches)
+        self.progressed = False
+
+    def begin(self, attempt: int) -> None:
+        """Another attempt starts."""
+        self._attempt = attempt
+        self._said = {}
+        self._result = None
+        self._asked = None
+        self._stalled = self._waited = 0.0
+        self.progressed = False
+
+    def stopping(self, kind: Kind, why: str) -> None:
+        """The attempt is about to be stopped by us, for this reason."""
+        self._asked = (kind, why)
+
+    def on_line(self, raw: dict[str, Any], now: float) -> RankEvent | None:
+        """Take in one line of a rank; return the event, unless it is an old attempt's or none."""
+        try:
+            event = RankEvent.model_validate(raw)
+        except ValidationError:
+            return None
+        if event.attempt != self._attempt:
+            return None
+        if event.event == "failed":
+            self._said[event.rank] = {"step": event.step, **event.data}
+        if event.rank == 0:
+            self._of_first(event, now)
+        return event
+
+    def _of_first(self, event: RankEvent, now: float) -> None:
+        if event.event == "resumed":
+            self._resumed = event.step
+            self._ledger.resumed(event.step)
+            if self._first_resumed is None:
+                self._first_resumed = event.step
+        elif event.event == "step":
+            data = event.data
+            waited, stalled = _seconds(data, "data_wait_s"), _seconds(data, "checkpoint_stall_s")
+            self._ledger.stepped(
+                now,
+                event.step,
+                seconds=_seconds(data, "step_seconds"),
+                data_wait_s=waited - self._waited,
+                stall_s=stalled - self._stalled,
+            )
+            self._waited, self._stalled = waited, stalled
+            self._close(now)
+            self.progressed = True
+            self._step = max(self._step, event.step)
+        elif event.event == "result":
+            self._close(now)
+            self._step = max(self._step, event.step)
+            self._result = event
+        for shard in _names(event.data.get("quarantined_shards")):
+            self._shards[shard] = max(1, self._shards[shard])
+
+    def failed(self, ended: Restarting) -> None:
+        """Note that the attempt failed; raises TrainingFailed where another cannot do better."""
+        now = ended.seen_at
+        self._close(now)
+        ended.kind = self._kind(ended)
+        if ended.outcome.stopped:
+            self._ledger.stopping(now)
+        else:
+            self._ledger.noticed(now)
+        self._open = ended
+        self.counted += ended.counts
+        if ended.kind == "bad-step":
+            self._pass_over()
+            return
+        for said in self._said.values():
+            if said.get("code") not in HOPELESS:
+                continue
+            if said.get("code") == DIVERGED and self._diverged_at is None:
+                self._diverged_at = self._step  # once may be a flipped bit; twice is the recipe
+                continue
+            raise TrainingFailed(
+                "training cannot succeed as asked",
+                got=said.get("message"),
+                where=join_url(self._job.checkpoint_url, self._job.job_id),
+            )
+
+    def _kind(self, ended: Restarting) -> Kind:
+        outcome = ended.outcome
+        if any(said.get("code") == BAD_STEP for said in self._said.values()):
+            return "bad-step"
+        if outcome.hung:
+            return "hung"
+        if outcome.stopped:
+            return self._asked[0] if self._asked is not None else "preempted"
+        if outcome.lost:
+            return "lost"
+        return "preempted" if ended.preempted else "failed"
+
+    def _pass_over(self) -> None:
+        bad = {
+            int(said["bad_batch"]): str(said.get("message", ""))
+            for said in self._said.values()
+            if said.get("code") == BAD_STEP and "bad_batch" in said
+        }
+        allowed = self._job.settings.guard.max_bad_steps
+        if bad.keys() <= self.skipped or len(self.skipped | bad.keys()) > allowed:
+            raise TrainingFailed(
+                "too many bad steps",
+                got=f"batches {sorted(self.skipped | bad.keys())}: {'; '.join(bad.values())}",
+                wanted=f"at most {allowed}, training.guard.max_bad_steps",
+                where=join_url(self._job.checkpoint_url, self._job.job_id),
+                do="Lower training.learning_rate or training.clip_norm, or look at those batches; "
+                "the last healthy checkpoint is intact.",
+            )
+        self.skipped |= bad.keys()
+
+    def reasons(self) -> str:
+        """Return why each attempt ended."""
+        last = [self._open.outcome.reason] if self._open else []
+        return "; ".join([*(each.reason for each in self._restarts), *last])
+
+    def result(self, now: float, roster: Roster, ranks: int) -> TrainResult:
+        """Return the account of a gang that ended well."""
+        if self._result is None:
+            raise TrainingFailed("rank 0 ended without a result", where=self._job.job_id)
+        said = {
+            key: value
+            for key, value in self._result.data.items()
+            if key in TrainResult.model_fields
+        }
+        said["resumed_from_step"] = self._first_resumed or 0
+        return TrainResult.model_validate(
+            said
+            | {
+                "job_id": self._job.job_id,
+                "restarts": [each.model_dump() for each in self._restarts],
+                "seconds": now - self._started,
+                "skipped_batches": sorted(self.skipped),
+                "ranks": ranks,
+                "ledger": self._ledger.finished(now).model_dump(),
+                "failures": Failures(
+                    job=self.counted,
+                    hosts=dict(roster.failures),
+                    shards=dict(self._shards),
+                    left_out=tuple(sorted(roster.left_out)),
+                ).model_dump(),
+            }
+        )
+
+    def _close(self, now: float) -> None:
+        if self._open is None:
+            return
+        ended, self._open = self._open, None
+        outcome = ended.outcome
+        asked = "" if self._asked is None else self._asked[1]
+        self._restarts.append(
+            Restart(
+                attempt=self._attempt,
+                failed_rank=outcome.failed_rank,
+                worker_id=outcome.failed_worker,
+                reason=(outcome.reason or asked)[:2000],
+                resumed_step=self._resumed,
+                lost_steps=max(0, self._step - self._resumed),
+                seconds=now - ended.seen_at,
+                kind=ended.kind,
+                stacks_url=ended.stacks_url,
+            )
+        )
+
+
+def _seconds(data: dict[str, Any], name: str) -> float:
+    value = data.get(name, 0.0)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _names(value: object) -> list[str]:
+    return [str(each) for each in value] if isinstance(value, list | tuple) else []
