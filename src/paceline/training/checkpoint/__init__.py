@@ -20,6 +20,7 @@ from paceline.training.checkpoint.records import (
 from paceline.training.interval import Alert, Failures
 
 if TYPE_CHECKING:
+    from paceline.training.checkpoint.exporting import export
     from paceline.training.checkpoint.resuming import Restored, resume_newest_healthy
     from paceline.training.checkpoint.saver import Checkpointer
     from paceline.training.checkpoint.state import TrainState, WholeModel
@@ -29,6 +30,7 @@ _LATE = {
     "Restored": "resuming",
     "TrainState": "state",
     "WholeModel": "state",
+    "export": "exporting",
     "resume_newest_healthy": "resuming",
 }
 
@@ -56,5 +58,6 @@ __all__ = [
     "SavedFile",
     "TrainState",
     "WholeModel",
+    "export",
     "resume_newest_healthy",
 ]

@@ -38,10 +38,11 @@ class Restored:
     step: int
     position: dict[str, Any]
     metrics: dict[str, float]
-    world_size: int = 1
-    layout: dict[str, int] | None = None
-    digest: str = ""
-    url: str = ""
+    extra: dict[str, Any]  # what was no tensor of ``TrainState.extra``
+    world_size: int
+    layout: dict[str, int]
+    digest: str
+    url: str
 
 
 def resume_newest_healthy(
@@ -278,6 +279,7 @@ def _restored(
         step=commit.step,
         position=dict(commit.position),
         metrics=dict(commit.metrics),
+        extra=dict(commit.extra),
         world_size=commit.world_size,
         layout=dict(commit.layout),
         digest=commit.digest,

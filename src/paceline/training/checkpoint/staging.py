@@ -33,15 +33,15 @@ _EXPONENTS: dict[str, tuple[str, int]] = {
 }
 
 
-def header_of(entries: Sequence[tuple[str, str, Sequence[int], int]]) -> bytes:
+def header_of(entries: Sequence[tuple[str, str, Sequence[int], int]], align: int = ALIGN) -> bytes:
     """Return a safetensors header for ``(name, dtype, shape, bytes)`` in this order."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, dtype, shape, size in entries:
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-(len(raw) + 8) % ALIGN)
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-(len(raw) + 8) % align)
     return len(raw).to_bytes(8, "little") + raw
 
 

@@ -1,0 +1,213 @@
+"""The whole model as safetensors on rank 0, from any layout, one tensor at a time.
+
+The files are byte for byte those of ``models.save_model``: what is published does not depend on how
+it was trained. Beyond the training's own memory rank 0 holds one whole tensor, and no rank sends
+more than its own boxes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.errors import InvalidInput, PacelineError, TrainingFailed
+from paceline.models import ModelConfig
+from paceline.models.files import CONFIG_FILE, INDEX_FILE
+from paceline.models.weights import file_groups
+from paceline.training.checkpoint.exchange import Exchange
+from paceline.training.checkpoint.layout import (
+    DTYPES,
+    Chunk,
+    chunks_of,
+    from_json,
+    local_of,
+    name_of,
+    share_out,
+    to_json,
+)
+from paceline.training.checkpoint.staging import header_of
+from paceline.training.checkpoint.state import MODEL, TrainState
+
+DEADLINE_S = 600.0
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A tensor to export, and which rank sends each box of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[tuple[int, Chunk], ...]
+
+
+def export(
+    state: TrainState,
+    config: ModelConfig | None,
+    directory: Path,
+    *,
+    deadline_s: float = DEADLINE_S,
+) -> None:
+    """Write the model into ``directory`` on rank 0; every rank calls it.
+
+    Weights are written in ``config.torch_dtype``; without a config (a model of one's own) as they
+    are, in one file. Raises InvalidInput on every rank where weights are not finite, TrainingFailed
+    where rank 0 cannot write.
+    """
+    group = state.group
+    live = {
+        name.removeprefix(MODEL): tensor
+        for name, tensor in state.tensors().items()
+        if name.startswith(MODEL)
+    }
+    exchange = Exchange(group, deadline_s)
+    try:
+        held = [from_json(raw) for raw in exchange.all(to_json(chunks_of(live)))]
+        share_out(held)  # refuses boxes that do not make up their tensors
+        wholes = _wholes(held)
+        groups = file_groups(config, list(wholes)) if config else [list(wholes)]
+        dtype = getattr(torch, config.torch_dtype) if config else None
+        wrong: PacelineError | None = None
+        if group.rank == 0:
+            with _translated(directory):
+                directory.mkdir(parents=True, exist_ok=True)
+        weight_map: dict[str, str] = {}
+        total = 0
+        for number, names in enumerate(groups, start=1):
+            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            weight_map |= dict.fromkeys(names, file)
+            its = [wholes[name] for name in names]
+            if group.rank:
+                _send(_in_order(its, dtype), live, exchange, group.rank)
+                continue
+            try:
+                total += _write(directory / file, _in_order(its, dtype), live, exchange, dtype)
+            except _Rest as rest:  # nobody else may wait for us: take what they send, and drop it
+                wrong = wrong or rest.error
+                for each in rest.wholes:
+                    _gather(each, live, exchange)
+        if group.rank == 0 and wrong is None:
+            _describe(directory, config, weight_map, total)
+        verdict = exchange.all(wrong.one_line().encode() if wrong else b"")[0]
+    finally:
+        exchange.close()
+    if verdict:
+        raise wrong or TrainingFailed("model was not exported", got=verdict.decode())
+
+
+class _Rest(Exception):
+    """Writing failed; these tensors have not been received yet."""
+
+    def __init__(self, error: PacelineError, wholes: Sequence[_Whole]) -> None:
+        super().__init__(str(error))
+        self.error, self.wholes = error, wholes
+
+
+def _wholes(held: Sequence[Sequence[Chunk]]) -> dict[str, _Whole]:
+    """Return every tensor with the lowest rank that holds each box: rank 0 sends least."""
+    boxes: dict[str, dict[tuple[int, ...], tuple[int, Chunk]]] = {}
+    for rank, chunks in enumerate(held):
+        for chunk in chunks:
+            boxes.setdefault(chunk.tensor, {}).setdefault(chunk.offsets, (rank, chunk))
+    found = {}
+    for name in sorted(boxes):
+        its = tuple(boxes[name][offsets] for offsets in sorted(boxes[name]))
+        found[name] = _Whole(name, its[0][1].shape, DTYPES[its[0][1].dtype], its)
+    return found
+
+
+def _in_order(wholes: Sequence[_Whole], dtype: torch.dtype | None) -> list[_Whole]:
+    """Return the tensors of a file as the library orders them: widest first, then by name."""
+    return sorted(wholes, key=lambda each: (-(dtype or each.dtype).itemsize, each.name))
+
+
+def _send(
+    wholes: Sequence[_Whole], live: Mapping[str, Tensor], exchange: Exchange, rank: int
+) -> None:
+    for whole in wholes:
+        for owner, chunk in whole.boxes:
+            if owner == rank:
+                exchange.send(local_of(live[chunk.tensor]).detach().cpu().contiguous(), 0)
+
+
+def _gather(whole: _Whole, live: Mapping[str, Tensor], exchange: Exchange) -> Tensor:
+    """Return one whole tensor in host memory; on rank 0."""
+    full = torch.empty(whole.shape, dtype=whole.dtype)
+    for owner, chunk in whole.boxes:
+        box = full
+        for dimension, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            box = box.narrow(dimension, start, size)
+        if owner == 0:
+            box.copy_(local_of(live[whole.name]))
+        elif box.is_contiguous():
+            exchange.receive(box, owner)
+        else:
+            part = torch.empty(chunk.sizes, dtype=whole.dtype)
+            exchange.receive(part, owner)
+            box.copy_(part)
+    return full
+
+
+def _write(
+    path: Path,
+    wholes: Sequence[_Whole],
+    live: Mapping[str, Tensor],
+    exchange: Exchange,
+    dtype: torch.dtype | None,
+) -> int:
+    """Write one file and return the bytes of its tensors; raises _Rest where it cannot."""
+    kinds = {each.name: dtype or each.dtype for each in wholes}
+    left = list(wholes)
+    entries = [
+        (
+            each.name,
+            name_of(kinds[each.name]),
+            each.shape,
+            torch.Size(each.shape).numel() * kinds[each.name].itemsize,
+        )
+        for each in left
+    ]
+    try:
+        with _translated(path), path.open("wb") as file:
+            file.write(header_of(entries, align=8))
+            while left:
+                whole = left.pop(0)
+                full = _gather(whole, live, exchange)
+                if full.is_floating_point() and not torch.isfinite(full).all():
+                    raise InvalidInput("weights are not finite", got=whole.name, where=path)
+                flat = full.to(kinds[whole.name]).reshape(-1).view(torch.uint8)
+                file.write(flat.numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+    except PacelineError as error:
+        raise _Rest(error, left) from error
+    return sum(size for *_, size in entries)
+
+
+def _describe(
+    directory: Path, config: ModelConfig | None, weight_map: Mapping[str, str], total: int
+) -> None:
+    index = {"metadata": {"total_size": total}, "weight_map": dict(weight_map)}
+    with _translated(directory):
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        if config is not None:
+            unset = None if config.tokenizer_digest else {"tokenizer_digest"}
+            text = config.model_dump_json(indent=2, exclude=unset) + "\n"
+            (directory / CONFIG_FILE).write_text(text)
+
+
+@contextlib.contextmanager
+def _translated(where: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TrainingFailed(
+            "model cannot be exported", got=error.strerror or error, where=where
+        ) from error
