@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel
 
@@ -38,7 +38,7 @@ from paceline.coordinator.ring import RING_EVENTS, EventRing
 from paceline.coordinator.role import Role
 from paceline.coordinator.settings import Patience
 from paceline.coordinator.state import CoordinatorState
-from paceline.coordinator.stores.contracts import Audit, Coordination, Progress, Term
+from paceline.coordinator.stores.contracts import Audit, Coordination, Progress, Question, Term
 from paceline.coordinator.tokens import TokenBook
 from paceline.errors import NotFound, PacelineError, ServiceUnavailable, StaleEpoch
 from paceline.manifest import Manifest
@@ -311,9 +311,9 @@ class Coordinator:
         """Return the events after number ``after``."""
         return self._ring.after(after)
 
-    def history(self, **question: Any) -> list[Told]:
-        """Return what the audit store has; see ``Audit.query`` for the questions."""
-        return self._audit.query(**question)
+    def history(self, asked: Question) -> list[Told]:
+        """Return what the audit store has."""
+        return self._audit.query(asked)
 
     def stage(self, stage: str, input_digest: str) -> StageRecord | None:
         """Return the ledger's record, or None."""

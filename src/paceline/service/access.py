@@ -8,6 +8,7 @@ from fastapi import APIRouter, Path, Query, Response
 
 from paceline.coordinator import Coordinator
 from paceline.coordinator.messages import IssueToken, RevokeToken
+from paceline.coordinator.stores import Question
 from paceline.coordinator.tokens import draw
 from paceline.service.admission import Admission
 from paceline.service.guard import Doorman
@@ -95,17 +96,18 @@ def make_access_router(
         until: Seconds = None,
     ) -> EventList:
         """The history: what happened, who changed what from where, and what was refused."""
-        rows = coordinator.history(
+        asked = Question(
             after=after or 0,
             before=before,
             limit=limit,
             newest_first=newest_first,
-            names=tuple(name) if name else None,
+            names=tuple(name or ()),
             deployment_id=deployment_id,
             worker_id=worker_id,
             since=since,
             until=until,
         )
+        rows = coordinator.history(asked)
         return EventList(events=tuple(rows), last=max((e.seq for e in rows), default=after or 0))
 
     @router.get("/ca.pem", tags=["access"], response_class=Response)

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from paceline.coordinator.stores import Shipper
-from paceline.coordinator.stores.contracts import OUTBOX_EVENTS
+from paceline.coordinator.stores.contracts import OUTBOX_EVENTS, Question
 from paceline.errors import ServiceUnavailable, StaleEpoch
 from tests.coordinator.stores.conftest import REAL, until
 from tests.coordinator.stores.effects import told, worker
@@ -16,7 +16,7 @@ from tests.support.postgres import postgres_server
 
 def history(audit):
     found, last = [], 0
-    while more := audit.query(after=last):
+    while more := audit.query(Question(after=last)):
         found += more
         last = more[-1].seq
     return found

@@ -6,6 +6,7 @@ from paceline.coordinator.stores.contracts import (
     Coordination,
     Outbox,
     Progress,
+    Question,
     Term,
 )
 from paceline.coordinator.stores.opening import open_audit, open_coordination, open_progress
@@ -17,6 +18,7 @@ __all__ = [
     "Coordination",
     "Outbox",
     "Progress",
+    "Question",
     "Shipper",
     "Term",
     "open_audit",

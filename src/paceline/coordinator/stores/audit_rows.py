@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from paceline.coordinator.stores.contracts import PRUNE_EVENTS, QUERY_EVENTS
+from paceline.coordinator.stores.contracts import PRUNE_EVENTS, QUERY_EVENTS, Question
 from paceline.coordinator.stores.events import cleaned
 from paceline.errors import Conflict
-from paceline.wire.events import Event, EventName
+from paceline.wire.events import Event
 
 COLUMNS = "seq, name, at, deployment_id, worker_id, data"
 _FIELDS = tuple(COLUMNS.split(", "))
@@ -51,42 +50,28 @@ def pruning(mark: str, keep: int) -> tuple[str, list[object]]:
     return query, [max(1, keep), PRUNE_EVENTS]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """What is asked of an audit store; see ``Audit.query``."""
-
-    after: int = 0
-    before: int | None = None
-    limit: int = QUERY_EVENTS
-    newest_first: bool = False
-    deployment_id: str | None = None
-    worker_id: str | None = None
-    names: Sequence[EventName] = ()
-    since: float | None = None
-    until: float | None = None
-
-    def sql(self, mark: str) -> tuple[str, list[object]]:
-        """Return the SELECT and its values; ``mark`` stands for a value (``?`` or ``%s``)."""
-        conditions: list[tuple[str, object]] = [("seq > ", self.after)]
-        for text, value in (
-            ("seq < ", self.before),
-            ("deployment_id = ", self.deployment_id),
-            ("worker_id = ", self.worker_id),
-            ("at >= ", self.since),
-            ("at < ", self.until),
-        ):
-            if value is not None:
-                conditions.append((text, value))
-        clauses = [text + mark for text, _ in conditions]
-        values = [value for _, value in conditions]
-        if self.names:
-            clauses.append(f"name IN ({', '.join([mark] * len(self.names))})")
-            values += [each.value for each in self.names]
-        values.append(max(0, min(self.limit, QUERY_EVENTS)))
-        order = "DESC" if self.newest_first else "ASC"
-        # Text of our own; the caller's values go apart from it.
-        return (
-            f"SELECT {COLUMNS} FROM audit WHERE {' AND '.join(clauses)}"  # noqa: S608
-            f" ORDER BY seq {order} LIMIT {mark}",
-            values,
-        )
+def select(asked: Question, mark: str) -> tuple[str, list[object]]:
+    """Return the SELECT of what is asked and its values; ``mark`` stands for one (? or %s)."""
+    conditions: list[tuple[str, object]] = [("seq > ", asked.after)]
+    for text, value in (
+        ("seq < ", asked.before),
+        ("deployment_id = ", asked.deployment_id),
+        ("worker_id = ", asked.worker_id),
+        ("at >= ", asked.since),
+        ("at < ", asked.until),
+    ):
+        if value is not None:
+            conditions.append((text, value))
+    clauses = [text + mark for text, _ in conditions]
+    values = [value for _, value in conditions]
+    if asked.names:
+        clauses.append(f"name IN ({', '.join([mark] * len(asked.names))})")
+        values += [each.value for each in asked.names]
+    values.append(max(0, min(asked.limit, QUERY_EVENTS)))
+    order = "DESC" if asked.newest_first else "ASC"
+    # Text of our own; the caller's values go apart from it.
+    return (
+        f"SELECT {COLUMNS} FROM audit WHERE {' AND '.join(clauses)}"  # noqa: S608
+        f" ORDER BY seq {order} LIMIT {mark}",
+        values,
+    )

@@ -227,6 +227,26 @@ class Progress(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What is asked of an audit store: events numbered in (after, before), told in [since, until)
+    of Unix time. ``limit`` is brought down to QUERY_EVENTS.
+    """
+
+    after: int = 0
+    before: int | None = None
+    limit: int = QUERY_EVENTS
+    newest_first: bool = False
+    deployment_id: str | None = None
+    worker_id: str | None = None
+    names: Sequence[EventName] = ()
+    since: float | None = None
+    until: float | None = None
+
+
+EVERYTHING = Question()
+
+
 @runtime_checkable
 class Audit(Protocol):
     """The append-only history of events."""
@@ -252,23 +272,9 @@ class Audit(Protocol):
         """Return the highest number kept, 0 before the first."""
         ...
 
-    def query(
-        self,
-        *,
-        after: int = 0,
-        before: int | None = None,
-        limit: int = QUERY_EVENTS,
-        newest_first: bool = False,
-        deployment_id: str | None = None,
-        worker_id: str | None = None,
-        names: Sequence[EventName] = (),
-        since: float | None = None,
-        until: float | None = None,
-    ) -> list[Event]:
-        """Return events numbered in (after, before), told in [since, until) of Unix time.
-
-        ``limit`` is brought down to QUERY_EVENTS; page on with the last number as ``after`` (or as
-        ``before`` where the newest come first).
+    def query(self, asked: Question = EVERYTHING) -> list[Event]:
+        """Return the events asked for; page on with the last number as ``after`` (or as ``before``
+        where the newest come first).
         """
         ...
 

@@ -19,15 +19,15 @@ import psycopg
 
 from paceline.coordinator.stores.audit_rows import (
     COLUMNS,
-    Question,
     event_of,
     pruning,
     require_same,
     row_of,
+    select,
 )
-from paceline.coordinator.stores.contracts import QUERY_EVENTS
+from paceline.coordinator.stores.contracts import EVERYTHING, Question
 from paceline.errors import InvalidProfile, ServiceUnavailable
-from paceline.wire.events import Event, EventName
+from paceline.wire.events import Event
 
 log = logging.getLogger(__name__)
 
@@ -121,31 +121,9 @@ class PostgresAudit:
         assert found is not None
         return int(found[0])
 
-    def query(
-        self,
-        *,
-        after: int = 0,
-        before: int | None = None,
-        limit: int = QUERY_EVENTS,
-        newest_first: bool = False,
-        deployment_id: str | None = None,
-        worker_id: str | None = None,
-        names: Sequence[EventName] = (),
-        since: float | None = None,
-        until: float | None = None,
-    ) -> list[Event]:
+    def query(self, asked: Question = EVERYTHING) -> list[Event]:
         """Return the events asked for."""
-        query, values = Question(
-            after=after,
-            before=before,
-            limit=limit,
-            newest_first=newest_first,
-            deployment_id=deployment_id,
-            worker_id=worker_id,
-            names=names,
-            since=since,
-            until=until,
-        ).sql("%s")
+        query, values = select(asked, "%s")
         rows = self._do(self._asking, lambda db: db.execute(query.encode(), values).fetchall())
         return [event_of(row) for row in rows]
 

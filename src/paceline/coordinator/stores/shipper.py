@@ -12,7 +12,7 @@ import threading
 import time
 
 from paceline.coordinator.messages import Observed
-from paceline.coordinator.stores.contracts import PRUNE_EVENTS, Audit, Coordination, Term
+from paceline.coordinator.stores.contracts import PRUNE_EVENTS, Audit, Coordination, Question, Term
 from paceline.coordinator.stores.events import cleaned
 from paceline.errors import Conflict, PacelineError, StaleEpoch
 from paceline.wire.events import Event
@@ -83,7 +83,9 @@ class Shipper:
         """
         self._coordination.number_after(self._term, self._audit.last())
         first, last = events[0].seq, events[-1].seq
-        taken = {each.seq: each for each in self._audit.query(after=first - 1, before=last + 1)}
+        taken = {
+            each.seq: each for each in self._audit.query(Question(after=first - 1, before=last + 1))
+        }
         told = [each for each in events if taken.get(each.seq) not in (None, cleaned(each))]
         again = [
             Observed(each.name, each.at, each.deployment_id, each.worker_id, dict(each.data))

@@ -8,10 +8,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from paceline.coordinator.stores.audit_rows import Question, event_of, pruning, require_same, row_of
-from paceline.coordinator.stores.contracts import QUERY_EVENTS
+from paceline.coordinator.stores.audit_rows import event_of, pruning, require_same, row_of, select
+from paceline.coordinator.stores.contracts import EVERYTHING, Question
 from paceline.errors import ServiceUnavailable
-from paceline.wire.events import Event, EventName
+from paceline.wire.events import Event
 
 BUSY_S = 5.0
 # The table is the one that version 1 of the coordinator's file had; ``epoch`` is no longer told.
@@ -62,7 +62,7 @@ class SqliteAudit:
                     (seq, *rest),
                 )
                 if added.rowcount == 0:
-                    same = Question(after=event.seq - 1, limit=1).sql("?")
+                    same = select(Question(after=event.seq - 1, limit=1), "?")
                     require_same(event_of(self._db.execute(*same).fetchone()), event, self.path)
 
     def last(self) -> int:
@@ -70,33 +70,10 @@ class SqliteAudit:
         with self._lock, self._translated():
             return int(self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM audit").fetchone()[0])
 
-    def query(
-        self,
-        *,
-        after: int = 0,
-        before: int | None = None,
-        limit: int = QUERY_EVENTS,
-        newest_first: bool = False,
-        deployment_id: str | None = None,
-        worker_id: str | None = None,
-        names: Sequence[EventName] = (),
-        since: float | None = None,
-        until: float | None = None,
-    ) -> list[Event]:
+    def query(self, asked: Question = EVERYTHING) -> list[Event]:
         """Return the events asked for."""
-        asked = Question(
-            after=after,
-            before=before,
-            limit=limit,
-            newest_first=newest_first,
-            deployment_id=deployment_id,
-            worker_id=worker_id,
-            names=names,
-            since=since,
-            until=until,
-        )
         with self._lock, self._translated():
-            return [event_of(row) for row in self._db.execute(*asked.sql("?"))]
+            return [event_of(row) for row in self._db.execute(*select(asked, "?"))]
 
     def prune(self, keep: int) -> int:
         """Delete the oldest events beyond the newest ``keep``."""
