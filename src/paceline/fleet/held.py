@@ -21,7 +21,7 @@ from typing import Any
 from paceline.errors import PacelineError, WorkerLost
 from paceline.fleet import remote
 from paceline.fleet.crew import Crew, Member
-from paceline.fleet.gang import LAUNCH_DEADLINE_S, _call, _claimed
+from paceline.fleet.gang import CLAIM_DEADLINE_S, LAUNCH_DEADLINE_S, _call, _claimed
 from paceline.fleet.remote import Order
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,12 @@ class HeldNodes:
     def close(self) -> None:
         """End every node's process."""
         self._following.end(END_GRACE_S)
+        calls = self._fleet._calls(slot=False)
+        for worker_id, member in self._members.items():  # one that came back has a new address
+            calls.submit(worker_id, member.address, remote.release, self._job_id)
         self._members.clear()
+        with contextlib.suppress(Exception):  # a claim lapses by itself
+            calls.gather(CLAIM_DEADLINE_S)
 
     def _member(self, worker_id: str) -> Member:
         if (member := self._members.get(worker_id)) is None:
