@@ -1,0 +1,275 @@
+"""One rank of a launch that tries many layouts: ``ROOT PORT RANK WORLD`` → ``ROOT/rank-N.json``.
+
+A tiny model takes a few steps under each layout and saves halfway; then checkpoints of this launch
+and of others are resumed under other layouts and take the steps that are left. What each run
+ended with is written down; the tests compare.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from paceline.data import Batch
+from paceline.errors import PacelineError, ServiceUnavailable
+from paceline.models import ModelConfig, config_for, new_model
+from paceline.objects import DiskStore
+from paceline.profile import CheckpointSettings, MeshSettings, TrainingSettings
+from paceline.training.checkpoint import (
+    Checkpointer,
+    Generations,
+    TrainState,
+    export,
+    resume_newest_healthy,
+)
+from paceline.training.group import Group, join_group
+from paceline.training.mesh import MeshSpec, open_mesh
+from paceline.training.parallel import parallelise
+from paceline.training.recipe import new_optimizer
+from paceline.training.workload import TransformerWorkload
+
+STEPS, SAVE_AT, ROWS, CONTEXT = 4, 2, 4, 8
+DIGEST = "c" * 64
+LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
+    1: {"single": {}},
+    2: {"dp2": {}, "shard2": {"shard": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}},
+    4: {
+        "dp2tp2": {"tp": 2},
+        "shard2pp2": {"shard": 2, "pp": 2},
+        "shard2tp2": {"shard": 2, "tp": 2},
+        "dp2shard2": {"shard": 2},
+    },
+}
+
+
+# Which checkpoint is resumed as what, beside each as itself: every kind meets every other.
+OTHERS: dict[int, list[tuple[str, str]]] = {
+    1: [(name, "single") for world in (2, 4) for name in LAYOUTS[world]],
+    2: [
+        ("single", "tp2"),
+        ("single", "pp2"),
+        ("dp2", "shard2"),
+        ("shard2", "tp2"),
+        ("tp2", "pp2"),
+        ("pp2", "dp2"),
+    ],
+    4: [
+        ("single", "shard2tp2"),
+        ("dp2", "shard2pp2"),
+        ("pp2", "dp2tp2"),
+        ("tp2", "shard2pp2"),
+        ("shard2tp2", "dp2shard2"),
+        ("shard2pp2", "shard2tp2"),
+    ],
+}
+
+
+def config() -> ModelConfig:
+    return config_for(30_000, CONTEXT)
+
+
+def settings_for(mesh: dict[str, int]) -> TrainingSettings:
+    return TrainingSettings(
+        precision="float64", batch_sequences=ROWS, mesh=MeshSettings.model_validate(mesh)
+    )
+
+
+def batch_of(step: int, first: int, count: int) -> Batch:
+    """Return rows ``first`` to ``first + count`` of the global batch of ``step``."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 256, (ROWS, CONTEXT + 1), generator=generator).numpy()
+    rows = tokens[first : first + count].astype("uint8")
+    return Batch(
+        step=step,
+        inputs_BT=rows[:, :-1],
+        targets_BT=rows[:, 1:],
+        weights_BT=torch.ones(count, CONTEXT).numpy(),
+        documents_BT=None,
+        positions_BT=None,
+        carries_B=None,
+        features={},
+        rows=range(first, first + count),
+        global_tokens=float(ROWS * CONTEXT),
+        skipped=(),
+    )
+
+
+class Run:
+    """A model under one layout, from its first step or from a checkpoint."""
+
+    def __init__(self, name: str, group: Group) -> None:
+        settings = settings_for(LAYOUTS[group.world_size][name])
+        mesh = open_mesh(MeshSpec.of(settings.mesh, group.world_size))
+        self.workload = TransformerWorkload(config(), seed=1)
+        self.parallel = parallelise(new_model(config(), 1), mesh, settings, self.workload)
+        self.optimizer = new_optimizer(self.parallel.modules, settings)
+        self.state = TrainState(self.parallel, self.optimizer, group, mesh)
+        self.group = group
+        self.losses: list[float] = []
+
+    def spoil(self) -> None:
+        """Make weights that nobody could mistake for restored ones."""
+        with torch.no_grad():
+            for module in self.parallel.modules:
+                for parameter in module.parameters():
+                    parameter.fill_(7.0)
+
+    def take(self, first: int, last: int) -> None:
+        share = ROWS // self.parallel.data_world
+        for step in range(first, last):
+            batch = batch_of(step, self.parallel.data_rank * share, share)
+            parts = [self.workload.inputs(batch, torch.device("cpu"))]
+            sums = self.parallel.accumulate(parts, 1.0 / batch.global_tokens)
+            self.parallel.clip(1.0)
+            self.optimizer.step()
+            loss, weight = self.group.sums([float(sums.loss), sums.weight])
+            self.losses.append(loss / weight)
+
+    def bits(self) -> str:
+        """Return a digest of every byte this rank holds."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.state.tensors().items()):
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            digest.update(name.encode() + local.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+class BrokenHere(DiskStore):
+    """A disk that does not answer to this rank."""
+
+    def upload_file(self, path, url, sha256=""):
+        raise ServiceUnavailable("disk does not answer")
+
+
+def saver_of(run: Run, generations: Generations, **changes: object) -> Checkpointer:
+    values = {"every_steps": 1, "max_stall_share": 0.99} | changes
+    return Checkpointer(
+        generations,
+        run.state,
+        CheckpointSettings.model_validate(values),
+        job_id="job",
+        config_digest=DIGEST,
+        code_version="test",
+        deadline_s=60,
+    )
+
+
+def work(root: Path, group: Group) -> dict[str, object]:
+    found: dict[str, object] = {"saved": {}, "resumed": {}, "cases": {}}
+    names = LAYOUTS[group.world_size]
+    for name in names:
+        run = Run(name, group)
+        run.take(0, SAVE_AT)
+        generations = Generations(DiskStore(), DiskStore.url_of(root / "jobs" / name))
+        saver = saver_of(run, generations)
+        assert saver.save(SAVE_AT, {"batch": SAVE_AT}, {"loss": run.losses[-1]})
+        run.take(SAVE_AT, STEPS)  # while it is being written
+        saver.close()
+        assert set(saver.saved) == {SAVE_AT}
+        export(run.state, config(), root / "exports" / name)
+        found["saved"][name] = {"losses": run.losses, "bits": run.bits()}
+    group.all(True)
+    for saved, name in [(name, name) for name in names] + OTHERS[group.world_size]:
+        if not (root / "jobs" / saved).exists():
+            continue  # of a launch that is still to come
+        generations = Generations(DiskStore(), DiskStore.url_of(root / "jobs" / saved))
+        run = Run(name, group)
+        run.spoil()
+        restored = resume_newest_healthy(
+            generations, run.state, config_digest=DIGEST, work_dir=root / f"w{group.rank}"
+        )
+        assert restored is not None
+        assert restored.step == SAVE_AT
+        assert restored.position == {"batch": SAVE_AT}
+        run.take(SAVE_AT, STEPS)
+        found["resumed"][f"{saved} as {name}"] = {"losses": run.losses, "bits": run.bits()}
+    if group.world_size == 2:
+        found["cases"] = cases(root / "cases", group)
+    return found
+
+
+def cases(root: Path, group: Group) -> dict[str, object]:
+    """What two ranks do when only one of them has a trouble."""
+    found: dict[str, object] = {}
+    generations = Generations(DiskStore(), DiskStore.url_of(root / "trouble"))
+    run = Run("shard2", group)
+    run.take(0, 1)
+    saver = saver_of(run, generations)
+    saver.save_last(1, {"batch": 1}, {})
+    run.take(1, 2)
+    saver.save_last(2, {"batch": 2}, {})
+
+    store = BrokenHere() if group.rank == 1 else DiskStore()
+    broken = saver_of(run, Generations(store, generations.url))
+    try:
+        broken.save_last(3, {"batch": 3}, {})
+        found["broken"] = "saved"
+    except PacelineError as error:
+        found["broken"] = f"{error.code}: {error.one_line()}"
+    found["steps after broken"] = generations.steps()
+
+    with torch.no_grad():
+        if group.rank == 1:
+            next(iter(run.state.parameters()))[1].to_local().view(-1)[0] = float("nan")
+    try:
+        saver.save_last(4, {"batch": 4}, {})
+        found["nan"] = "saved"
+    except PacelineError as error:
+        found["nan"] = f"{error.code}: {error.one_line()}"
+    found["steps after nan"] = generations.steps()
+
+    if group.rank == 0:  # the other rank's file rots
+        where = DiskStore.path_of(generations.step_url(2)) / "rank-00001-of-00002.safetensors"
+        data = bytearray(where.read_bytes())
+        data[-5] ^= 16
+        where.write_bytes(data)
+    group.all(True)
+    rejected: list[int] = []
+    again = Run("shard2", group)
+    restored = resume_newest_healthy(
+        generations,
+        again.state,
+        config_digest=DIGEST,
+        work_dir=root / f"w{group.rank}",
+        on_rejected=lambda step, why: rejected.append(step),
+    )
+    found["rotten"] = [restored.step if restored else None, rejected, generations.steps()]
+
+    # A store that is slow for one rank only: the others put the save off too.
+    clocked = saver_of(again, Generations(DiskStore(), DiskStore.url_of(root / "slow")))
+    clocked.save(5, {"batch": 5}, {})
+    if group.rank == 1:
+        clocked._join()  # here it is done, there it may not be
+    clocked.save(6, {"batch": 6}, {})
+    clocked.finish()
+    clocked.save_last(7, {"batch": 7}, {})
+    found["agreed"] = [sorted(clocked.saved), clocked.put_off]
+    return found
+
+
+def main() -> int:
+    root, port, rank, world = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    with join_group(rank, world, "127.0.0.1", port, 1, 60) as group:
+        found = work(root, group)
+    (root / f"rank-{rank}-of-{world}.json").write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        code = main()
+    except BaseException:  # noqa: BLE001 - its last word
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    import os
+
+    os._exit(code)

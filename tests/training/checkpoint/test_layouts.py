@@ -1,0 +1,165 @@
+"""Checkpoints of one layout resumed on every other: one launch of two ranks, one of four."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.models import load_model, weights_digest
+from paceline.objects import DiskStore
+from paceline.training.checkpoint import Generations
+from paceline.training.group import Group
+from tests.training.checkpoint.ranks import LAYOUTS, OTHERS, SAVE_AT, STEPS, config, work
+
+PROGRAM = "tests.training.checkpoint.ranks"
+DEADLINE_S = 150
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def launch(root: Path, world: int) -> list[dict[str, Any]]:
+    """Run ``world`` ranks to their end and return what each found."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", PROGRAM, *map(str, (root, port, rank, world))],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        told = [process.communicate(timeout=DEADLINE_S)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert all(process.returncode == 0 for process in processes), "\n".join(told)[-6000:]
+    return [
+        json.loads((root / f"rank-{rank}-of-{world}.json").read_text()) for rank in range(world)
+    ]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path) -> dict[int, list[dict[str, Any]]]:
+    """One rank, then two, then four; each resumes what it finds, its own and the ones before."""
+    found = {1: [work(root, Group())]}
+    found[2] = launch(root, 2)
+    found[4] = launch(root, 4)
+    found[-1] = [work(root, Group())]  # one rank again: from everything there is
+    return found
+
+
+def test_every_layout_takes_the_same_steps(runs: dict[int, list[dict[str, Any]]]) -> None:
+    wanted = runs[1][0]["saved"]["single"]["losses"]
+    for world in (2, 4):
+        for name in LAYOUTS[world]:
+            losses = runs[world][0]["saved"][name]["losses"]
+            assert losses == pytest.approx(wanted, rel=1e-9), name
+
+
+def test_every_checkpoint_resumes_on_every_layout(runs: dict[int, list[dict[str, Any]]]) -> None:
+    wanted = runs[1][0]["saved"]["single"]["losses"][SAVE_AT:]
+    resumed = {
+        name: each["losses"]
+        for found in runs.values()
+        for name, each in found[0]["resumed"].items()
+    }
+    wanted_pairs = {f"{saved} as {name}" for pairs in OTHERS.values() for saved, name in pairs}
+    assert wanted_pairs <= resumed.keys()
+    for name, losses in resumed.items():
+        assert losses == pytest.approx(wanted, rel=1e-9), name
+
+
+def test_resume_on_the_same_layout_is_bit_identical(
+    runs: dict[int, list[dict[str, Any]]],
+) -> None:
+    for world, names in LAYOUTS.items():
+        for rank, found in enumerate(runs[world]):
+            for name in names:
+                again = found["resumed"][f"{name} as {name}"]
+                kept = found["saved"][name]
+                assert again["bits"] == kept["bits"], f"{name}, rank {rank}"
+                assert again["losses"] == kept["losses"][SAVE_AT:STEPS]
+
+
+def test_replicas_write_each_box_once_and_share_the_work(
+    runs: dict[int, list[dict[str, Any]]], root: Path
+) -> None:
+    sizes: dict[str, list[int]] = {}
+    for name in (each for names in LAYOUTS.values() for each in names):
+        generations = Generations(DiskStore(), DiskStore.url_of(root / "jobs" / name))
+        commit = generations.commit_of(generations.find().committed[0])
+        sizes[name] = [each.bytes for file, each in commit.files.items() if "rank" in file]
+        assert commit.world_size == len(sizes[name])
+    whole = sum(sizes["single"])
+    for name, each in sizes.items():
+        assert sum(each) == pytest.approx(whole, rel=0.2), name
+    for name in ("dp2", "shard2", "dp2shard2", "dp2tp2"):
+        assert max(sizes[name]) < 1.25 * min(sizes[name]), name
+
+
+def test_commit_says_the_layout(runs: dict[int, list[dict[str, Any]]], root: Path) -> None:
+    generations = Generations(DiskStore(), DiskStore.url_of(root / "jobs" / "shard2pp2"))
+    commit = generations.commit_of(generations.find().committed[0])
+    assert commit.layout == {"dp": 1, "shard": 2, "tp": 1, "pp": 2}
+
+
+def test_export_is_a_loadable_model_whatever_the_layout(
+    runs: dict[int, list[dict[str, Any]]], root: Path
+) -> None:
+    single = load(root, "single")
+    for name in (each for names in LAYOUTS.values() for each in names):
+        found = load(root, name)
+        assert found.keys() == single.keys()
+        for tensor, its in found.items():
+            assert its.allclose(single[tensor], rtol=1e-4, atol=1e-6), f"{name}: {tensor}"
+    assert weights_digest(root / "exports" / "single")
+
+
+def load(root: Path, name: str) -> dict[str, Any]:
+    model, its = load_model(root / "exports" / name)
+    assert its == config()
+    return model.state_dict()
+
+
+def test_one_rank_that_cannot_write_commits_nothing(
+    runs: dict[int, list[dict[str, Any]]],
+) -> None:
+    for found in runs[2]:
+        cases = found["cases"]
+        assert cases["broken"].startswith("ServiceUnavailable: checkpoint was not saved")
+        assert "rank 1" in cases["broken"]
+        assert cases["steps after broken"] == [2, 1]
+
+
+def test_one_rank_whose_state_is_not_finite_commits_nothing(
+    runs: dict[int, list[dict[str, Any]]],
+) -> None:
+    for found in runs[2]:
+        cases = found["cases"]
+        assert cases["nan"].startswith("TrainingFailed")
+        assert "not finite" in cases["nan"]
+        assert cases["steps after nan"] == [2, 1]
+
+
+def test_all_ranks_reject_what_is_damaged_for_any(runs: dict[int, list[dict[str, Any]]]) -> None:
+    assert [found["cases"]["rotten"] for found in runs[2]] == [[1, [2], [1]]] * 2
+
+
+def test_ranks_agree_on_what_is_put_off(runs: dict[int, list[dict[str, Any]]]) -> None:
+    first, second = (found["cases"]["agreed"] for found in runs[2])
+    assert first == second
+    assert first[0][-1] == 7
