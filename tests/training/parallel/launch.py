@@ -1,0 +1,290 @@
+"""All that needs ranks, in one launch: right layouts, planted mistakes, hooks, precisions.
+
+``python -m tests.training.parallel.launch`` prints one JSON object: name of the job → what rank 0
+answered. tests/training/parallel/test_same_losses.py holds it to its promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from benchmarks.same_losses import (
+    CPU,
+    LAYOUTS,
+    SINGLES,
+    Job,
+    Layout,
+    Run,
+    batch_of,
+    layout_job,
+    mesh,
+    run_jobs,
+)
+from paceline.errors import InvalidInput
+from paceline.models import new_model
+from paceline.training.mesh import open_mesh
+from paceline.training.parallel import clipping, parallelise, sharded, straight
+from paceline.training.parallel.pipeline import Pipelined
+
+STEPS = 3
+PRECISION = "float64"
+RIGHT = (
+    "dp2",
+    "dp3, uneven shares",
+    "shard2",
+    "tp2",
+    "tp2, whole sequences",
+    "pp2",
+    "pp2, GPipe",
+    "pp2, interleaved",
+    "pp4, 5 microbatches of 8 rows",
+    "dp2 x tp2",
+    "shard2 x pp2",
+    "tp2 x pp2",
+    "dp2 x shard2",
+    "shard3, uneven shares, accumulation 2",
+    "dp2, accumulation 3",
+    "single, accumulation 3",
+    "single, recomputed",
+    "untied tp2 x pp2",
+)
+BY_NAME = {each.name: each for each in (*SINGLES, *LAYOUTS)}
+
+
+def planted(name: str, layout: str, around: Callable[[], object]) -> Job:
+    """A layout with a mistake in it."""
+    right = layout_job(BY_NAME[layout], PRECISION, STEPS)
+    return dataclasses.replace(right, name=f"planted: {name}", around=around)
+
+
+@contextlib.contextmanager
+def leaking() -> Iterator[None]:
+    """Rank 1 lets tokens see the document before their own."""
+
+    def causal(documents_BT):
+        t = documents_BT.shape[1]
+        return torch.ones(t, t, dtype=torch.bool).tril()[None, None]
+
+    change = mock.patch("paceline.models.transformer.document_mask", causal)
+    with change if dist.get_rank() == 1 else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def own_tokens() -> Iterator[None]:
+    """Each rank divides by its own tokens, and means are averaged: wrong where shares differ."""
+    right = straight.Straight.accumulate
+
+    def wrong(self, parts, scale):
+        del scale
+        return right(self, parts, 1.0 / sum(each.weight for each in parts) / self.data_world)
+
+    with mock.patch.object(straight.Straight, "accumulate", wrong):
+        yield
+
+
+def filling_counted() -> object:
+    """Rows that only fill the last microbatch are learned from."""
+    right = Pipelined._loss
+
+    def wrong(self, outputs, index):
+        rows, self._rows = self._rows, self._rows_each * (int(index) + 1)
+        targets = self._targets
+        missing = self._rows - len(targets[0])
+        if missing > 0:
+            self._targets = tuple(
+                torch.cat([each, each[:1].expand(missing, -1)]) for each in targets
+            )
+        try:
+            return right(self, outputs, index)
+        finally:
+            self._rows, self._targets = rows, targets
+
+    return mock.patch.object(Pipelined, "_loss", wrong)
+
+
+PLANTED = (
+    planted("each share's own mean", "dp3, uneven shares", own_tokens),
+    planted("a replica sees across documents", "dp2", leaking),
+    planted("a stage sees across documents", "pp2", leaking),
+    planted(
+        "the tied embedding is not added up",
+        "pp2",
+        lambda: mock.patch.object(Pipelined, "_add_tied", lambda self: None),
+    ),
+    planted(
+        "the tied embedding counts twice in the norm",
+        "pp2",
+        lambda: mock.patch.object(clipping, "clip", clip_all),
+    ),
+    planted(
+        "copies of a tensor count each in the norm",
+        "tp2",
+        lambda: mock.patch.object(clipping, "copies", lambda parameter, mesh: 1),
+    ),
+    planted(
+        "shards average instead of adding up",
+        "shard2",
+        lambda: mock.patch.object(sharded, "sharded_parts", lambda model: ()),
+    ),
+    planted("rows that fill a microbatch count", "pp4, 5 microbatches of 8 rows", filling_counted),
+)
+_clip = clipping.clip
+
+
+def clip_all(parameters, mesh, max_norm, unscale=1.0, skipped=frozenset()):
+    return _clip(parameters, mesh, max_norm, unscale)
+
+
+def evaluated(name: str) -> Job:
+    """Evaluate, train a step, evaluate again: the same numbers as a step's own loss."""
+    layout = dataclasses.replace(BY_NAME[name], accumulation=1)
+
+    def run() -> dict[str, object]:
+        its = Run.of(layout, PRECISION)
+
+        def mean(step: int) -> float:
+            sums = its.parallel.evaluate(its.parts(step)[0])
+            return its.mean(float(sums.loss), sums.weight)
+
+        before = mean(0)
+        (first,) = its.train(1)
+        after = mean(1)
+        shapes = {
+            parameter_name: list(each.shape)
+            for part in its.parallel.modules
+            for parameter_name, each in part.named_parameters()
+        }
+        return {"before": before, "first": first, "after": after, "shapes": shapes}
+
+    return Job(f"evaluated: {name}", layout.ranks, run)
+
+
+def hooked(hook: str) -> Job:
+    """Train two replicas that compress their gradients."""
+    layout = Layout(f"dp2, {hook}", mesh(dp=2, hook=hook, powersgd_rank=1))
+
+    def run() -> dict[str, object]:
+        its = Run.of(layout, "float32")
+        losses = its.train(14)
+        parameters = [each for part in its.parallel.modules for each in part.parameters()]
+        return {
+            "losses": losses,
+            "bytes": its.parallel.bytes_reduced,
+            "gradient_bytes": 14 * sum(each.numel() * 4 for each in parameters),
+        }
+
+    return Job(f"hook: {hook}", 2, run)
+
+
+def halved(name: str, precision: str) -> Job:
+    """Train with products in half precision; masters must stay whole."""
+    layout = BY_NAME[name]
+
+    def run() -> dict[str, object]:
+        its = Run.of(layout, precision)
+        losses = its.train(STEPS)
+        parameters = [each for part in its.parallel.modules for each in part.parameters()]
+        types = {str(each.dtype) for each in parameters}
+        types |= {str(each.grad.dtype) for each in parameters if each.grad is not None}
+        return {"losses": losses, "types": sorted(types)}
+
+    return Job(f"{name} {precision}", layout.ranks, run)
+
+
+def same_on_both_ends() -> dict[str, bool]:
+    its = Run.of(BY_NAME["shard2 x pp2"], "float32")
+    its.train(STEPS)
+    (stage,) = its.parallel.modules
+    tied = stage.get_parameter("model.embed_tokens.weight")
+    mine = hashlib.sha256(tied.to_local().detach().numpy().tobytes()).hexdigest()
+    every: list[str] = [""] * 4
+    dist.all_gather_object(every, mine)
+    return {"ends_equal": every[:2] == every[2:], "shards_differ": every[0] != every[1]}
+
+
+def from_meta() -> dict[str, float]:
+    """Build shards without values, load them by name, and take the loss of the first step."""
+    layout = BY_NAME["shard2 x tp2"]
+    its = Run.of(layout, PRECISION)
+    with torch.device("meta"):
+        empty = new_model(layout.config, 0).__class__(layout.config)
+    parallel = parallelise(empty, open_mesh(its.spec), its.settings, its.workload)
+    whole = new_model(layout.config, 0).double().state_dict()
+    with torch.no_grad():
+        for part in parallel.modules:
+            for name, each in part.named_parameters():
+                assert isinstance(each, DTensor)
+                each.copy_(distribute_tensor(whole[name], each.device_mesh, each.placements))
+    loaded = dataclasses.replace(its, parallel=parallel)
+    return {"loss": loaded.gradients(0), "norm": loaded.norms[0]}
+
+
+def odd_sequence() -> dict[str, str]:
+    """A row that tp does not divide is refused on every rank, before anything is sent."""
+    its = Run.of(BY_NAME["tp2"], PRECISION)
+    inputs = its.workload.inputs(batch_of(0), CPU)
+    odd = dataclasses.replace(inputs, args=(inputs.args[0][:, :23],))
+    try:
+        its.parallel.accumulate([odd], 1.0)
+    except InvalidInput as error:
+        return {"refused": error.one_line()}
+    return {}
+
+
+def shorter_batches() -> dict[str, list[float]]:
+    """Rows of another length, as length buckets have, through a pipeline."""
+    found = []
+    for layout in ("pp2", "single"):
+        if layout == "single" and dist.get_rank() == 1:
+            continue
+        its = Run.of(BY_NAME[layout], PRECISION)
+        for length in (24, 16, 24):
+            batch = batch_of(length)
+            inputs = its.workload.inputs(batch, CPU)
+            cut = dataclasses.replace(
+                inputs,
+                args=(inputs.args[0][:, :length],),
+                kwargs={name: each[:, :length] for name, each in inputs.kwargs.items()},
+                targets=tuple(each[:, :length].contiguous() for each in inputs.targets),
+            )
+            sums = its.parallel.accumulate([cut], 1.0)
+            loss = torch.tensor([float(sums.loss)], dtype=torch.float64)
+            if layout == "pp2":
+                dist.all_reduce(loss)
+            found.append(float(loss))
+    return {"staged": found[:3], "single": found[3:]}
+
+
+def jobs() -> list[Job]:
+    return [
+        *(layout_job(each, PRECISION, STEPS) for each in SINGLES),
+        *(layout_job(BY_NAME[name], PRECISION, STEPS) for name in RIGHT),
+        *PLANTED,
+        *(evaluated(name) for name in ("single", "dp2", "shard2", "tp2", "pp2", "shard2 x pp2")),
+        layout_job(SINGLES[0], "float32", 14),
+        *(hooked(hook) for hook in ("none", "fp16", "bf16", "powersgd")),
+        *(halved(name, "bfloat16") for name in ("single", "dp2", "shard2", "tp2", "pp2")),
+        halved("shard2 x pp2", "float16"),
+        halved("single", "float16"),
+        Job("tied ends", 4, same_on_both_ends),
+        Job("from meta", 4, from_meta),
+        Job("odd sequence", 2, odd_sequence),
+        Job("shorter batches", 2, shorter_batches),
+    ]
+
+
+if __name__ == "__main__":
+    found = run_jobs(jobs(), deadline_s=100)
+    answers = {each["job"]: each["answer"] | {"s": each["s"]} for each in found}
+    sys.stdout.write(json.dumps(answers) + "\n")

@@ -1,0 +1,166 @@
+"""Meshes and layouts that cannot work are refused before any rank starts: no torch needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from paceline.errors import InvalidInput
+from paceline.models import ModelConfig
+from paceline.profile import DataSettings, MeshSettings, TrainingSettings
+from paceline.training.mesh import AXES, MeshSpec, open_mesh
+from paceline.training.parallel import require_layout
+from paceline.training.parallel.checks import layers_of
+
+CONFIG = ModelConfig(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+)
+
+
+def settings(ranks: int = 4, **changes: object) -> TrainingSettings:
+    return TrainingSettings.model_validate({"ranks": ranks, "batch_sequences": 16} | changes)
+
+
+def check(ranks: int, mesh: dict, config: ModelConfig | None = CONFIG, data=None, **changes):
+    asked = settings(ranks, mesh=mesh, **changes)
+    require_layout(MeshSpec.of(asked.mesh, ranks), asked, config, data)
+
+
+def test_what_is_left_of_the_ranks_becomes_replicas() -> None:
+    assert MeshSpec.of(MeshSettings(shard=2, tp=2), 8) == MeshSpec(dp=2, shard=2, tp=2)
+    assert MeshSpec.of(MeshSettings(), 1) == MeshSpec()
+    assert str(MeshSpec(dp=2, pp=3)) == "pp3xdp2"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "numbers"),
+    [
+        ({"shard": 2, "tp": 2}, 6, ("6 ranks", "shard 2 x tp 2 x pp 1", "multiple of 4")),
+        ({"pp": 4}, 2, ("2 ranks", "multiple of 4")),
+        ({"dp": 3, "tp": 2}, 8, ("8 ranks", "dp 3", "6 ranks")),
+    ],
+)
+def test_a_mesh_that_does_not_divide_the_ranks_is_refused_with_the_numbers(
+    mesh: dict, ranks: int, numbers: tuple[str, ...]
+) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        MeshSpec.of(MeshSettings(**mesh), ranks)
+    assert all(number in raised.value.one_line() for number in numbers)
+
+
+def test_every_rank_has_a_place_of_its_own_and_tensor_parts_are_neighbours() -> None:
+    spec = MeshSpec(dp=2, shard=3, tp=2, pp=2)
+    places = [spec.place(rank) for rank in range(spec.world_size)]
+    assert len({tuple(place[axis] for axis in AXES) for place in places}) == 24
+    assert [place["tp"] for place in places[:4]] == [0, 1, 0, 1]
+    assert [place["pp"] for place in places] == [0] * 12 + [1] * 12
+
+
+def test_ranks_of_one_data_share_read_the_same_rows() -> None:
+    from paceline.training.mesh import Mesh
+
+    spec = MeshSpec(dp=2, shard=2, tp=2, pp=2)
+    shares: dict[int, set[tuple[int, int]]] = {}
+    for rank in range(spec.world_size):
+        place = spec.place(rank)
+        mesh = Mesh(spec, rank)
+        shares.setdefault(mesh.data_rank, set()).add((place["dp"], place["shard"]))
+        assert mesh.data_world == 4
+    assert sorted(shares) == [0, 1, 2, 3]
+    assert all(len(places) == 1 for places in shares.values())
+
+
+def test_a_mesh_larger_than_the_group_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="got 1 ranks, wanted 2 ranks"):
+        open_mesh(MeshSpec(dp=2))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "config", "words"),
+    [
+        (4, {"tp": 4}, CONFIG, "key-value heads 2, tp 4"),
+        (3, {"tp": 3}, CONFIG, "query heads 4, tp 3"),
+        (
+            2,
+            {"tp": 2},
+            CONFIG.model_copy(update={"max_position_embeddings": 33}),
+            "context 33, tp 2",
+        ),
+        (
+            2,
+            {"tp": 2},
+            CONFIG.model_copy(update={"vocab_size": 301}),
+            "vocabulary 301, tp 2",
+        ),
+        (5, {"pp": 5}, CONFIG, "4 layers, pp 5"),
+        (3, {"pp": 3, "schedule": "interleaved"}, CONFIG, "at least 6 layers"),
+        (2, {"pp": 2, "schedule": "interleaved", "microbatches": 3}, CONFIG, "3 microbatches"),
+        (4, {"pp": 4, "microbatches": 3}, CONFIG, "3 microbatches, pp 4"),
+        (2, {"shard": 2, "hook": "powersgd"}, CONFIG, "hook powersgd, mesh shard2"),
+        (2, {"tp": 2, "hook": "bf16"}, CONFIG, "hook bf16, mesh tp2"),
+        (2, {"tp": 2}, None, "only our transformer"),
+        (2, {"pp": 2}, None, "only our transformer"),
+        (32, {"dp": 32}, CONFIG, "16 sequences, dp 32"),
+    ],
+)
+def test_layouts_that_cannot_work_are_refused_with_the_numbers(
+    ranks: int, mesh: dict, config: ModelConfig | None, words: str
+) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        check(ranks, mesh, config)
+    assert words in raised.value.one_line()
+    assert raised.value.do
+
+
+def test_length_buckets_must_divide_where_sequences_are_cut() -> None:
+    wide = CONFIG.model_copy(
+        update={
+            "hidden_size": 256,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+        }
+    )
+    check(16, {"tp": 16}, wide)
+    with pytest.raises(InvalidInput, match="length buckets 8, tp 16"):
+        check(16, {"tp": 16}, wide, DataSettings(batching="bucketed"))
+    check(16, {"tp": 16, "sequence_parallel": False}, wide, DataSettings(batching="bucketed"))
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"dp": 4, "hook": "powersgd"},
+        {"dp": 2, "tp": 2},
+        {"shard": 2, "pp": 2},
+        {"pp": 4, "schedule": "gpipe", "microbatches": 2},
+        {"pp": 2, "dp": 2, "schedule": "interleaved"},
+    ],
+)
+def test_layouts_that_work_pass(mesh: dict) -> None:
+    check(4, mesh)
+
+
+def test_stages_share_the_layers_without_gap_and_the_ends_get_fewer() -> None:
+    for layers in range(1, 40):
+        for stages in range(1, layers + 1):
+            found = [layers_of(stage, stages, layers) for stage in range(stages)]
+            assert [each for part in found for each in part] == list(range(layers))
+            sizes = [len(each) for each in found]
+            assert max(sizes) - min(sizes) <= 1
+            if stages > 2 and layers % stages and layers % stages <= stages - 2:
+                assert sizes[0] == sizes[-1] == min(sizes)
+
+
+def test_a_driver_can_check_a_layout_without_importing_torch() -> None:
+    code = (
+        "import sys; from paceline.training.parallel import require_layout; "
+        "from paceline.training.mesh import MeshSpec; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

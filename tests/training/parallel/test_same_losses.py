@@ -1,0 +1,122 @@
+"""Every layout computes what one process does; planted mistakes show. One launch of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.parallel import launch
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.parallel.launch"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def furthest(mine: list[float], wanted: list[float]) -> float:
+    return max(abs(a / b - 1) for a, b in zip(mine, wanted, strict=True))
+
+
+def distance(answers: dict[str, Any], job: str, single: str) -> float:
+    """How far losses and gradient norms are from those of one process."""
+    mine, wanted = answers[job], answers[f"{single} float64"]
+    return max(furthest(mine[each], wanted[each]) for each in ("losses", "norms"))
+
+
+@pytest.mark.parametrize("name", launch.RIGHT)
+def test_a_layout_has_the_losses_and_the_gradient_norms_of_one_process(answers, name) -> None:
+    single = launch.BY_NAME[name].single
+    assert distance(answers, f"{name} float64", single) < 1e-10
+
+
+@pytest.mark.parametrize("job", [each.name for each in launch.PLANTED])
+def test_a_planted_mistake_changes_what_is_compared(answers, job) -> None:
+    assert distance(answers, job, "single") > 1e-4
+
+
+def test_gradients_are_long_enough_to_be_shortened(answers) -> None:
+    assert min(answers["single float64"]["norms"]) > 0.5  # else clipping would not be compared
+
+
+@pytest.mark.parametrize("name", ["single", "dp2", "shard2", "tp2", "pp2", "shard2 x pp2"])
+def test_evaluation_gives_the_loss_of_the_next_step_and_changes_nothing(answers, name) -> None:
+    mine, single = answers[f"evaluated: {name}"], answers["single float64"]["losses"]
+    assert (
+        furthest([mine["before"], mine["first"], mine["after"]], [*single[:1] * 2, single[1]])
+        < 1e-10
+    )
+    whole = answers["evaluated: single"]["shapes"]
+    assert all(whole[parameter] == shape for parameter, shape in mine["shapes"].items())
+
+
+@pytest.mark.parametrize("hook", ["none", "fp16", "bf16", "powersgd"])
+def test_a_hook_sends_fewer_bytes_and_learns_nearly_the_same(answers, hook) -> None:
+    mine, single = answers[f"hook: {hook}"], answers["single float32"]["losses"]
+    share = mine["bytes"] / mine["gradient_bytes"]
+    off = furthest(mine["losses"], single)
+    if hook == "none":
+        assert share == 1.0
+        assert off < 1e-5
+    elif hook == "powersgd":
+        # One warm-up pass counts; the first ten passes are dense, the last five are thin.
+        assert 10 / 14 < share < 1.0
+        assert furthest(mine["losses"][:9], single[:9]) < 1e-5
+        assert 0 < off < 0.05
+    else:
+        assert share == pytest.approx(0.5 * 15 / 14)  # the warm-up pass travels too
+        assert 1e-9 < off < 0.01
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        "single bfloat16",
+        "dp2 bfloat16",
+        "shard2 bfloat16",
+        "tp2 bfloat16",
+        "pp2 bfloat16",
+        "single float16",
+        "shard2 x pp2 float16",
+    ],
+)
+def test_half_precision_learns_alike_on_whole_masters(answers, job) -> None:
+    mine, single = answers[job], answers["single float32"]["losses"][: launch.STEPS]
+    assert mine["types"] == ["torch.float32"]
+    assert 1e-7 < furthest(mine["losses"], single) < 0.02
+
+
+def test_both_ends_of_a_pipeline_keep_the_same_embedding_bit_for_bit(answers) -> None:
+    assert answers["tied ends"]["ends_equal"]
+    assert answers["tied ends"]["shards_differ"]
+
+
+def test_a_model_without_values_is_laid_out_and_loaded_by_name(answers) -> None:
+    mine, single = answers["from meta"], answers["single float64"]
+    assert furthest([mine["loss"], mine["norm"]], [single["losses"][0], single["norms"][0]]) < 1e-10
+
+
+def test_a_sequence_that_tensor_parts_do_not_divide_is_refused(answers) -> None:
+    assert "23 tokens, tp 2" in answers["odd sequence"]["refused"]
+
+
+def test_batches_of_other_lengths_go_through_a_pipeline(answers) -> None:
+    mine = answers["shorter batches"]
+    assert furthest(mine["staged"], mine["single"]) < 1e-10
