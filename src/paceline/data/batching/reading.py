@@ -122,6 +122,7 @@ class Reader:
         self._digests = {each.sha256 for each in shards}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="data-open")
         self._open: dict[int, Future[OpenShard]] = {}
+        self._ready: dict[int, OpenShard | None] = {}  # of those, the ones that came out
 
     def lengths(self, indexes: Sequence[int]) -> list[Array]:
         """Return the lengths of each shard's documents; for the thread that plans ahead."""
@@ -138,6 +139,17 @@ class Reader:
 
     def get(self, index: int) -> OpenShard | None:
         """Return the shard once it is open, or None where it is in quarantine."""
+        if index not in self._ready:
+            self._ready[index] = self._get(index)
+        return self._ready[index]
+
+    def close(self) -> None:
+        """Close every shard and end the threads."""
+        for index in list(self._open):
+            self._forget(index)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _get(self, index: int) -> OpenShard | None:
         try:
             return self._submit(index).result()
         except CorruptData as error:
@@ -146,12 +158,6 @@ class Reader:
                 self._cache.quarantined[shard.sha256] = error.what
             self._refuse_if_too_many(error)
             return None
-
-    def close(self) -> None:
-        """Close every shard and end the threads."""
-        for index in list(self._open):
-            self._forget(index)
-        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _submit(self, index: int) -> Future[OpenShard]:
         if index not in self._open:
@@ -176,6 +182,7 @@ class Reader:
             if not done.cancelled() and done.exception() is None:
                 done.result().samples.close()
 
+        self._ready.pop(index, None)
         future = self._open.pop(index)
         future.cancel()
         future.add_done_callback(close)

@@ -1,0 +1,440 @@
+"""Data that never starves training: waste, waiting, exact resume, and other people's loaders.
+
+    python benchmarks/data_stream.py [--quick] [--out FILE] [--peers PYTHON] [--only PART …]
+
+Parts, all on one corpus of lognormal lengths (a median of 245 bytes) behind a real S3 server:
+
+- waste: share of places without a token: packed, bucketed, padding to batch max, padding to cap;
+- wait: how long a training loop of a small model waits for data, with 50 ms put before the server;
+- resume: epochs begun on 2 ranks and ended on 1, 3 and 4: batches identical, nothing twice or lost;
+- peers: documents a second from a warm disk into batches, beside webdataset, litdata and
+  mosaicml-streaming (``make peers``), each in its own format, each with its best number of workers.
+
+``--quick`` is what the tests run: a small corpus, no peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from paceline.data import (  # noqa: E402
+    PlannedStream,
+    ShardCache,
+    Snapshot,
+    build_snapshot,
+    open_stream,
+)
+from paceline.objects import ObjectStore  # noqa: E402
+from paceline.profile import DataSettings  # noqa: E402
+from tests.support.latency import FarAway  # noqa: E402
+from tests.support.rclone import RcloneS3, rclone_s3  # noqa: E402
+
+KINDS = ("windows", "packed", "bucketed", "carried")
+PEERS = ("webdataset", "litdata", "mosaicml-streaming")
+PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+LATENCY_S = 0.05
+WASTE_CONTEXT = 2048
+SEPARATOR = b"\xff"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything."""
+
+    documents: int
+    context: int
+    batch: int
+    shard_bytes: int
+    steps: int  # of the training loop
+    parameters: int
+    rounds: int  # of the comparison with peers
+
+
+FULL = Size(40_000, 256, 16, 32 * 1024, 600, 200_000, 5)
+QUICK = Size(200, 64, 6, 8 * 1024, 20, 20_000, 1)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A corpus in S3, and a directory for what comes from it."""
+
+    s3: RcloneS3
+    snapshot: Snapshot
+    size: Size
+    root: Path
+
+    def store(self, port: int | None = None) -> ObjectStore:
+        """A store that asks the server, or the proxy at ``port``."""
+        url = self.s3.endpoint_url if port is None else f"http://127.0.0.1:{port}"
+        return ObjectStore(
+            endpoint_url=url, access_key=self.s3.access_key, secret_key=self.s3.secret_key
+        )
+
+    def cache(self, name: str, port: int | None = None) -> ShardCache:
+        """A cache on this disk; a new name is an empty one."""
+        return ShardCache(self.snapshot, self.store(port), self.root / "caches" / name)
+
+    def stream(self, kind: str, cache: ShardCache, **changes: Any) -> PlannedStream:
+        """The training stream of one way of batching."""
+        shape = {"context": self.size.context, "global_batch": self.size.batch, "seed": 1}
+        settings = DataSettings.model_validate({"batching": kind})
+        return open_stream(self.snapshot, "train", cache, settings, **(shape | changes))
+
+    def documents(self) -> list[bytes]:
+        """The train split's documents."""
+        cache = self.cache("documents")
+        found = []
+        for shard in self.snapshot.of_split("train"):
+            with cache.samples(shard) as samples:
+                found += [samples.tokens(each).tobytes() for each in range(len(samples))]
+        return found
+
+
+@contextmanager
+def site(size: Size) -> Iterator[Site]:
+    """A server with the corpus."""
+    with tempfile.TemporaryDirectory(prefix="paceline-data-") as scratch, rclone_s3() as s3:
+        root = Path(scratch)
+        texts = root / "texts"
+        texts.mkdir()
+        random = np.random.default_rng(0)
+        lengths = np.clip(random.lognormal(5.5, 1.2, size.documents), 12, 8000).astype(int)
+        for number, length in enumerate(lengths.tolist()):
+            body = random.integers(97, 123, length - 10, dtype=np.uint8).tobytes()
+            (texts / f"{number:06d}.txt").write_bytes(b"%08d: " % number + body)
+        store = s3.store()
+        store.ensure_bucket("data")
+        settings = DataSettings(
+            max_bytes=1 << 30, shard_bytes=size.shard_bytes, held_out_share=0.02, purpose="bench"
+        )
+        snapshot = build_snapshot(str(texts), "s3://data/data", settings, store, work_dir=root)
+        yield Site(s3, snapshot, size, root)
+
+
+# ------------------------------------------------------------------------------------- waste
+
+
+def waste(at: Site) -> dict[str, float]:
+    """Return the share of places without a token in one epoch, by way of batching."""
+    context, batch = WASTE_CONTEXT, at.size.batch
+    found: dict[str, float] = {}
+    lengths = np.array([len(each) + 1 for each in at.documents()])
+    # Padding has one document a row, cut as ours is where it is longer than the context.
+    whole, rest = np.divmod(lengths, context)
+    pieces = np.concatenate([np.full(int(whole.sum()), context), rest[rest > 0]])
+    np.random.default_rng(1).shuffle(pieces)
+    found["padding to cap"] = 1 - pieces.sum() / (len(pieces) * context)
+    batches = [pieces[n : n + batch] for n in range(0, len(pieces), batch)]
+    widest = sum(int(each.max()) * len(each) for each in batches)
+    found["padding to batch max"] = 1 - pieces.sum() / widest
+    for kind in ("bucketed", "packed", "carried"):
+        tokens = places = 0.0
+        with at.stream(kind, at.cache("waste"), context=context) as stream:
+            for group in range(stream.plan.groups):
+                rows = stream.plan.rows(0, group)
+                tokens += float(rows.tokens_R1[-1])
+                widths = rows.width_R
+                places += len(rows) * context if widths is None else float(widths.sum())
+        found[kind] = 1 - tokens / places
+    return {name: round(float(value), 6) for name, value in found.items()}
+
+
+# -------------------------------------------------------------------------------------- wait
+
+
+def wait(at: Site, kind: str, latency_s: float) -> dict[str, Any]:
+    """Train a small model from an empty cache, with ``latency_s`` before the server."""
+    import torch
+
+    from paceline.models import config_for, new_model
+    from paceline.profile import TrainingSettings
+    from paceline.training.group import Group
+    from paceline.training.loop import Progress, train_model
+    from paceline.training.recipe import new_optimizer
+
+    torch.set_num_threads(1)
+    size = at.size
+    settings = TrainingSettings(steps=size.steps, batch_sequences=size.batch)
+    model = new_model(config_for(size.parameters, size.context), 0)
+    waits: list[float] = []
+    port = urlsplit(at.s3.endpoint_url).port
+    assert port is not None
+    with (
+        FarAway(port, latency_s) as far,
+        at.stream(kind, at.cache(f"wait-{kind}", far.port)) as stream,
+    ):
+        started = time.perf_counter()
+        train_model(
+            model,
+            new_optimizer(model, settings),
+            stream,
+            settings,
+            Group(),
+            progress=Progress(),
+            on_step=lambda report: waits.append(report.data_wait_s),
+        )
+        seconds = time.perf_counter() - started
+        opened = len(list((at.root / "caches" / f"wait-{kind}").rglob("*.*")))
+    later = seconds - waits[0]
+    return {
+        "latency_s": latency_s,
+        "steps": size.steps,
+        "step_s": round(later / size.steps, 5),
+        "first_batch_s": round(waits[0], 3),
+        "wait_share": round(sum(waits[1:]) / later, 6),
+        "wait_share_with_first_batch": round(sum(waits) / seconds, 6),
+        "worst_wait_s": round(max(waits[1:]), 4),
+        "requests": far.requests,
+        "injected_s": round(far.requests * latency_s, 2),
+        "files_fetched": opened,
+    }
+
+
+# ------------------------------------------------------------------------------------ resume
+
+
+def resume(at: Site, kind: str) -> dict[str, Any]:
+    """Begin an epoch on 2 ranks, end it on 1, 3 and 4; count what is twice and what is missing."""
+    cache = at.cache("resume")
+    whole, _ = epoch_on(at, kind, cache, [(1, None)])
+    half = len(whole) // 2
+    found: dict[str, Any] = {"batches": len(whole)}
+    wanted = expected(at, kind)
+    for world in (1, 3, 4):
+        batches, pieces = epoch_on(at, kind, cache, [(2, half), (world, None)])
+        found[f"2 -> {world}"] = {
+            "duplicates": sum((pieces - wanted).values()),
+            "missing": sum((wanted - pieces).values()),
+            "batches_identical": batches == whole,
+        }
+    return found
+
+
+def expected(at: Site, kind: str) -> Counter[bytes]:
+    """Return the pieces that an epoch should have, each as its inputs and last target."""
+    context = at.size.context
+    found: Counter[bytes] = Counter()
+    if kind == "windows":
+        cache = at.cache("documents")
+        for shard in at.snapshot.of_split("train"):
+            with cache.samples(shard) as samples:
+                texts = [samples.tokens(each).tobytes() for each in range(len(samples))]
+            framed = SEPARATOR + SEPARATOR.join(texts) + SEPARATOR
+            starts = range(0, len(framed) - context, context)
+            found.update(framed[start : start + context + 1] for start in starts)
+        return found
+    for each in at.documents():
+        framed = SEPARATOR + each + SEPARATOR
+        found.update(
+            framed[start : start + context + 1] for start in range(0, len(framed) - 1, context)
+        )
+    return found
+
+
+def epoch_on(
+    at: Site, kind: str, cache: ShardCache, stages: list[tuple[int, int | None]]
+) -> tuple[list[str], Counter[bytes]]:
+    """Return digests of an epoch's global batches, and its pieces, read stage by stage.
+
+    A stage is a number of ranks and how many batches they read; None: to the epoch's end.
+    """
+    digests: list[str] = []
+    pieces: Counter[bytes] = Counter()
+    position: dict[str, Any] | None = None
+    for world, count in stages:
+        ranks = [
+            at.stream(kind, cache, rank=rank, world_size=world, position=position)
+            for rank in range(world)
+        ]
+        read = 0
+        while count is None or read < count:
+            shares = [each.next() for each in ranks]
+            position = json.loads(json.dumps(ranks[0].position))
+            assert all(each.position == position for each in ranks)
+            # The last batch goes on into the next epoch: those rows are not this epoch's.
+            beyond = position["item"] if position["epoch"] else 0
+            digests.append(digest_of(shares, position["global_batch"] - beyond))
+            for share in shares:
+                for row in range(len(share.rows)):
+                    if share.rows[row] < position["global_batch"] - beyond:
+                        pieces.update(pieces_of(share, row))
+            read += 1
+            if position["epoch"]:
+                break
+        for each in ranks:
+            each.close()
+    return digests, pieces
+
+
+def digest_of(shares: list[Any], rows: int) -> str:
+    """Return a digest of a global batch: every array of its first ``rows`` rows."""
+    digest = hashlib.sha256(f"{shares[0].step} {shares[0].global_tokens} {rows}".encode())
+    for name in ("inputs_BT", "targets_BT", "weights_BT", "documents_BT", "positions_BT"):
+        parts = [getattr(each, name) for each in shares]
+        if parts[0] is not None:
+            digest.update(np.concatenate(parts)[:rows].tobytes())
+    return digest.hexdigest()
+
+
+def pieces_of(batch: Any, row: int) -> list[bytes]:
+    """Return the pieces of documents in one row: their inputs and last target."""
+    kept = batch.weights_BT[row] > 0
+    slots = np.zeros(len(kept), dtype=np.int64)
+    if batch.documents_BT is not None:
+        slots = batch.documents_BT[row]
+    found = []
+    for slot in np.unique(slots[kept]).tolist():
+        mine = kept & (slots == slot)
+        last = int(np.flatnonzero(mine)[-1])
+        found.append(batch.inputs_BT[row][mine].tobytes() + bytes([batch.targets_BT[row, last]]))
+    return found
+
+
+# ------------------------------------------------------------------------------------- peers
+
+
+class Peers:
+    """The process with other people's loaders."""
+
+    def __init__(self, python: Path) -> None:
+        self._process = subprocess.Popen(
+            [str(python), str(ROOT / "benchmarks" / "peers" / "data_readers.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Return the answer to one request."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        answer: dict[str, Any] = json.loads(process.stdout.readline())
+        if "error" in answer:
+            raise SystemExit(f"{request['reader']}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+def ours(at: Site, kind: str) -> dict[str, Any]:
+    """Read one epoch from a warm cache: every shard verified, order mixed, batches made."""
+    tokens = 0
+    with at.stream(kind, at.cache("documents")) as stream:
+        started = time.perf_counter()
+        while stream.position["epoch"] == 0:
+            batch = stream.next()
+            tokens += int(batch.weights_BT.sum())
+        seconds = time.perf_counter() - started
+    documents = sum(each.documents for each in at.snapshot.of_split("train"))
+    return {"documents": documents, "tokens": tokens, "seconds": seconds}
+
+
+def peers(at: Site, python: Path, rounds: int) -> dict[str, Any]:
+    """Return documents a second of each, in interleaved rounds, with its best worker count."""
+    corpus = at.root / "documents.bin"
+    documents = at.documents()
+    corpus.write_bytes(b"".join(documents))
+    np.save(f"{corpus}.npy", np.cumsum([len(each) for each in documents]))
+    process = Peers(python)
+    found: dict[str, Any] = {"documents": len(documents)}
+    try:
+        workers: dict[str, int] = {}
+        for reader in PEERS:
+            to = at.root / "peers" / reader
+            process.ask(do="write", reader=reader, documents=str(corpus), to=str(to))
+            rates = {}
+            for count in (0, 1, 2):  # twice, the second counts: the first finds caches cold
+                for _ in range(2):
+                    got = process.ask(
+                        do="epoch", reader=reader, of=str(to), workers=count, batch=at.size.batch
+                    )
+                assert got["documents"] == len(documents), (reader, got)
+                rates[count] = got["documents"] / got["seconds"]
+            workers[reader] = max(rates, key=lambda each: rates[each])
+        runs: dict[str, list[float]] = {}
+        for number in range(rounds):
+            names = [*PEERS, "paceline bucketed", "paceline packed"]
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                if name in PEERS:
+                    got = process.ask(
+                        do="epoch",
+                        reader=name,
+                        of=str(at.root / "peers" / name),
+                        workers=workers[name],
+                        batch=at.size.batch,
+                    )
+                else:
+                    got = ours(at, name.split()[1])
+                runs.setdefault(name, []).append(got["documents"] / got["seconds"])
+    finally:
+        process.close()
+    for name, rates_s in runs.items():
+        found[name] = {
+            "documents_per_s": round(statistics.median(rates_s)),
+            "worst": round(min(rates_s)),
+            "best": round(max(rates_s)),
+            "workers": workers.get(name),
+        }
+    return found
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run the parts and print one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--peers", type=Path, default=PEERS_PYTHON)
+    parser.add_argument("--only", nargs="*", default=["waste", "wait", "resume", "peers"])
+    asked = parser.parse_args(arguments)
+    size = QUICK if asked.quick else FULL
+    result: dict[str, Any] = {"benchmark": "data_stream", "quick": asked.quick, **vars(size)}
+    with site(size) as at:
+        result["train_documents"] = sum(each.documents for each in at.snapshot.of_split("train"))
+        result["shards"] = len(at.snapshot.of_split("train"))
+        if "waste" in asked.only:
+            result["waste"] = waste(at)
+        if "wait" in asked.only:
+            kinds = KINDS[1:2] if asked.quick else KINDS[:3]
+            result["wait"] = {each: wait(at, each, LATENCY_S) for each in kinds}
+        if "resume" in asked.only:
+            kinds = KINDS[:2] if asked.quick else KINDS
+            result["resume"] = {each: resume(at, each) for each in kinds}
+        if "peers" in asked.only and not asked.quick:
+            result["peers"] = peers(at, asked.peers, size.rounds)
+    if asked.out is not None:
+        asked.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    main()

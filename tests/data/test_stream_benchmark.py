@@ -1,0 +1,21 @@
+"""The benchmark of the data stream, tiny: it runs, and what it proves holds."""
+
+from __future__ import annotations
+
+from benchmarks import data_stream
+
+
+def test_the_benchmark_runs_and_finds_nothing_twice_and_nothing_missing(capsys) -> None:
+    result = data_stream.main(["--quick"])
+    assert capsys.readouterr().out.count("\n") == 1, "one line of JSON"
+    for kind in ("windows", "packed"):
+        for world in (1, 3, 4):
+            found = result["resume"][kind][f"2 -> {world}"]
+            assert found == {"duplicates": 0, "missing": 0, "batches_identical": True}, kind
+        assert result["resume"][kind]["batches"] > 10
+    waste = result["waste"]
+    assert waste["packed"] < waste["bucketed"] < waste["padding to batch max"]
+    assert waste["padding to batch max"] <= waste["padding to cap"]
+    wait = result["wait"]["packed"]
+    assert wait["requests"] > 0, "through the proxy"
+    assert 0 <= wait["wait_share"] <= 1
