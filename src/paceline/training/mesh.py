@@ -9,6 +9,7 @@ rank starts. Knows no models.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from paceline.errors import InvalidInput
@@ -136,7 +137,8 @@ class Mesh:
 def open_mesh(spec: MeshSpec, device_type: str = "cpu") -> Mesh:
     """Return this rank's mesh; all ranks of the default group call it together.
 
-    Raises InvalidInput where the group is not as large as the mesh.
+    Its groups wait as long for a silent rank as the default group does (torch's own would wait half
+    an hour). Raises InvalidInput where the group is not as large as the mesh.
     """
     if spec.world_size == 1:
         return Mesh(spec, 0, device_type)
@@ -149,4 +151,18 @@ def open_mesh(spec: MeshSpec, device_type: str = "cpu") -> Mesh:
             "mesh does not fit the group", got=f"{joined} ranks", wanted=f"{spec.world_size} ranks"
         )
     device_mesh = init_device_mesh(device_type, spec.shape, mesh_dim_names=AXES)
+    timeout = timeout_of(dist.group.WORLD, device_type)
+    if timeout is not None:
+        for axis in AXES:
+            dist.distributed_c10d._set_pg_timeout(timeout, device_mesh[axis].get_group())
     return Mesh(spec, dist.get_rank(), device_type, device_mesh)
+
+
+def timeout_of(group: ProcessGroup | None, device_type: str = "cpu") -> timedelta | None:
+    """Return how long ``group`` waits for a silent rank; None for a backend that never waits."""
+    import torch
+
+    assert group is not None, "ranks join their group first"
+    options = getattr(group._get_backend(torch.device(device_type)), "options", None)
+    found: timedelta | None = getattr(options, "_timeout", None)
+    return found

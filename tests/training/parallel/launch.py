@@ -32,7 +32,7 @@ from benchmarks.same_losses import (
 )
 from paceline.errors import InvalidInput
 from paceline.models import new_model
-from paceline.training.mesh import open_mesh
+from paceline.training.mesh import open_mesh, timeout_of
 from paceline.training.parallel import clipping, parallelise, sharded, straight
 from paceline.training.parallel.pipeline import Pipelined
 
@@ -52,6 +52,7 @@ RIGHT = (
     "shard2 x pp2",
     "tp2 x pp2",
     "dp2 x shard2",
+    "local SGD, step 1",
     "shard3, uneven shares, accumulation 2",
     "dp2, accumulation 3",
     "single, accumulation 3",
@@ -266,6 +267,13 @@ def shorter_batches() -> dict[str, list[float]]:
     return {"staged": found[:3], "single": found[3:]}
 
 
+def timeouts() -> dict[str, list[float]]:
+    """How long each group of a mesh waits for a silent rank."""
+    mesh = Run.of(BY_NAME["shard2 x pp2"], PRECISION).parallel._mesh
+    groups = [dist.group.WORLD, *(mesh.group(axis) for axis in ("pp", "dp", "shard", "tp"))]
+    return {"seconds": [timeout_of(each).total_seconds() for each in groups]}
+
+
 def jobs() -> list[Job]:
     return [
         *(layout_job(each, PRECISION, STEPS) for each in SINGLES),
@@ -281,6 +289,7 @@ def jobs() -> list[Job]:
         Job("from meta", 4, from_meta),
         Job("odd sequence", 2, odd_sequence),
         Job("shorter batches", 2, shorter_batches),
+        Job("timeouts", 4, timeouts),
     ]
 
 

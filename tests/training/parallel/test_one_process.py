@@ -1,0 +1,142 @@
+"""Layouts of one process: clipping and unscaling, compiling, recomputing; no ranks needed."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.same_losses import CONFIG, CPU, Layout, Run, batch_of
+from paceline.models import new_model
+from paceline.profile import TrainingSettings
+from paceline.training.mesh import Mesh, MeshSpec
+from paceline.training.parallel import parallelise
+from paceline.training.parallel.activation import blocks_of, recompute_blocks
+from paceline.training.workload import Inputs, TransformerWorkload
+
+
+def fresh(**changes: object) -> Run:
+    settings = TrainingSettings.model_validate({"ranks": 1, "batch_sequences": 8} | changes)
+    workload = TransformerWorkload(CONFIG)
+    parallel = parallelise(workload.build(), Mesh(MeshSpec()), settings, workload)
+    return Run(Layout("one"), settings, MeshSpec(), workload, parallel)
+
+
+def gradients(run: Run) -> torch.Tensor:
+    (module,) = run.parallel.modules
+    return torch.cat([each.grad.flatten() for each in module.parameters()])
+
+
+def test_gradients_are_those_of_one_call_and_no_other() -> None:
+    run = fresh()
+    run.parallel.accumulate(run.parts(0), 1.0)
+    run.parallel.accumulate(run.parts(1), 1.0)
+    again = fresh()
+    again.parallel.accumulate(again.parts(1), 1.0)
+    assert torch.equal(gradients(run), gradients(again))
+
+
+def test_the_norm_is_returned_and_only_longer_gradients_are_shortened() -> None:
+    run = fresh()
+    run.parallel.accumulate(run.parts(0), 1.0)
+    before = gradients(run)
+    norm = run.parallel.clip(1e9)
+    assert norm == pytest.approx(float(before.double().norm()), rel=1e-6)
+    assert torch.equal(gradients(run), before)
+    assert run.parallel.clip(norm / 4) == pytest.approx(norm, rel=1e-6)
+    torch.testing.assert_close(gradients(run), before / 4)
+
+
+def test_a_scaled_loss_gives_the_same_gradients_once_unscaled() -> None:
+    plain, scaled = fresh(), fresh()
+    plain.parallel.accumulate(plain.parts(0), 1.0)
+    scaled.parallel.accumulate(scaled.parts(0), 1024.0)
+    assert plain.parallel.clip(3.0) == scaled.parallel.clip(3.0, unscale=1 / 1024)
+    torch.testing.assert_close(gradients(plain), gradients(scaled), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_gradients_that_are_no_numbers_are_told_and_left_alone(bad: float) -> None:
+    run = fresh()
+    run.parallel.accumulate(run.parts(0), 1.0)
+    (module,) = run.parallel.modules
+    module.get_parameter("model.norm.weight").grad[0] = bad
+    before = gradients(run)
+    assert not torch.isfinite(torch.tensor(run.parallel.clip(1e-3)))
+    assert torch.equal(gradients(run).nan_to_num(1.0), before.nan_to_num(1.0))
+
+
+# torch's tracer looks at .grad of everything and hides the warning in a way that "error" undoes.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_model_has_the_same_losses_from_one_graph_for_all_blocks(monkeypatch) -> None:
+    graphs: list[int] = []
+
+    def counting(graph, _inputs):
+        graphs.append(len(list(graph.graph.nodes)))
+        return graph.forward
+
+    plain = fresh().train(2)
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", functools.partial(real, backend=counting))
+    compiled = fresh(compile=True)
+    assert compiled.train(2) == pytest.approx(plain, rel=1e-5)
+    assert len(graphs) == 2  # a block and the loss; four blocks share theirs
+    names = [name for name, _ in compiled.parallel.modules[0].named_parameters()]
+    assert names == [name for name, _ in new_model(CONFIG, 0).named_parameters()]
+
+
+def test_recomputed_blocks_keep_less_and_their_names() -> None:
+    def kept(model: nn.Module) -> int:
+        held = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal held
+            held += tensor.numel()
+            return tensor
+
+        inputs = TransformerWorkload(CONFIG).inputs(batch_of(0), CPU)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(*inputs.args, **inputs.kwargs)
+        return held
+
+    plain, recomputed = new_model(CONFIG, 0), new_model(CONFIG, 0)
+    recompute_blocks(recomputed)
+    assert kept(recomputed) < kept(plain) / 3
+    assert list(recomputed.state_dict()) == list(plain.state_dict())
+
+
+def test_blocks_of_any_model_are_found() -> None:
+    class Theirs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.entry = nn.Linear(2, 2)
+            self.body = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(3))})
+
+    assert len(blocks_of(new_model(CONFIG, 0))) == CONFIG.num_hidden_layers
+    assert len(blocks_of(Theirs().body)) == 3
+    assert blocks_of(nn.Sequential(nn.Linear(2, 2))) == []
+
+
+def test_a_model_of_the_users_own_is_driven_alike() -> None:
+    class Doubling:
+        def build(self) -> nn.Module:
+            return nn.Linear(1, 1, bias=False)
+
+        def inputs(self, batch, device) -> Inputs:
+            raise NotImplementedError
+
+        def loss_sum(self, outputs, *targets):
+            return (outputs - targets[0]).square().sum()
+
+    parallel = parallelise(
+        Doubling().build(), Mesh(MeshSpec()), TrainingSettings(ranks=1), Doubling()
+    )
+    x = torch.tensor([[1.0], [2.0], [3.0]])
+    optimizer = torch.optim.SGD(parallel.modules[0].parameters(), lr=0.02)
+    for _ in range(60):
+        sums = parallel.accumulate([Inputs((x,), (2 * x,), 3.0)], 1.0)
+        optimizer.step()
+    assert float(sums.loss) < 1e-6
+    assert parallel.modules[0].weight.item() == pytest.approx(2.0, abs=1e-3)
