@@ -10,6 +10,7 @@ ORDER = (
     *("auto", "auto-killed", "auto-slowed", "auto-racks", "chain", "tree", "tree-of-chains"),
     *("mesh", "direct", "libtorrent", "aria2", "aria2-s3", "boto3-s3"),
 )
+TICKS = (1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 CPU_BOUND = 0.9  # of all cores busy: then the link was not the bound
 
 
@@ -103,7 +104,11 @@ def plot(result: dict[str, Any], path: Path) -> None:
                 axis.plot([line["goal"]] * 2, [place - 0.4, place + 0.4], color="#c1121f")
         axis.set_yticks(list(places), [line["row"] for line in mine])
         axis.set_xscale("log")
-        axis.set_xlim(0.9, max(line["ratio_worst"] for line in lines) * 1.5)
+        right = max(line["ratio_worst"] for line in lines) * 1.5
+        axis.set_xlim(0.9, right)
+        axis.set_xticks([tick for tick in TICKS if tick <= right], minor=False)
+        axis.set_xticks([], minor=True)
+        axis.xaxis.set_major_formatter("{x:g}")
         axis.axvline(1.0, color="black", linewidth=0.8)
         axis.invert_yaxis()
         one = next(run for run in result["runs"] if run["hosts"] == hosts)
