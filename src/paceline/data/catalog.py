@@ -16,6 +16,7 @@ import numpy as np
 from paceline.data.formats.sample import Array
 from paceline.errors import InvalidInput
 
+PAGE = 1000  # names in memory at once
 CACHE_KIB = 32 * 1024  # of pages in memory
 
 
@@ -49,7 +50,12 @@ class Catalog:
 
     def files(self) -> Iterator[tuple[str, int]]:
         """Yield each file's name and size, in order."""
-        yield from self._base.execute("SELECT name, size FROM files ORDER BY rank, name")
+        last: tuple[bytes, str] = (b"", "")
+        page = "SELECT rank, name, size FROM files WHERE (rank, name) > (?, ?) ORDER BY 1, 2"
+        while rows := self._base.execute(f"{page} LIMIT {PAGE}", last).fetchall():
+            for _, name, size in rows:
+                yield name, size
+            last = rows[-1][:2]
 
     def is_new(self, what: bytes) -> bool:
         """Return whether ``what`` (a key, a digest) was not met before, and remember it."""
