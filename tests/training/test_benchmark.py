@@ -33,3 +33,16 @@ def test_the_interval_of_a_median_lies_around_it() -> None:
     ratios = [0.9 + 0.01 * number for number in range(21)]
     low, high = loaded("training_overhead").interval(ratios)
     assert 0.9 < low < 1.0 < high < 1.1
+
+
+def test_mfu_says_that_it_was_not_run_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    module = loaded("mfu")
+    tiny = module.main(["--tiny"])
+    assert tiny["ours_mfu"] > 0
+    assert len(tiny["ratios"]) == 2
+    assert json.loads(capsys.readouterr().out) == tiny
+    if module.torch.cuda.is_available():
+        return
+    result = module.main([])
+    assert not result["run"]
+    assert "no GPU here" in result["why"]

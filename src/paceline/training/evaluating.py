@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.data import Stream
+from paceline.profile import TrainingSettings
 from paceline.training.group import Group
 from paceline.training.parallel import Parallel
 from paceline.training.workload import LossSums, Workload
@@ -44,6 +45,19 @@ class Evaluator:
     sequences: int
     parts: int = 1  # passes through the model for each batch, as in training
     bytes_per_token: float | None = 1.0
+
+    @classmethod
+    def of(
+        cls,
+        settings: TrainingSettings,
+        open_held_out: Callable[[], Stream],
+        bytes_per_token: float | None = 1.0,
+    ) -> Evaluator | None:
+        """Return the evaluator that ``settings`` ask for, None where they ask for none."""
+        if not settings.evaluate_every_steps:
+            return None
+        parts = settings.accumulation
+        return cls(open_held_out, settings.evaluate_sequences, parts, bytes_per_token)
 
     def evaluate(
         self, parallel: Parallel, workload: Workload, group: Group, device: torch.device

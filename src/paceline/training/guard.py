@@ -22,7 +22,7 @@ from paceline.profile import GuardSettings
 Reason = Literal["nan", "spike"]
 
 # A window whose losses hardly differ has a tiny spread: a spike is also this many spreads up.
-SPREADS = 6.0
+SPREADS = 10.0
 NORMAL = 1.4826  # median absolute deviation → standard deviation of a normal distribution
 
 

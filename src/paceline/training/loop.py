@@ -144,7 +144,7 @@ def train(
     guard = guard or Guard.of(settings.guard)
     scaler = LossScale.of(settings)
     _restore(progress.extra, guard, scaler)
-    numbers = numbers or Numbers(group, parallel.modules, device)
+    numbers = numbers or Numbers.of(settings, parallel, group, device)
     started, owed = time.perf_counter(), False
     while progress.step < settings.steps:
         numbers.begin(progress.step + 1, stream.data_wait_s, progress.stall_s)

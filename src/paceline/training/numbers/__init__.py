@@ -4,17 +4,20 @@
 """
 
 from paceline.training.numbers.alerts import AlertChange, Alerts
+from paceline.training.numbers.exporter import Exporter
 from paceline.training.numbers.flops import flops_per_token, matmul_peak
 from paceline.training.numbers.meter import Numbers
 from paceline.training.numbers.stragglers import Straggler, stragglers
-from paceline.training.numbers.tracing import Tracer
+from paceline.training.numbers.tracing import Tracer, Uploaded
 
 __all__ = [
     "AlertChange",
     "Alerts",
+    "Exporter",
     "Numbers",
     "Straggler",
     "Tracer",
+    "Uploaded",
     "flops_per_token",
     "matmul_peak",
     "stragglers",

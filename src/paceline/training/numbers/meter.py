@@ -11,30 +11,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline.models import ModelConfig
+from paceline.profile import TrainingSettings
 from paceline.training.group import Group
 from paceline.training.numbers.alerts import AlertChange, Alerts
 from paceline.training.numbers.busy import Busy
 from paceline.training.numbers.device import Utilisation, memory
+from paceline.training.numbers.flops import flops_per_token, matmul_peak
 from paceline.training.numbers.stragglers import Straggler, Window
 from paceline.training.numbers.tracing import Tracer
+from paceline.training.parallel import Parallel
 
 RECENT = 20  # steps that shares are taken over
 HEAVY_EVERY = 10  # steps between looks at memory, stragglers and the accelerator
 PROBE_EVERY = 100  # steps between probes of the all-reduce
 PROBE_BYTES = 1024 * 1024
-
-
-class Waiting(Protocol):
-    """What counts seconds that training stood still for it."""
-
-    @property
-    def data_wait_s(self) -> float: ...
 
 
 @dataclass
@@ -60,6 +56,7 @@ class Numbers:
     peak: Callable[[], float] | None = None
     alerts: Alerts = field(default_factory=Alerts)
     tracer: Tracer | None = None
+    reduced: Callable[[], int] | None = None  # bytes of gradients given to be reduced so far
     probe: bool = True
     clock: Callable[[], float] = time.monotonic
 
@@ -73,6 +70,35 @@ class Numbers:
         self._steps = 0
         self._started = 0.0
         self._waited = self._stalled = 0.0
+        self._reduced = self.reduced() if self.reduced else 0
+
+    @classmethod
+    def of(
+        cls,
+        settings: TrainingSettings,
+        parallel: Parallel,
+        group: Group,
+        device: torch.device,
+        *,
+        config: ModelConfig | None = None,
+        tracer: Tracer | None = None,
+    ) -> Numbers:
+        """Return the figures of one rank of a job; ``config`` is our transformer's, if it is ours.
+
+        Compiled modules are not hooked: a hook would cut the graph.
+        """
+        dtype = getattr(torch, settings.precision)
+        threads = torch.get_num_threads()
+        return cls(
+            group,
+            () if settings.compile else parallel.modules,
+            device,
+            flops_per_token=flops_per_token(config) if config is not None else 0.0,
+            peak=lambda: matmul_peak(device.type, dtype, threads),
+            alerts=Alerts(settings.checkpoints.max_stall_share),
+            tracer=tracer,
+            reduced=lambda: parallel.bytes_reduced,
+        )
 
     def begin(self, step: int, data_wait_s: float, stall_s: float) -> None:
         """Start step ``step`` (from 1); the others are the totals so far, in seconds."""
@@ -101,17 +127,21 @@ class Numbers:
         waited, stalled = data_wait_s - self._waited, stall_s - self._stalled
         self._recent.append(_Step(seconds, waited, stalled, tokens))
         self._window.add(slots)
+        figures = self._shares()
         if self._steps % HEAVY_EVERY == 1:
             self._look()
-        if self._steps % PROBE_EVERY == 1 and self.probe and self.group.world_size > 1:
-            self._kept |= self._probe()
-        figures = self._shares() | self._kept
+            if self._steps % PROBE_EVERY == 1 and self.probe and self.group.world_size > 1:
+                self._kept |= self._probe()
+            figures |= self._kept
         figures |= {
             "step_seconds": seconds,
             "data_wait_s": waited,
             "busy_seconds": slots[self.group.rank] if slots else 0.0,
             "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
         }
+        if self.reduced is not None:
+            before, self._reduced = self._reduced, self.reduced()
+            figures["reduced_bytes"] = float(self._reduced - before)
         peak = self._kept.get("matmul_peak_flops", 0.0)
         if peak and seconds > 0:
             mine = figures["tokens_per_second"] / self.group.world_size

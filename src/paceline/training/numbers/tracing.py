@@ -6,10 +6,17 @@ other: the profiler exists only then.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
+
+from paceline.errors import TemporaryError
+from paceline.objects import ObjectStore, join_url
+
+log = logging.getLogger(__name__)
 
 
 class Tracer:
@@ -57,3 +64,20 @@ class Tracer:
         if self._running is not None:
             self._running.stop()
             self._running = None
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """Where traces go: below ``url``, beside the job's checkpoints; the local file goes away."""
+
+    store: ObjectStore
+    url: str
+
+    def __call__(self, step: int, path: Path) -> None:
+        """Upload the trace of ``step``; where storage is away it stays on this node's disk."""
+        try:
+            self.store.upload_file(path, join_url(self.url, path.name))
+        except TemporaryError as error:
+            log.warning("trace of step %d stays at %s: %s", step, path, error)
+            return
+        path.unlink()

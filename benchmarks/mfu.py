@@ -1,0 +1,261 @@
+"""Model flops utilisation of a model of about 1 B parameters in bf16 with torch.compile on one GPU:
+``paceline.training.loop`` beside a plain loop in nanoGPT's style, interleaved, on the same device.
+
+    python benchmarks/mfu.py [--batch 8] [--context 2048] [--steps 10] [--pairs 5]
+    python benchmarks/mfu.py --tiny        # a tiny model on the CPU: does the script work?
+
+MFU counts as PaLM's does (``paceline.training.numbers.flops``) against the matmul peak measured in
+the same process. Without a GPU it says that it was not run, and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from paceline.data import Batch
+from paceline.models import ModelConfig, config_for, count_parameters, new_model
+from paceline.profile import TrainingSettings
+from paceline.training.group import Group
+from paceline.training.loop import Progress, train
+from paceline.training.mesh import Mesh, MeshSpec
+from paceline.training.numbers import Numbers, flops_per_token, matmul_peak
+from paceline.training.parallel import parallelise
+from paceline.training.recipe import new_optimizer
+from paceline.training.workload import TransformerWorkload
+
+RESULT = Path(__file__).resolve().parent / "results" / "mfu.json"
+VOCABULARY = 50_304
+
+
+@dataclass
+class OneBatch:
+    """A stream that gives the same batch again and again."""
+
+    batch: Batch
+    context: int
+    global_batch: int
+    data_wait_s: float = 0.0
+    position: dict[str, Any] = field(default_factory=dict)
+    quarantined: dict[str, str] = field(default_factory=dict)
+
+    def next(self) -> Batch:
+        return self.batch
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> OneBatch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and where."""
+
+    config: ModelConfig
+    rows: int
+    device: torch.device
+    compile: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.config.context
+
+    def batch(self) -> Batch:
+        shape = (self.rows, self.config.context + 1)
+        tokens = np.random.default_rng(0).integers(0, self.config.vocab_size, shape, dtype=np.int32)
+        return Batch(
+            step=0,
+            inputs_BT=tokens[:, :-1],
+            targets_BT=tokens[:, 1:],
+            weights_BT=np.ones((self.rows, self.config.context), dtype=np.float32),
+            rows=range(self.rows),
+            global_tokens=float(self.tokens),
+        )
+
+
+def ours(case: Case) -> Iterator[None]:
+    """A step of our loop each time it is asked for; the loop runs on a thread of its own."""
+    import queue
+    import threading
+
+    settings = TrainingSettings(
+        ranks=1,
+        steps=10**9,
+        schedule="wsd",
+        batch_sequences=case.rows,
+        precision="bfloat16",
+        compile=case.compile,
+    )
+    workload = TransformerWorkload(case.config)
+    model = workload.build().to(case.device)
+    mesh = Mesh(MeshSpec(), device_type=case.device.type)
+    parallel = parallelise(model, mesh, settings, workload)
+    wanted: queue.Queue[bool] = queue.Queue(1)
+    done: queue.Queue[BaseException | None] = queue.Queue(1)
+
+    def stop() -> bool:
+        return not wanted.get()
+
+    def work() -> None:
+        try:
+            train(
+                parallel,
+                workload,
+                new_optimizer(parallel.modules, settings),
+                OneBatch(case.batch(), case.config.context, case.rows),
+                settings,
+                Group(),
+                progress=Progress(),
+                device=case.device,
+                numbers=Numbers.of(settings, parallel, Group(), case.device, config=case.config),
+                on_step=lambda _: done.put(None),
+                should_stop=stop,
+            )
+        except BaseException as error:  # noqa: BLE001 - raised where it was asked for
+            done.put(error)
+
+    thread = threading.Thread(target=work, name="ours", daemon=True)
+    thread.start()
+    try:
+        while True:
+            wanted.put(True)
+            failed = done.get(timeout=1800)
+            if failed is not None:
+                raise failed
+            yield
+    finally:
+        wanted.put(False)
+        if thread.is_alive():
+            done.get(timeout=1800)
+            thread.join(60)
+
+
+def plain(case: Case) -> Iterator[None]:
+    """The loop of nanoGPT: compiled model, autocast, clipping, fused AdamW."""
+    model = new_model(case.config, 0).to(case.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
+    run = torch.compile(model) if case.compile else model
+    batch = case.batch()
+    inputs_BT, targets_BT = (
+        torch.from_numpy(each.astype(np.int64)).to(case.device)
+        for each in (batch.inputs_BT, batch.targets_BT)
+    )
+    while True:
+        with torch.autocast(case.device.type, dtype=torch.bfloat16):
+            logits_BTV = run(inputs_BT)
+            loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield
+
+
+def rate(case: Case, steps: Iterator[None], count: int) -> float:
+    """Return the tokens a second of ``count`` steps."""
+    _finish(case.device)
+    started = time.perf_counter()
+    for _ in range(count):
+        next(steps)
+    _finish(case.device)
+    return case.tokens * count / (time.perf_counter() - started)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(case: Case, steps: int, pairs: int) -> dict[str, Any]:
+    """Return both MFUs; pairs are interleaved."""
+    kinds: dict[str, Callable[[Case], Iterator[None]]] = {"ours": ours, "plain": plain}
+    running = {name: kind(case) for name, kind in kinds.items()}
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    for steps_of in running.values():
+        rate(case, steps_of, 3)  # compiles, warms
+    for number in range(pairs):
+        names = list(kinds) if number % 2 == 0 else list(reversed(kinds))
+        for name in names:
+            found[name].append(rate(case, running[name], steps))
+    for steps_of in running.values():
+        steps_of.close()  # type: ignore[attr-defined] - they are generators
+    peak = matmul_peak(case.device.type, torch.bfloat16, torch.get_num_threads())
+    flops = flops_per_token(case.config)
+    ratios = [a / b for a, b in zip(found["ours"], found["plain"], strict=True)]
+    return {
+        "parameters": count_parameters(case.config),
+        "context": case.config.context,
+        "batch": case.rows,
+        "device": torch.cuda.get_device_name() if case.device.type == "cuda" else "cpu",
+        "peak_flops_measured": peak,
+        **{f"{name}_tokens_per_second": statistics.median(rates) for name, rates in found.items()},
+        **{f"{name}_mfu": statistics.median(rates) * flops / peak for name, rates in found.items()},
+        "ratio": statistics.median(ratios),
+        "ratios": [round(each, 4) for each in ratios],
+    }
+
+
+def billion(context: int) -> ModelConfig:
+    """Return a model of about 1 B parameters."""
+    return ModelConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=18,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        max_position_embeddings=context,
+    )
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Measure, and print one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--tiny", "--quick", action="store_true")
+    asked = parser.parse_args(arguments)
+    result: dict[str, Any] = {"benchmark": "mfu"}
+    if asked.tiny:
+        case = Case(config_for(20_000, 32), 2, torch.device("cpu"), compile=False)
+        result |= {"run": True, "tiny": True, **measure(case, steps=2, pairs=2)}
+    elif torch.cuda.is_available():
+        case = Case(billion(asked.context), asked.batch, torch.device("cuda"), compile=True)
+        result |= {"run": True, **measure(case, asked.steps, asked.pairs)}
+        RESULT.parent.mkdir(parents=True, exist_ok=True)
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    else:
+        built = (
+            "a CPU build" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
+        )
+        result |= {"run": False, "why": f"no GPU here; torch {torch.__version__} is {built}"}
+    print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
