@@ -1,7 +1,7 @@
-"""The ranks as one group: joining it, agreeing on numbers, averaging gradients.
+"""The ranks as one group: joining it, and agreeing on numbers.
 
-One process alone is a group of one and needs no torch.distributed. Knows nothing of models beyond
-their gradients; NCCL would be chosen here, and only gloo has been run.
+One process alone is a group of one and needs no torch.distributed. Numbers travel by gloo, tensors
+of a GPU by NCCL; only gloo has been run. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -15,13 +15,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PeerLost
-
-BUCKET_MB = 4  # several buckets even for small models, so that sending overlaps the backward pass
 
 
 @dataclass(frozen=True)
@@ -52,15 +48,6 @@ class Group:
         with _translated():
             dist.broadcast(tensor, src=0)
         return int(tensor[0])
-
-    def parallelise(self, model: nn.Module) -> nn.Module:
-        """Return ``model`` with its gradients averaged over ranks, in buckets, while they come."""
-        if self.world_size == 1:
-            return model
-        with _translated():
-            return DistributedDataParallel(
-                model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True
-            )
 
 
 @contextlib.contextmanager
@@ -97,7 +84,7 @@ def join_group(
             master_listen_fd=_listen(host, port) if serve and rank == 0 else None,
         )
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             store=PrefixStore(f"attempt-{attempt}", store),
             rank=rank,
             world_size=world_size,
@@ -105,11 +92,6 @@ def join_group(
         )
     yield Group(rank, world_size)
     dist.destroy_process_group()  # only after success: with a dead peer it could wait for ever
-
-
-def flatten_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return all gradients as one vector (tests compare layouts with it)."""
-    return torch.cat([each.grad.flatten() for each in parameters if each.grad is not None])
 
 
 def _listen(host: str, port: int) -> int:

@@ -16,7 +16,7 @@ from paceline.training.parallel.base import Parallel
 from paceline.training.parallel.checks import require_layout
 from paceline.training.parallel.compiling import compile_blocks
 from paceline.training.parallel.data import Sent, replicate
-from paceline.training.parallel.pipeline import Pipelined, stages
+from paceline.training.parallel.pipeline import Pipelined, stages, take_apart
 from paceline.training.parallel.sharded import shard
 from paceline.training.parallel.straight import Straight
 from paceline.training.scaling import autocast, master_dtype
@@ -41,6 +41,7 @@ def parallelise(
     if spec.pp > 1:
         assert isinstance(model, Transformer)
         parts = [*stages(model, mesh, settings)]
+        take_apart(model)
     spread = spec.shard > 1 or (spec.dp > 1 and spec.tp * spec.pp > 1)
     for part in parts:
         if spec.tp > 1:

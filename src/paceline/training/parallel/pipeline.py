@@ -44,6 +44,12 @@ def stages(model: Transformer, mesh: Mesh, settings: TrainingSettings) -> list[T
     ]
 
 
+def take_apart(model: nn.Module) -> None:
+    """Let go of all parts of ``model``: who keeps it must not keep other ranks' layers."""
+    for name in [name for name, _ in model.named_children()]:
+        delattr(model, name)
+
+
 class Pipelined:
     """A ``Parallel`` whose rank runs some stages; all parts of a batch become one schedule."""
 
