@@ -1,0 +1,147 @@
+"""Messages of the parameter server: one frame each, a small JSON head and raw bytes behind it.
+
+    magic "PLW1" · kind 1 byte · head length 4 bytes · body length 8 bytes · head · body
+
+Lengths are checked before anything is read for them; a body is numbers as the head says, never an
+object. Each read and write has the socket's deadline. Whoever connects first says ``HELLO`` with
+the gang's key, which only its ranks know; the network they share is trusted to carry it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import socket
+import struct
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import AccessDenied, InvalidFrame, PeerLost
+
+MAGIC = b"PLW1"
+HEADER = struct.Struct(">4sBIQ")
+MAX_HEAD_BYTES = 1024 * 1024
+MAX_BODY_BYTES = 8 << 30  # a connection is told a smaller bound once the model's size is known
+DTYPES = {"float32": "<f4", "float64": "<f8"}
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1  # → role, worker, key
+    WELCOME = 2  # ← what the caller may go on with
+    PULL = 3
+    WEIGHTS = 4  # ← version; body: weights
+    PUSH = 5  # → sequence, base; body: gradient
+    ANSWER = 6  # ← verdict, version
+    STATE = 7  # server → standby: everything; body: safetensors
+    UPDATE = 8  # server → standby: one gradient that is applied
+    FOLLOWED = 9  # standby → server: it is applied here too
+    BEAT = 10
+    NOT_LEADING = 11  # ask another
+    REFUSED = 12  # an error that will not pass
+    RELEASED = 13  # server → standby: all is done, go
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One message."""
+
+    kind: Kind
+    head: dict[str, Any] = field(default_factory=dict)
+    body: bytes | bytearray | memoryview = b""
+
+
+def send(connection: socket.socket, frame: Frame) -> None:
+    """Write ``frame``; raises PeerLost past the socket's deadline or where the peer is gone."""
+    head = json.dumps(frame.head, separators=(",", ":")).encode()
+    assert len(head) <= MAX_HEAD_BYTES, "our own heads are small"
+    body = memoryview(frame.body).cast("B")
+    start = HEADER.pack(MAGIC, frame.kind, len(head), len(body)) + head
+    try:
+        connection.sendall(start)
+        if len(body):
+            connection.sendall(body)
+    except (OSError, ValueError) as error:
+        raise PeerLost("peer went away while it was told something", got=error) from error
+
+
+def receive(connection: socket.socket, max_body_bytes: int = MAX_BODY_BYTES) -> Frame:
+    """Return the next frame.
+
+    Raises PeerLost past the socket's deadline or where the peer is gone, InvalidFrame for bytes
+    that are no frame of ours or a body above ``max_body_bytes``.
+    """
+    magic, kind, head_bytes, body_bytes = HEADER.unpack(_exactly(connection, HEADER.size))
+    if magic != MAGIC:
+        raise InvalidFrame("not our protocol", got=bytes(magic), wanted=MAGIC)
+    if head_bytes > MAX_HEAD_BYTES or body_bytes > max_body_bytes:
+        raise InvalidFrame(
+            "frame is too large",
+            got=f"head {head_bytes}, body {body_bytes} bytes",
+            wanted=f"≤ {MAX_HEAD_BYTES} and ≤ {max_body_bytes}",
+        )
+    try:
+        said = json.loads(bytes(_exactly(connection, head_bytes)))
+        found = Kind(kind)
+    except (ValueError, RecursionError) as error:
+        raise InvalidFrame("frame cannot be read", got=str(error)[:200]) from error
+    if not isinstance(said, dict):
+        raise InvalidFrame("frame's head is no object", got=type(said).__name__)
+    return Frame(found, said, _exactly(connection, body_bytes))
+
+
+def of_numbers(kind: Kind, numbers: npt.NDArray[Any], **head: Any) -> Frame:
+    """Return a frame whose body is a flat array of float32 or float64."""
+    dtype = str(numbers.dtype)
+    assert dtype in DTYPES and numbers.ndim == 1, "one flat array of floats travels"
+    little = np.ascontiguousarray(numbers, dtype=DTYPES[dtype])
+    return Frame(kind, {**head, "dtype": dtype, "count": len(numbers)}, memoryview(little.data))
+
+
+def numbers_of(frame: Frame, count: int, dtype: str) -> npt.NDArray[Any]:
+    """Return the numbers in a frame's body; raises InvalidFrame unless it is exactly so many."""
+    said = (frame.head.get("dtype"), frame.head.get("count"))
+    size = np.dtype(DTYPES[dtype]).itemsize * count
+    if said != (dtype, count) or len(frame.body) != size:
+        raise InvalidFrame(
+            "frame holds other numbers",
+            got=f"{said[1]} x {said[0]}, {len(frame.body)} bytes",
+            wanted=f"{count} x {dtype}, {size} bytes",
+        )
+    return np.frombuffer(frame.body, dtype=DTYPES[dtype])
+
+
+def whole(frame: Frame, name: str) -> int:
+    """Return the whole number ``name`` of a frame's head; raises InvalidFrame without one."""
+    value = frame.head.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidFrame("frame's head lacks a number", got=repr(value)[:100], wanted=name)
+    return value
+
+
+def require_key(frame: Frame, key: str) -> None:
+    """Raise AccessDenied where a HELLO does not carry the gang's key."""
+    said = frame.head.get("key")
+    if frame.kind is not Kind.HELLO or not isinstance(said, str):
+        raise AccessDenied("a caller of the parameter server did not greet", got=frame.kind.name)
+    if not hmac.compare_digest(said.encode(), key.encode()):
+        raise AccessDenied("a caller of the parameter server has another key")
+
+
+def _exactly(connection: socket.socket, count: int) -> bytearray:
+    found = bytearray(count)
+    view, got = memoryview(found), 0
+    try:
+        while got < count:
+            read = connection.recv_into(view[got:])
+            if read == 0:
+                raise PeerLost("peer closed the connection", got=f"{got} of {count} bytes")
+            got += read
+    except OSError as error:
+        raise PeerLost("peer is silent or gone", got=error) from error
+    return found

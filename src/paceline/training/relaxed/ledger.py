@@ -1,0 +1,125 @@
+"""Which gradient is applied to which version of the weights: the parameter server's rule, pure.
+
+No I/O, no clock, no tensors. A worker pulls version v, computes, and pushes (sequence, v); a
+sequence counts its own gradients from 1. Applied at version c, a gradient is stale by c - v.
+
+- Stale by more than the bound: refused. The worker pulls again and computes it anew.
+- A sequence that was applied already (its answer was lost): confirmed, not applied twice.
+- Who was refused is next: until its gradient came, a push of somebody else that would make it stale
+  again has to wait. One worker at a time, in the order of refusals, so that slow workers come to
+  their turn and nobody waits for two.
+
+The same ledger, fed by the server's log, runs in its standby.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from paceline.errors import CorruptData, InvalidInput
+
+
+class Verdict(Enum):
+    """What becomes of a pushed gradient."""
+
+    APPLY = "apply"
+    KNOWN = "known"  # applied before
+    STALE = "stale"  # pull and compute anew
+    WAIT = "wait"  # push again after the next change
+
+
+@dataclass(frozen=True)
+class Update:
+    """One gradient that was applied: the ``version``-th."""
+
+    worker: int
+    sequence: int
+    base: int  # the version it was computed from
+    version: int  # the version it made
+
+
+@dataclass
+class Ledger:
+    """Versions, who pushed what, and whose turn it is."""
+
+    max_staleness: int
+    version: int = 0
+    applied: dict[int, int] = field(default_factory=dict)  # worker → its last sequence
+    _turns: list[int] = field(default_factory=list)  # refused, and to be waited for
+    _pulled: dict[int, int] = field(default_factory=dict)  # worker → version it has
+
+    def pull(self, worker: int) -> int:
+        """Note that ``worker`` takes the weights as they are; return their version."""
+        self._pulled[worker] = self.version
+        return self.version
+
+    def judge(self, worker: int, sequence: int, base: int) -> Verdict:
+        """Return what is to become of a push, and remember refusals.
+
+        Raises InvalidInput for a version that does not exist or a sequence that skips some.
+        """
+        done = self.applied.get(worker, 0)
+        if 1 <= sequence <= done:
+            return Verdict.KNOWN
+        if sequence != done + 1:
+            raise InvalidInput("gradient out of order", got=sequence, wanted=done + 1)
+        if not 0 <= base <= self.version:
+            raise InvalidInput("unknown version", got=base, wanted=f"0 to {self.version}")
+        if self.version - base > self.max_staleness:
+            if worker not in self._turns:
+                self._turns.append(worker)
+            return Verdict.STALE
+        if self._must_wait(worker):
+            return Verdict.WAIT
+        return Verdict.APPLY
+
+    def apply(self, worker: int, sequence: int, base: int) -> Update:
+        """Record the gradient as the next version; only after ``judge`` said APPLY."""
+        update = Update(worker, sequence, base, self.version + 1)
+        self.follow(update)
+        return update
+
+    def follow(self, update: Update) -> None:
+        """Record an update that the leading server applied; raises CorruptData for a gap."""
+        done = self.applied.get(update.worker, 0)
+        if update.version != self.version + 1 or update.sequence != done + 1:
+            raise CorruptData(
+                "log of updates has a gap",
+                got=f"version {update.version}, sequence {update.sequence}",
+                wanted=f"version {self.version + 1}, sequence {done + 1}",
+            )
+        self.version = update.version
+        self.applied[update.worker] = update.sequence
+        self.release(update.worker)
+
+    def release(self, worker: int) -> None:
+        """Nobody waits for ``worker`` any longer: it had its turn, or it is gone."""
+        if worker in self._turns:
+            self._turns.remove(worker)
+        self._pulled.pop(worker, None)
+
+    def give_up_turn(self) -> None:
+        """Who is next did not come in time: nobody waits for it any longer."""
+        if self._turns:
+            self.release(self._turns[0])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a standby needs to go on."""
+        applied = {str(worker): sequence for worker, sequence in sorted(self.applied.items())}
+        return {"version": self.version, "applied": applied}
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any], max_staleness: int) -> Ledger:
+        """Return the ledger that ``to_json`` wrote; turns begin anew, pulls too."""
+        applied = {int(worker): int(sequence) for worker, sequence in said["applied"].items()}
+        return cls(max_staleness, int(said["version"]), applied)
+
+    def _must_wait(self, worker: int) -> bool:
+        if not self._turns or self._turns[0] == worker:
+            return False
+        base = self._pulled.get(self._turns[0])
+        # Who is next and has not pulled again yet cannot be made stale; its pull will be fresh.
+        return base is not None and self.version + 1 - base > self.max_staleness
