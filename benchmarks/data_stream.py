@@ -16,6 +16,7 @@ Parts, all on one corpus of lognormal lengths (a median of 245 bytes) behind a r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -26,7 +27,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,7 @@ class Site:
     snapshot: Snapshot
     size: Size
     root: Path
+    owned: contextlib.ExitStack
 
     def store(self, port: int | None = None) -> ObjectStore:
         """A store that asks the server, or the proxy at ``port``."""
@@ -91,8 +92,9 @@ class Site:
         )
 
     def cache(self, name: str, port: int | None = None) -> ShardCache:
-        """A cache on this disk; a new name is an empty one."""
-        return ShardCache(self.snapshot, self.store(port), self.root / "caches" / name)
+        """A cache on this disk; a new name is an empty one. The site closes it."""
+        where = self.root / "caches" / name
+        return self.owned.enter_context(ShardCache(self.snapshot, self.store(port), where))
 
     def stream(self, kind: str, cache: ShardCache, **changes: Any) -> PlannedStream:
         """The training stream of one way of batching."""
@@ -110,7 +112,7 @@ class Site:
         return found
 
 
-@contextmanager
+@contextlib.contextmanager
 def site(size: Size) -> Iterator[Site]:
     """A server with the corpus."""
     with tempfile.TemporaryDirectory(prefix="paceline-data-") as scratch, rclone_s3() as s3:
@@ -128,7 +130,8 @@ def site(size: Size) -> Iterator[Site]:
             max_bytes=1 << 30, shard_bytes=size.shard_bytes, held_out_share=0.02, purpose="bench"
         )
         snapshot = build_snapshot(str(texts), "s3://data/data", settings, store, work_dir=root)
-        yield Site(s3, snapshot, size, root)
+        with contextlib.ExitStack() as owned:
+            yield Site(s3, snapshot, size, root, owned)
 
 
 # ------------------------------------------------------------------------------------- waste

@@ -15,8 +15,11 @@ from paceline.data.stream import Batching, batching
 from paceline.profile import DataSettings
 
 
-def shard_of(documents: Sequence[bytes], number: int = 0) -> Shard:
-    """The record of a shard of these documents; ``number`` sets equal ones apart."""
+def shard_of(documents: Sequence[bytes], number: int = 0, version: int = 2) -> Shard:
+    """The record of a shard of these documents; ``number`` sets equal ones apart.
+
+    Of version 1 it has no index: lengths are found in the shard itself.
+    """
     text = b"\n".join(documents)
     return Shard(
         split="train",
@@ -24,6 +27,7 @@ def shard_of(documents: Sequence[bytes], number: int = 0) -> Shard:
         bytes=max(1, len(text)),
         documents=len(documents),
         text_bytes=sum(map(len, documents)),
+        lengths_sha256=None if version == 1 else "0" * 64,
     )
 
 
@@ -34,9 +38,10 @@ class MemoryCache:
         self,
         contents: Sequence[Sequence[bytes]],
         broken: dict[int, Exception] | None = None,
+        version: int = 2,
     ) -> None:
         self.quarantined: dict[str, str] = {}
-        self.shards = [shard_of(documents, n) for n, documents in enumerate(contents)]
+        self.shards = [shard_of(documents, n, version) for n, documents in enumerate(contents)]
         self.asked: list[str] = []  # digests given to ``prefetch``, in order
         self.opened = 0
         self.closed = 0
@@ -46,6 +51,7 @@ class MemoryCache:
         self._broken = {self.shards[n].sha256: error for n, error in (broken or {}).items()}
 
     def lengths(self, shard: Shard) -> np.ndarray:
+        assert shard.lengths_sha256 is not None, "a shard of version 1 has no index"
         return np.array([len(each) for each in self._contents[shard.sha256]], dtype=np.int32)
 
     def samples(self, shard: Shard) -> TextSamples:

@@ -228,7 +228,7 @@ class _Heard(TextSamples):
 
 
 COLUMNS = [
-    Column(name="embedding", dtype="float32", shape=(2,)),
+    Column(name="embedding", dtype="float32", shape=(None,)),
     Column(name="loudness", dtype="float32", shape=(None,)),
 ]
 
@@ -240,13 +240,14 @@ def test_features_stand_beside_the_document_and_the_token_they_belong_to(kind) -
     embeddings = set()
     skipped: set[str] = set()
     with PlannedStream(
-        plan_by(kind, 12, 4), cache.shards, cache, columns=COLUMNS, rank=0, world_size=1
+        plan_by(kind, 12, 4), cache.shards, cache, columns=COLUMNS, token_features=["loudness"]
     ) as stream:
         rows = len(stream.plan.rows(0, 0))
         for batch in made(stream, -(-rows // 4)):
             skipped |= set(batch.skipped)
             kept = batch.weights_BT > 0
             assert batch.features["loudness"].shape == batch.inputs_BT.shape
+            assert batch.features["embedding"].shape[2:] == (2,)
             spoken = kept & (batch.inputs_BT != 255)
             assert np.allclose(
                 batch.features["loudness"][spoken], batch.inputs_BT[spoken] / np.float32(10)
@@ -262,6 +263,19 @@ def test_features_stand_beside_the_document_and_the_token_they_belong_to(kind) -
     assert skipped == {f"{cache.shards[0].sha256}#1"}, "a bad sample is passed over and named"
     wanted = {(each[0], len(each)) for documents in contents for each in documents}
     assert embeddings == wanted - {(2, 7)}
+
+
+def test_token_features_that_do_not_fit_are_refused() -> None:
+    cache = WithFeatures([[b"abcdef"], [b"ghij"]])
+    with pytest.raises(InvalidInput, match="does not have"):
+        PlannedStream(
+            plan_by("packed", 12, 4), cache.shards, cache, columns=COLUMNS, token_features=["pitch"]
+        )
+    with PlannedStream(
+        plan_by("packed", 12, 4), cache.shards, cache, columns=COLUMNS, token_features=["embedding"]
+    ) as stream:
+        with pytest.raises(InvalidInput, match="not as long as its sample"):
+            made(stream, 1)
 
 
 def test_a_transform_that_changes_a_length_is_refused() -> None:

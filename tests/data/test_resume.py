@@ -156,6 +156,14 @@ def test_a_shard_that_only_one_rank_finds_bad_changes_nothing_for_the_others(kin
     assert sound.quarantined == {}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_snapshots_without_an_index_give_the_same_batches(kind) -> None:
+    cache = MemoryCache(CONTENTS, version=1)
+    with PlannedStream(plan_by(kind, CONTEXT, BATCH), cache.shards, cache) as stream:
+        for batch, wanted in zip(made(stream, 10), UNINTERRUPTED[kind], strict=False):
+            assert batch.inputs_BT.tolist() == wanted[2]
+
+
 def test_shards_are_asked_for_ahead_and_let_go_when_their_group_is_over() -> None:
     contents = [[b"%03d" % n * 5] * 6 for n in range(120)]
     cache = MemoryCache(contents)

@@ -38,7 +38,8 @@ class Batch:
     positions_BT: npt.NDArray[np.int32] | None = None  # noqa: N815 - None: 0 … T - 1
     # The row goes on where the same row of the batch before stopped; else its state starts anew.
     carries_B: npt.NDArray[np.bool_] | None = None  # noqa: N815
-    # name → (B, D, …): the features of document d of row b, where documents_BT says d
+    # name → (B, T, …) for features of tokens; else (B, D, …): those of document d of row b, d as in
+    # documents_BT (0 where that is None)
     features: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()  # what was passed over up to here: shards, or samples of shards
 

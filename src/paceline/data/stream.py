@@ -91,6 +91,7 @@ def open_stream(
         cache,
         vocabulary=snapshot.vocabulary,
         columns=snapshot.columns,
+        token_features=settings.token_features,
         rank=rank,
         world_size=world_size,
         position=position,
@@ -130,6 +131,7 @@ class PlannedStream:
         *,
         vocabulary: Vocabulary = BYTES,
         columns: Sequence[Column] = (),
+        token_features: Collection[str] = (),
         rank: int = 0,
         world_size: int = 1,
         position: Mapping[str, Any] | None = None,
@@ -155,7 +157,9 @@ class PlannedStream:
         self.data_wait_s = 0.0
         size = plan.global_batch
         self.rows = range(size * rank // world_size, size * (rank + 1) // world_size)
-        self._filler = Filler(vocabulary, columns, lambda index: shards[index].sha256)
+        self._filler = Filler(
+            vocabulary, columns, lambda index: shards[index].sha256, token_features
+        )
         self._skip = frozenset(skip)
         self._transform = transform
         self._position = Position(**identity(plan)).resumed(position)

@@ -19,6 +19,8 @@ class DataSettings(Settings):
     text_field: str = "text"  # JSONL and Parquet: the column; tar: the member's extension
     features: tuple[str, ...] = ()  # Parquet files of precomputed features, joined by ``key_field``
     key_field: str = "key"
+    # of all features, those with one value for each token of their sample: cut where it is cut
+    token_features: tuple[str, ...] = ()
     missing_features: Literal["refuse", "skip"] = "refuse"  # what a sample without them does
     transform: str = ""  # module:function, sample → sample, on each read; "": none
     tokenizer: str = "bytes"  # or a tokenizer.json

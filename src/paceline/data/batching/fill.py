@@ -5,9 +5,9 @@ Shape letters: B rows, T tokens a row, D documents a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +48,21 @@ class Filler:
     """Fills rows with the tokens of one snapshot: its separator, its columns."""
 
     def __init__(
-        self, vocabulary: Vocabulary, columns: Sequence[Column], name: Callable[[int], str]
+        self,
+        vocabulary: Vocabulary,
+        columns: Sequence[Column],
+        name: Callable[[int], str],
+        token_features: Collection[str] = (),
     ) -> None:
+        known = {each.name for each in columns}
+        if not known.issuperset(token_features):
+            raise InvalidInput(
+                "token_features that the snapshot does not have",
+                got=sorted(token_features),
+                wanted=f"some of {sorted(known)}",
+                do="Correct data.token_features.",
+            )
+        self._token_features = frozenset(token_features)
         self._separator = vocabulary.separator
         self._dtype = token_dtype(vocabulary.vocab_size)
         self._columns = columns
@@ -70,19 +83,29 @@ class Filler:
             documents_BT=np.full(shape, PADDING, dtype=np.int32) if masked else None,
             positions_BT=np.zeros(shape, dtype=np.int32) if placed else None,
             carries_B=np.zeros(count, dtype=np.bool_) if carried else None,
-            features={each.name: _empty(each, count, width, documents) for each in self._columns},
+            features={},
         )
+        found = _Features(self._columns, self._token_features)
         scratch = np.empty(width + 1, dtype=self._dtype)
         row = 0
         for rows, start, stop in taken:
-            self._fill(filled, row, rows, start, stop, get, scratch)
+            self._fill(filled, found, row, rows, start, stop, get, scratch)
             if filled.carries_B is not None and rows.carries_R is not None:
                 filled.carries_B[row : row + stop - start] = rows.carries_R[start:stop]
             row += stop - start
+        filled.features = found.arrays(count, width, documents)
         return filled
 
     def _fill(
-        self, filled: Filled, row: int, rows: Rows, start: int, stop: int, get: Get, scratch: Array
+        self,
+        filled: Filled,
+        found: _Features,
+        row: int,
+        rows: Rows,
+        start: int,
+        stop: int,
+        get: Get,
+        scratch: Array,
     ) -> None:
         first = rows.first_R1[start : stop + 1].tolist()
         pieces = slice(first[0], first[-1])
@@ -117,54 +140,87 @@ class Filler:
                     for bad_from, bad_to in spoiled:
                         filled.weights_BT[row, column + bad_from : min(column + bad_to, end)] = 0.0
                     if self._columns and numbers is not None:
-                        at = (row, slot, column, position, length)
-                        if not self._features(filled, shard, numbers[piece], at):
+                        at = Place(row, slot, column, position, length)
+                        if not found.take(shard, numbers[piece], at):
                             filled.weights_BT[row, column:end] = 0.0
                     for document in shard.bad:
                         filled.skipped.add(f"{self._name(shards[piece])}#{document}")
                 column, slot, piece = end, slot + 1, piece + 1
             row += 1
 
-    def _features(
-        self, filled: Filled, shard: OpenShard, document: int, at: tuple[int, int, int, int, int]
-    ) -> bool:
-        """Copy a piece's features; return False where its document is bad."""
-        row, slot, column, position, length = at
+
+class Place(NamedTuple):
+    """Where a piece is in its share, and in its document."""
+
+    row: int
+    slot: int  # which of the row's documents
+    column: int
+    position: int  # of its first input in its document
+    length: int
+
+
+class _Features:
+    """The features of a share's pieces, gathered; those of tokens are cut as the tokens are."""
+
+    def __init__(self, columns: Sequence[Column], along: frozenset[str]) -> None:
+        self._columns = columns
+        self._along = along
+        self._taken: dict[str, list[tuple[Place, Array]]] = {each.name: [] for each in columns}
+
+    def take(self, shard: OpenShard, document: int, at: Place) -> bool:
+        """Gather a piece's features; return False where its document is bad."""
         found = shard.features(document)
         if found is None:
             return False
-        for each in self._columns:
-            values, out = found[each.name], filled.features[each.name]
-            if not _along_time(each):
-                out[row, slot] = values
-                continue
-            # The first input is the separator before the document: it has no frame of its own.
-            first = max(position - 1, 0)
-            lead = 1 if position == 0 else 0
-            part = values[first : first + length - lead]
-            if len(part) != length - lead:
-                raise InvalidInput(
-                    "a feature is not as long as its sample",
-                    got=len(values),
-                    wanted=f"at least {first + length - lead}",
-                    where=f"{shard.shard.sha256}#{document} {each.name}",
-                    do="A feature whose first axis differs must have one value for each token.",
-                )
-            out[row, column + lead : column + length] = part
+        for name, taken in self._taken.items():
+            values = found[name]
+            if name in self._along:
+                # The first input is the separator before the document: it has no value.
+                first = max(at.position - 1, 0)
+                lead = 1 if at.position == 0 else 0
+                values = values[first : first + at.length - lead]
+                if len(values) != at.length - lead:
+                    raise InvalidInput(
+                        "a feature is not as long as its sample",
+                        got=len(found[name]),
+                        wanted=f"at least {first + at.length - lead}",
+                        where=f"{shard.shard.sha256}#{document} {name}",
+                        do="data.token_features names features with a value for each token.",
+                    )
+                at_values = at._replace(column=at.column + lead)
+            else:
+                at_values = at
+            taken.append((at_values, values))
         return True
+
+    def arrays(self, count: int, width: int, documents: int) -> dict[str, Array]:
+        """Return (B, T, …) for features of tokens; else (B, D, …), shorter ones padded with 0."""
+        found: dict[str, Array] = {}
+        for column in self._columns:
+            taken = self._taken[column.name]
+            if column.name in self._along:
+                shape: tuple[int, ...] = (count, width, *_sizes(column.shape[1:]))
+            else:
+                longest = max((len(values) for _, values in taken if values.ndim), default=1)
+                first = (longest,) if column.shape else ()
+                shape = (count, documents, *first, *_sizes(column.shape[1:]))
+            out: Array = np.zeros(shape, dtype=column.dtype)
+            for at, values in taken:
+                if column.name in self._along:
+                    out[at.row, at.column : at.column + len(values)] = values
+                elif values.ndim:
+                    out[at.row, at.slot, : len(values)] = values
+                else:
+                    out[at.row, at.slot] = values
+            found[column.name] = out
+        return found
+
+
+def _sizes(shape: Sequence[int | None]) -> tuple[int, ...]:
+    assert None not in shape, "only a column's first axis may differ"
+    return tuple(each for each in shape if each is not None)
 
 
 def _most_pieces(rows: Rows, start: int, stop: int) -> int:
     counts = np.diff(rows.first_R1[start : stop + 1])
     return max(1, int(counts.max())) if len(counts) else 1
-
-
-def _along_time(column: Column) -> bool:
-    """Return whether the column has one value for each token of its sample."""
-    return bool(column.shape) and column.shape[0] is None
-
-
-def _empty(column: Column, count: int, width: int, documents: int) -> Array:
-    if _along_time(column):
-        return np.zeros((count, width, *column.shape[1:]), dtype=column.dtype)  # type: ignore[arg-type]
-    return np.zeros((count, documents, *column.shape), dtype=column.dtype)  # type: ignore[arg-type]

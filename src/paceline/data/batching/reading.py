@@ -126,14 +126,16 @@ class Reader:
 
     def lengths(self, indexes: Sequence[int]) -> list[Array]:
         """Return the lengths of each shard's documents; for the thread that plans ahead."""
-        return list(self._pool.map(lambda each: self._cache.lengths(self.shards[each]), indexes))
+        return list(self._pool.map(lambda each: self._lengths(self.shards[each]), indexes))
 
     def expect(self, indexes: Sequence[int]) -> None:
         """Open these shards ahead, in this order, and close all others."""
         wanted = set(indexes)
         for index in [each for each in self._open if each not in wanted]:
             self._forget(index)
-        self._cache.prefetch([self.shards[each] for each in indexes if each not in self._open])
+        # What is being opened is named again: a cache lets go of what it is no longer told of.
+        coming = [each for each in indexes if not self._is_open(each)]
+        self._cache.prefetch([self.shards[each] for each in coming])
         for index in indexes:
             self._submit(index)
 
@@ -159,6 +161,9 @@ class Reader:
             self._refuse_if_too_many(error)
             return None
 
+    def _is_open(self, index: int) -> bool:
+        return index in self._open and self._open[index].done()
+
     def _submit(self, index: int) -> Future[OpenShard]:
         if index not in self._open:
             self._open[index] = self._pool.submit(self._opened, self.shards[index])
@@ -166,16 +171,26 @@ class Reader:
 
     def _opened(self, shard: Shard) -> OpenShard:
         try:
-            lengths = self._cache.lengths(shard)
             samples = self._cache.samples(shard)
             try:
-                return OpenShard(shard, samples, lengths)
+                return OpenShard(shard, samples, self._lengths_beside(shard, samples))
             except CorruptData:
                 samples.close()
                 raise
         except CorruptData:
             log.warning("shard quarantined, going on without it shard=%s", shard.sha256[:12])
             raise
+
+    def _lengths(self, shard: Shard) -> Array:
+        if shard.lengths_sha256 is not None:
+            return self._cache.lengths(shard)
+        with self._cache.samples(shard) as samples:
+            return _byte_lengths(samples)
+
+    def _lengths_beside(self, shard: Shard, samples: ShardSamples) -> Array:
+        if shard.lengths_sha256 is not None:
+            return self._cache.lengths(shard)
+        return _byte_lengths(samples)
 
     def _forget(self, index: int) -> None:
         def close(done: Future[OpenShard]) -> None:
@@ -196,3 +211,8 @@ class Reader:
                 wanted=f"at most {self._max_bad_share:.0%}",
                 do="Build the snapshot again from its source.",
             ) from error
+
+
+def _byte_lengths(samples: ShardSamples) -> Array:
+    """Return the lengths of a shard of version 1, which has no index and a token a byte."""
+    return np.array([len(samples.text_bytes(i)) for i in range(len(samples))], dtype=np.int64)
