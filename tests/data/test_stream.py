@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.data import PlannedStream
 from paceline.data.batching import WindowPlan
+from paceline.data.order import group_shards
 from paceline.errors import CorruptData, DataRejected, InvalidInput, InvalidSnapshot
 from tests.data.memory import MemoryCache, made, plan_by
 
@@ -135,8 +136,17 @@ def test_mostly_bad_shards_stop_the_stream() -> None:
 
 def test_an_error_of_the_reader_reaches_the_trainer() -> None:
     with stream(broken=dict.fromkeys(range(7), OSError("disk on fire"))) as broken:
-        with pytest.raises(OSError, match="disk on fire"):
-            broken.next()
+        for _ in range(2):  # asked again, it does not wait for a thread that is gone
+            with pytest.raises(OSError, match="disk on fire"):
+                broken.next()
+
+
+def test_a_group_has_enough_rows_and_never_too_many_tokens() -> None:
+    tiny, usual, huge = 1 << 10, 1 << 22, 1 << 30
+    assert group_shards([tiny] * 5000, 256, 16) == 256, "1,024 rows of 256 tokens"
+    assert group_shards([tiny] * 5000, 1024, 512) == 1024, "16 batches would be more: a bound"
+    assert group_shards([usual] * 50, 1024, 16) == 16
+    assert group_shards([huge] * 50, 1024, 16) == 2
 
 
 def test_bad_positions_are_refused() -> None:

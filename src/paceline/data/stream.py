@@ -169,6 +169,7 @@ class PlannedStream:
             maxsize=prefetch_batches
         )
         self._stop = threading.Event()
+        self._error: BaseException | None = None  # what ended the thread
         self._thread: threading.Thread | None = None
 
     @property
@@ -178,6 +179,8 @@ class PlannedStream:
 
     def next(self) -> Batch:
         """Return the next batch; the time spent waiting for it is added to ``data_wait_s``."""
+        if self._error is not None:
+            raise self._error
         if self._thread is None:
             self._thread = threading.Thread(target=self._produce, name="data-stream", daemon=True)
             self._thread.start()
@@ -189,6 +192,7 @@ class PlannedStream:
         finally:
             self.data_wait_s += time.perf_counter() - started
         if isinstance(got, BaseException):
+            self._error = got
             raise got
         batch, self._position = got
         return batch
