@@ -20,7 +20,7 @@ from paceline.errors import (
     ServiceUnavailable,
     TrainingFailed,
 )
-from paceline.models.recurrent import RecurrentBytes, byte_gru
+from paceline.models.recurrent import RecurrentBytes
 from paceline.training.code_ref import (
     CodeRef,
     Task,
@@ -33,13 +33,14 @@ from paceline.training.code_ref import (
     scrub,
     tree_digest,
 )
+from paceline.training.recurrent import byte_gru
 from paceline.training.workload import Workload
 
-OURS = "paceline.models.recurrent:byte_gru"
+OURS = "paceline.training.recurrent:byte_gru"
 TINY = Task(parameters=10_000, vocabulary=256)
 GOOD = """
 import os
-from paceline.models.recurrent import byte_gru
+from paceline.training.recurrent import byte_gru
 
 SEEN = dict(os.environ)
 
@@ -145,7 +146,7 @@ def test_a_git_url_is_allowed_by_its_beginning() -> None:
 
 
 def test_our_own_example_is_a_workload(tmp_path: Path) -> None:
-    workload = load(OURS, ("paceline.models",), tmp_path, TINY, scrub_environment=False)
+    workload = load(OURS, ("paceline.training.recurrent",), tmp_path, TINY, scrub_environment=False)
     assert isinstance(workload, Workload)
     first, second = workload.build(), workload.build()
     for name, tensor in first.state_dict().items():
@@ -227,7 +228,7 @@ def test_what_raises_or_returns_something_else_is_refused_before_ranks_start(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
     watcher = """
 import os
-from paceline.models.recurrent import byte_gru
+from paceline.training.recurrent import byte_gru
 leaked = [n for n in os.environ if n.startswith("AWS_")]
 def make(task):
     assert not leaked, leaked

@@ -64,7 +64,7 @@ class SecuritySettings(Settings):
     source_roots: tuple[str, ...] = ()  # local directories models may come from
     # Where `training.code_ref` may come from: a module (its submodules too), an absolute directory
     # (whatever is below), or the beginning of an https:// or file:// URL that ends in "/".
-    code_sources: tuple[str, ...] = ("paceline.models",)
+    code_sources: tuple[str, ...] = ("paceline.training.recurrent",)
     # Between workers. auto: mutual TLS where its three files are named, else plain, which listens
     # on loopback only; mtls: always; plaintext-anywhere: whoever is on the network reads along.
     peer_tls: Literal["auto", "mtls", "plaintext-anywhere"] = "auto"

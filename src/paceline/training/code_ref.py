@@ -1,6 +1,6 @@
 """A user's own task: ``training.code_ref`` names a function that returns a ``Workload``.
 
-    paceline.models.recurrent:byte_gru                          ours: the release is the pin
+    paceline.training.recurrent:byte_gru                        ours: the release is the pin
     my_package.task:make@sha256:<digest>                        an installed module
     file:///srv/tasks@sha256:<digest>#task:make                 a directory
     git+https://host/repository.git@<40 hex digits>#task:make   a commit

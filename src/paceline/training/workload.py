@@ -62,7 +62,7 @@ class Workload(Protocol):
     """A task to learn; a ``codeRef`` entrypoint returns one.
 
     A model that carries state between batches also has ``initial_state(rows)`` and takes the state
-    of the batch before where ``Batch.carries_B`` says so (``paceline.models.recurrent``).
+    of the batch before where ``Batch.carries_B`` says so (``paceline.training.recurrent``).
     """
 
     def build(self) -> nn.Module:
