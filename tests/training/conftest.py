@@ -24,7 +24,8 @@ from paceline.profile import (
     TrainingSettings,
     save_runtime,
 )
-from paceline.training.rank import Place, Voice, run_rank
+from paceline.training.rank import run_rank
+from paceline.training.voice import Place, Voice
 from paceline.training.watch import StopFlag
 from paceline.wire.training import RankEvent, TrainJob
 from tests.support.rclone import RcloneS3

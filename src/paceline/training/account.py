@@ -108,7 +108,7 @@ class Account:
                 self._first_resumed = event.step
         elif event.event == "step":
             data = event.data
-            waited, stalled = _seconds(data, "data_wait_s"), _seconds(data, "checkpoint_stall_s")
+            waited, stalled = _seconds(data, "waited_s"), _seconds(data, "stalled_s")
             self._ledger.stepped(
                 now,
                 event.step,

@@ -209,7 +209,8 @@ class Launcher:
         for each in ranks:
             child = spares.get(each.get("spare") or "")
             if child is not None:
-                _write_all(child.stdin, json.dumps(each["env"]).encode() + b"\n")
+                place = json.dumps(each["env"]) + "\n" + input + "\n"
+                _write_all(child.stdin, place.encode())
                 child.kind = "rank"
             else:
                 child = self._fork("rank", each["env"], input)

@@ -33,7 +33,7 @@ class TrainJob(Record):
 class RankEvent(Record):
     """One line of a rank's standard output."""
 
-    event: Literal["started", "resumed", "step", "checkpoint", "result", "failed"]
+    event: Literal["started", "resumed", "step", "checkpoint", "trace", "result", "failed"]
     rank: int = Field(ge=0)
     attempt: int = Field(ge=1)
     step: int = Field(default=0, ge=0)
@@ -109,6 +109,8 @@ class TrainResult(Record):
     quarantined_shards: tuple[str, ...] = ()  # not empty: the job needs review
     skipped_batches: tuple[int, ...] = ()  # not empty: the job needs review
     ranks: int = 0  # at the end
+    environment: dict[str, object] = {}  # of rank 0: packages, machine, code
+    held_out: dict[str, float] = {}  # the last evaluation
     ledger: TimeLedger | None = None
     failures: Failures = Failures()
 

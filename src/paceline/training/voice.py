@@ -1,0 +1,114 @@
+"""Who a rank is, and how it speaks: a line an event, and a pulse that tells its phase and step.
+
+Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import InvalidInput
+from paceline.wire.training import RankEvent
+
+PULSE_S = 0.5
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who this process is, as its launcher said."""
+
+    rank: int
+    world_size: int
+    master_host: str
+    master_port: int
+    attempt: int
+    worker_id: str
+
+    @classmethod
+    def from_environment(cls) -> Place:
+        """Return the place in the environment; raises InvalidInput where a variable is missing."""
+        if "PACELINE_SPARE" in os.environ:  # its place comes later
+            os.environ.setdefault("RANK", "0")
+            os.environ.setdefault("WORLD_SIZE", "1")
+        try:
+            return cls(
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+                master_host=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+                master_port=int(os.environ.get("MASTER_PORT", "0")),
+                attempt=int(os.environ.get("PACELINE_ATTEMPT", "1")),
+                worker_id=os.environ["PACELINE_WORKER_ID"],
+            )
+        except (KeyError, ValueError) as error:
+            raise InvalidInput(
+                "rank was started without its environment",
+                got=repr(error),
+                wanted="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, PACELINE_WORKER_ID",
+            ) from error
+
+
+class Voice:
+    """Writes this rank's events, one line each, and its pulse: phase, step, and since when.
+
+    The pulse is a thread, so that a process that is frozen falls silent, while one whose main
+    thread hangs goes on beating with a step that does not: the launcher tells them apart.
+    """
+
+    _phase, _step, _since = "loading", 0, 0.0
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._lock = threading.Lock()
+        self._since = time.monotonic()
+
+    def beat(self) -> None:
+        """Start the pulse."""
+        threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
+
+    def take(self, place: Place) -> None:
+        """Speak as ``place`` from now on (a spare that was given one)."""
+        self._place = place
+
+    def say(self, event: Any, step: int = 0, **data: object) -> None:
+        """Write one event."""
+        place = self._place
+        record = RankEvent(
+            event=event, rank=place.rank, attempt=place.attempt, step=step, data=data
+        )
+        self._write(record.model_dump_json())
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Be in ``phase`` from now on; with "step", a step has just been made."""
+        self._phase, self._since = phase, time.monotonic()
+        if step is not None:
+            self._step = step
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Be in phase ``name`` for the time of the ``with``, then back in the one before."""
+        before = self._phase
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def _pulse(self) -> None:
+        while True:
+            since = time.monotonic() - self._since
+            line = {"event": "beat", "phase": self._phase, "step": self._step, "since_s": since}
+            self._write(json.dumps(line, separators=(",", ":")))
+            time.sleep(PULSE_S)
+
+    def _write(self, line: str) -> None:
+        with self._lock:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
