@@ -27,12 +27,19 @@ def publish_model(
 
 @flow(name="build-snapshot")
 def build_snapshot(
-    data: str | None = None, state_dir: str | None = None, run_id: str | None = None
+    data: str | None = None,
+    reading: dict[str, Any] | None = None,
+    state_dir: str | None = None,
+    run_id: str | None = None,
 ) -> dict[str, Any]:
-    """Shard and digest the text files under ``data`` into an immutable snapshot."""
+    """Make an immutable snapshot of the samples at ``data`` (a directory, a file, s3://…).
+
+    ``reading`` changes the profile's data settings: format (text, jsonl, parquet, tar), text_field,
+    key_field, features, tokenizer, purpose, project, max_bytes, shard_bytes…
+    """
     run = Run.open(state_dir, run_id)
     with recorded(run, "build-snapshot"):
-        return build_data_snapshot(run, data).output
+        return build_data_snapshot(run, data, reading).output
 
 
 @flow(name="prepare-inputs")

@@ -14,10 +14,12 @@ from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from pydantic import ValidationError
 
 from paceline.data import Snapshot, build_snapshot, load_snapshot
-from paceline.errors import TrainingFailed
+from paceline.errors import InvalidInput, TrainingFailed
 from paceline.manifest import fetch_manifest, publish_model
+from paceline.objects import ObjectStore
 from paceline.profile import DataSettings
 from paceline.training.base import BaseResult, BaseSpec
 from paceline.wire import digest_of
@@ -30,9 +32,15 @@ BASE_RECIPE = {"learning_rate", "batch_sequences", "warmup_steps", "weight_decay
 
 
 @task(name="build-data-snapshot", cache_policy=NO_CACHE)
-def build_data_snapshot(run: Run, source: str | None = None) -> StageResult:
-    """Shard and digest the text at ``source`` (default: the profile's) into a snapshot in S3."""
-    settings: DataSettings = run.runtime.profile.data
+def build_data_snapshot(
+    run: Run, source: str | None = None, reading: dict[str, Any] | None = None
+) -> StageResult:
+    """Tokenise, shard and digest the samples at ``source`` (default: the profile's) into a snapshot
+    in S3; ``reading`` changes the profile's data settings (format, text_field, features, …).
+
+    Raises InvalidInput for a setting that is unknown or out of range.
+    """
+    settings = data_settings(run.runtime.profile.data, reading)
     source = source or settings.source
 
     def work() -> dict[str, Any]:
@@ -46,11 +54,15 @@ def build_data_snapshot(run: Run, source: str | None = None) -> StageResult:
         {
             "source": source,
             "settings": settings.model_dump(mode="json"),
-            "fingerprint": fingerprint(source),
+            "fingerprint": fingerprint(source, settings, run.store),
         },
         work,
         still_true=lambda output: run.store.exists(f"{output['url']}/snapshot.json"),
-        describe=lambda o: f"{o['documents']} documents, {o['bytes'] / 1e6:.1f} MB",
+        describe=lambda o: (
+            f"{o['documents']} samples, {o['tokens']:,} tokens, {o['bytes'] / 1e6:.1f} MB of text"
+            + (f", {o['skipped']} left out" if o["skipped"] else "")
+            + (f", cut at data.max_bytes = {o['cut_at_bytes']:,}" if o["cut_at_bytes"] else "")
+        ),
     )
 
 
@@ -145,17 +157,39 @@ def snapshot_reference(run: Run, url: str) -> dict[str, Any]:
     return _reference(load_snapshot(url, run.store))
 
 
-def fingerprint(source: str) -> str:
-    """Return what tells cheaply whether ``source`` has changed since: names, sizes and times.
+def data_settings(settings: DataSettings, changes: dict[str, Any] | None) -> DataSettings:
+    """Return ``settings`` with ``changes``; raises InvalidInput naming the one that cannot be."""
+    try:
+        return DataSettings.model_validate(settings.model_dump() | (changes or {}))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidInput(
+            "data setting is not acceptable",
+            got=f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}",
+            wanted=f"one of {', '.join(sorted(DataSettings.model_fields))}",
+        ) from error
+
+
+def fingerprint(source: str, settings: DataSettings, store: ObjectStore) -> str:
+    """Return what tells cheaply whether ``source``, or a file its samples are read with, has
+    changed since: names, sizes and times, or ETags.
 
     The snapshot itself is named by its content; this only decides whether to read it all again.
     """
+    beside = [*settings.features, *([] if settings.tokenizer == "bytes" else [settings.tokenizer])]
+    return digest_of([_state(each, store) for each in (source, *beside)])
+
+
+def _state(source: str, store: ObjectStore) -> list[Any]:
     if source == "stdlib":
-        return digest_of([sys.version, sys.prefix])
+        return [sys.version, sys.prefix]
+    if source.startswith("s3://"):
+        found = store.list(source) or ([store.head(source)] if store.exists(source) else [])
+        return [[each.url, each.size, each.etag] for each in found]
     root = Path(source)
-    files = sorted(each for each in root.rglob("*") if each.is_file())
+    files = [root] if root.is_file() else sorted(each for each in root.rglob("*") if each.is_file())
     stats = [(str(each.relative_to(root)), each.stat()) for each in files]
-    return digest_of([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
 def _train_base(run: Run, snapshot: dict[str, Any], directory: Path) -> BaseResult:
@@ -201,4 +235,8 @@ def _reference(snapshot: Snapshot) -> dict[str, Any]:
         "digest": snapshot.digest,
         "documents": snapshot.record.documents,
         "bytes": snapshot.record.total_bytes,
+        "tokens": snapshot.tokens,
+        "format": snapshot.record.format or "text",
+        "skipped": snapshot.record.skipped,
+        "cut_at_bytes": snapshot.record.cut_at_bytes,
     }

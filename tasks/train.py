@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 from paceline.errors import TemporaryError, TrainingFailed
 from paceline.manifest import Manifest
 from paceline.registry import MetricPoint, lineage
-from paceline.training import run_job
+from paceline.training import code_version, config_digest, environment, run_job
 from paceline.wire import digest_of
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
 from tasks import artifacts, cancelling
@@ -73,6 +73,14 @@ def train(
 
     def work() -> dict[str, Any]:
         run.registry.log_params(run.mlflow_run, lineage.training_params(job))
+        run.registry.log_artifact_text(run.mlflow_run, job.model_dump_json(), lineage.JOB_FILE)
+        tags = lineage.training_tags(
+            job,
+            config_digest=config_digest(job),
+            code_version=code_version(),
+            environment_digest=environment.current(settings.threads_per_rank).digest,
+        )
+        run.registry.log_tags(run.mlflow_run, tags)
         run.registry.log_dataset(
             run.mlflow_run,
             name=profile.data.project,
@@ -92,6 +100,9 @@ def train(
             )
         _report(run, result)
         run.registry.log_metrics(run.mlflow_run, lineage.training_metrics(result))
+        run.registry.log_artifact_text(
+            run.mlflow_run, result.model_dump_json(), lineage.RESULT_FILE
+        )
         return result.model_dump(mode="json")
 
     return run.stage(
@@ -150,6 +161,12 @@ def _report(run: Run, result: TrainResult) -> None:
             f"gang restarted (attempt {restart.attempt}): rank {restart.failed_rank} on "
             f"{restart.worker_id}: {restart.reason}; resumed at step {restart.resumed_step}, "
             f"{restart.lost_steps} steps lost, {restart.seconds:.1f} s to the first new step"
+        )
+    if result.quarantined_shards:
+        named = ", ".join(each[:12] for each in result.quarantined_shards[:5])
+        run.note(
+            f"{len(result.quarantined_shards)} data shards or samples were passed over: "
+            f"the job needs review ({named})"
         )
     artifacts.table(
         "checkpoints",

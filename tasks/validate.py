@@ -8,6 +8,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from paceline.data import load_snapshot, require_valid, validate_snapshot
+from paceline.wire.base import canonical_json
 from tasks import artifacts
 from tasks.run import Run, StageResult
 
@@ -27,15 +28,25 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> StageResult:
             purpose=run.runtime.profile.data.purpose,
             project=run.runtime.profile.data.project,
         )
+        (run.work_dir / "validation.json").write_bytes(canonical_json(report.to_dict()))
         artifacts.table("data validation", report.checks, "Great Expectations on the snapshot")
+        artifacts.table("data columns", report.columns, "What the snapshot's samples hold")
+        if report.quarantined:
+            artifacts.table("data quarantine", report.quarantined, "Shards that are passed over")
         require_valid(report)
         if report.needs_review:
-            run.note(f"{len(report.quarantined)} data shards are in quarantine: needs review")
+            reasons = sorted({each["reason"] for each in report.quarantined})
+            run.note(
+                f"{len(report.quarantined)} data shards are in quarantine: needs review "
+                f"({'; '.join(reasons)[:200]})"
+            )
         return {
             "documents": report.documents,
             "checks": len(report.checks),
             "quarantined": report.quarantined,
             "needs_review": report.needs_review,
+            "columns": report.columns,
+            "report": str(run.work_dir / "validation.json"),
         }
 
     return run.stage(
@@ -43,7 +54,7 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> StageResult:
         {"snapshot": snapshot["digest"]},
         work,
         describe=lambda o: (
-            f"{o['checks']} expectations on {o['documents']} documents, "
+            f"{o['checks']} expectations on {o['documents']} samples, "
             f"{len(o['quarantined'])} shards quarantined"
         ),
     )

@@ -233,10 +233,9 @@ class Counting(DiskStore):
 
 
 def test_a_shard_is_fetched_once_and_then_read_from_this_disk(
-    on_disk: Snapshot, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_disk: Snapshot, texts: Path, tmp_path: Path
 ) -> None:
     store = Counting()
-    monkeypatch.setattr("paceline.data.shards.store_at", lambda url, given: given)
     with ShardCache(on_disk, store, tmp_path / "cache", ahead=3) as cache:
         first = tokens_of(cache, on_disk)
         assert first == {each.name: each.read_bytes() for each in texts.iterdir()}
@@ -251,10 +250,9 @@ def test_a_shard_is_fetched_once_and_then_read_from_this_disk(
 
 
 def test_fetching_ahead_stops_at_its_bound_and_lets_go_of_what_is_not_wanted(
-    on_disk: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_disk: Snapshot, tmp_path: Path
 ) -> None:
     store = Counting()
-    monkeypatch.setattr("paceline.data.shards.store_at", lambda url, given: given)
     shards = on_disk.shards
     limit = sum(sorted(each.bytes for each in shards)[-3:])
     with ShardCache(on_disk, store, tmp_path / "cache", ahead=2, limit_bytes=limit) as cache:
@@ -323,11 +321,8 @@ def test_a_damaged_cache_is_healed_and_damaged_lengths_come_from_the_shard(
     ]
 
 
-def test_a_store_that_is_away_puts_nothing_in_quarantine(
-    on_disk: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_away_puts_nothing_in_quarantine(on_disk: Snapshot, tmp_path: Path) -> None:
     store = Counting()
-    monkeypatch.setattr("paceline.data.shards.store_at", lambda url, given: given)
     store.away = True
     shard = on_disk.shards[0]
     with ShardCache(on_disk, store, tmp_path / "cache") as cache:

@@ -31,6 +31,7 @@ def test_a_loaded_snapshot_is_the_built_one(snapshot: Snapshot, store: ObjectSto
     assert load_snapshot(snapshot.url, store) == snapshot
     assert snapshot.purpose == "tests"
     assert snapshot.project == "paceline-demo"
+    assert snapshot.record.cut_at_bytes is None
 
 
 def test_every_file_is_in_exactly_one_split(
@@ -96,6 +97,7 @@ def test_the_standard_library_fills_the_byte_budget(
 ) -> None:
     built = build_snapshot("stdlib", url, settings, store, work_dir=tmp_path / "work")
     assert 0.9 * settings.max_bytes < built.record.total_bytes <= settings.max_bytes
+    assert built.record.cut_at_bytes == settings.max_bytes, "that something was left out is said"
     assert all(each.bytes < 40 * settings.shard_bytes for each in built.shards)
     names = [each.path for each in documents(built, "train", store, tmp_path / "c")]
     assert all(name.endswith(".py") for name in names)

@@ -110,17 +110,47 @@ def verify(
 
 
 @click.command()
-@click.argument("data", type=click.Path(path_type=Path), required=False)
+@click.argument("data", required=False)
+@click.option("--format", "format_", type=click.Choice(["text", "jsonl", "parquet", "tar"]))
+@click.option("--text-field", help="JSONL and Parquet: the column; tar: the member's extension.")
+@click.option("--key-field", help="What names a sample, in DATA and in feature files.")
+@click.option("--features", multiple=True, help="Parquet file to join by key; may be repeated.")
+@click.option("--missing-features", type=click.Choice(["refuse", "skip"]))
+@click.option("--tokenizer", help="'bytes', or the path of a tokenizer.json.")
+@click.option("--purpose", help="What the data may be used for.")
+@click.option("--project", help="Which project the data belong to.")
+@click.option("--max-bytes", type=click.IntRange(min=1024))
+@click.option("--shard-bytes", type=click.IntRange(min=1024))
 @run_id_option
 @state_option
 @json_option
-def snapshot(data: Path | None, run_id: str | None, state: Path | None, as_json: bool) -> int:
-    """Shard and digest the text files under DATA (default: the profile's source)."""
+def snapshot(
+    data: str | None,
+    format_: str | None,
+    run_id: str | None,
+    state: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Make a snapshot of the samples at DATA: a directory, a file, or s3://bucket/prefix.
+
+    What is not said is as in the profile's [data].
+    """
     here = start_flow(state, run_id)
     from flows.publish import build_snapshot
 
-    source = None if data is None else str(data.absolute())
-    return run_flow(build_snapshot, as_json, data=source, **here)
+    reading = {"format": format_, **options}
+    reading["features"] = [_placed(each) for each in options["features"]] or None
+    if options["tokenizer"] not in {None, "bytes"}:
+        reading["tokenizer"] = _placed(options["tokenizer"])
+    reading = {name: value for name, value in reading.items() if value is not None}
+    source = None if data is None else _placed(data)
+    return run_flow(build_snapshot, as_json, data=source, reading=reading, **here)
+
+
+def _placed(name: str) -> str:
+    """Return a path as the flow's process will find it; objects and 'stdlib' stay as they are."""
+    return name if name.startswith("s3://") or name == "stdlib" else str(Path(name).absolute())
 
 
 @click.command()

@@ -78,14 +78,16 @@ def build_snapshot(
         Uploads(url, store_at(url, store)) as uploads,
     ):
         scratch = Path(directory)
-        unlisted = list(list_files(opened, catalog, store, settings.seed))
+        unlisted = Skipped()
+        for each in list_files(opened, catalog, store, settings.seed):
+            unlisted.add(each)
         if settings.features:
             load_features(settings.features, settings.key_field, catalog, store, scratch)
 
         def one_pass(moved: str | None) -> Building:
-            building = Building(settings, tokenizer, catalog, uploads, scratch, moved=moved)
-            for each in unlisted:
-                building.skip(each)
+            building = Building(
+                settings, tokenizer, catalog, uploads, scratch, unlisted.copy(), moved=moved
+            )
             building.take(read_samples(opened, catalog, store, settings, scratch))
             return building
 
@@ -117,6 +119,30 @@ def build_snapshot(
 
 
 @dataclass
+class Skipped:
+    """What was left out: how much, and the first hundred by name with the reason."""
+
+    count: int = 0
+    _examples: list[str] = field(default_factory=list)
+
+    def add(self, one: Unusable) -> None:
+        """Note one more."""
+        self.count += 1
+        self._examples.append(f"{one.key}: {one.reason}"[:500])
+        if len(self._examples) > 10 * SKIPPED_LISTED:
+            self._examples = list(self.examples)
+
+    def copy(self) -> Skipped:
+        """Return another one that starts with the same."""
+        return Skipped(self.count, list(self._examples))
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """Return the first hundred by name."""
+        return tuple(sorted(self._examples)[:SKIPPED_LISTED])
+
+
+@dataclass
 class Building:
     """One pass over the samples; ``moved`` is the key that changes sides, of too few."""
 
@@ -125,11 +151,11 @@ class Building:
     catalog: Catalog
     uploads: Uploads
     scratch: Path
+    skipped: Skipped
     moved: str | None = None
     samples: int = 0
     duplicates: int = 0
-    skipped: int = 0
-    examples: list[str] = field(default_factory=list)
+    is_cut: bool = False  # the budget left something out
     columns: tuple[Column, ...] | None = None
     shards: list[Shard] = field(default_factory=list)
     _pens: dict[Split, ColumnWriter] = field(default_factory=dict)
@@ -144,13 +170,6 @@ class Building:
                 self._write(sample, self._tokens(sample, tokens))
         for split in SPLITS:
             self._flush(split)
-
-    def skip(self, one: Unusable) -> None:
-        """Note what was left out; the first hundred by name are listed."""
-        self.skipped += 1
-        self.examples.append(f"{one.key}: {one.reason}"[:500])
-        if len(self.examples) > 10 * SKIPPED_LISTED:
-            self.examples = sorted(self.examples)[:SKIPPED_LISTED]
 
     @property
     def moved_wanted(self) -> str | None:
@@ -176,12 +195,13 @@ class Building:
             documents=self.samples,
             total_bytes=sum(each.text_bytes for each in shards),
             duplicates=self.duplicates,
-            skipped=self.skipped,
-            skipped_examples=tuple(sorted(self.examples)[:SKIPPED_LISTED]),
+            skipped=self.skipped.count,
+            skipped_examples=self.skipped.examples,
             format=settings.format,
             vocabulary=self.tokenizer.vocabulary,
             columns=self.columns or (),
             token_count=sum(each.tokens for each in shards),
+            cut_at_bytes=settings.max_bytes if self.is_cut else None,
         )
 
     def _chosen(self, found: Iterable[Sample | Unusable]) -> Iterator[Sample]:
@@ -191,7 +211,7 @@ class Building:
         for each in found:
             sample = self._joined(each)
             if isinstance(sample, Unusable):
-                self.skip(sample)
+                self.skipped.add(sample)
             elif not self.catalog.is_new(b"key:" + sample.key.encode()):
                 raise InvalidInput(
                     "two samples have the same key",
@@ -202,6 +222,7 @@ class Building:
             elif not self.catalog.is_new(_content(sample)):
                 self.duplicates += 1
             elif (size := sample.payload_bytes) > left:
+                self.is_cut = True
                 misfits += 1
                 if misfits >= MISFITS:
                     return
@@ -377,12 +398,12 @@ def _tokenizer(name: str, store: ObjectStore) -> Tokenizer:
 
 
 def _too_little(built: Building, where: str, settings: DataSettings) -> InvalidInput:
-    examples = "; ".join(sorted(built.examples)[:3])
+    examples = "; ".join(built.skipped.examples[:3])
     return InvalidInput(
         "too little text for a training and a held-out split"
         if settings.format == "text"
         else "too few samples for a training and a held-out split",
-        got=f"{built.samples} usable sample(s), {built.skipped} skipped"
+        got=f"{built.samples} usable sample(s), {built.skipped.count} skipped"
         + (f" ({examples})" if examples else ""),
         wanted=f"at least 2 different ones within {settings.max_bytes} bytes",
         where=where,

@@ -67,7 +67,7 @@ class Figures:
             "longest": self.longest,
             "least": self.least if self.count else None,
             "greatest": self.greatest if self.count else None,
-            "mean": self.total / self.count if self.count else None,
+            "mean": self.total / self.count if self.count and np.isfinite(self.total) else None,
             "not_finite": self.not_finite,
         }
 

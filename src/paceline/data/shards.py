@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 SEPARATOR = 0xFF  # never part of UTF-8 text; the byte models' separator
 LIMIT_BYTES = 10_000 * 1024 * 1024
+MOST_CONNECTIONS = 16  # half of the store's pool, so that each may be hedged
 OPEN_DEADLINE_S = 900.0  # for a shard that is being fetched ahead
 
 
@@ -87,11 +88,10 @@ class ShardCache:
         self._transform = transform
         self._ahead = ahead
         self._disk = DiskCache(directory, limit_bytes)
-        self._fetcher = Fetcher(self._store, connections=max(4, 2 * ahead))
+        self._fetcher = Fetcher(self._store, connections=min(MOST_CONNECTIONS, 2 * ahead + 2))
         self._pool = ThreadPoolExecutor(ahead, thread_name_prefix="shard-ahead")
         self._lock = threading.Lock()
         self._coming: deque[Shard] = deque()
-        self._wanted: set[str] = set()
         self._running: dict[str, Future[Opened]] = {}
 
     def __enter__(self) -> ShardCache:
@@ -178,23 +178,17 @@ class ShardCache:
         """Say which shards come next, in this order; the first few are fetched ahead. What an
         earlier call named and this one does not is let go."""
         with self._lock:
-            self._wanted = {each.sha256 for each in shards}
-            dropped = [each for each in self._running if each not in self._wanted]
+            wanted = {each.sha256 for each in shards}
+            dropped = [each for each in self._running if each not in wanted]
             for each in dropped:
-                self._running.pop(each).add_done_callback(_let_go)
+                future = self._running.pop(each)
+                future.cancel()  # one that runs already ends, and lets its shard go
+                future.add_done_callback(_let_go)
             known = self._running.keys() | self.quarantined.keys()
             self._coming = deque(
                 {each.sha256: each for each in shards if each.sha256 not in known}.values()
             )
             self._start_more()
-
-    def read(self, shard: Shard) -> bytes:
-        """Return the shard's verified bytes; raises CorruptData, and the shard is in quarantine."""
-        opened = self._open(shard)
-        try:
-            return bytes(opened.data)
-        finally:
-            opened.held.close()
 
     # ── one shard ────────────────────────────────────────────────────────────────────────────────
 

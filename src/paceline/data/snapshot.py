@@ -110,6 +110,7 @@ class SnapshotRecord(_Grown):
     vocabulary: Vocabulary | None = None
     columns: tuple[Column, ...] | None = Field(default=None, max_length=1000)
     token_count: int | None = Field(default=None, ge=0)
+    cut_at_bytes: int | None = Field(default=None, ge=1)  # the budget, where it left samples out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +172,9 @@ class Snapshot:
 
 def store_at(url: str, store: ObjectStore) -> ObjectStore:
     """Return what reads and writes ``url``: ``store``, or the disk for ``file:///…``."""
-    return DiskStore() if url.startswith("file://") else store
+    if url.startswith("file://") and not isinstance(store, DiskStore):
+        return DiskStore()
+    return store
 
 
 def snapshot_url(url: str, digest: str) -> str:

@@ -69,7 +69,7 @@ def run_job(
     store = store or open_store(load_runtime(job.state_dir))
     if (finished := stored_result(job, store)) is not None:
         return finished
-    require_purpose(load_snapshot(job.snapshot_url, store), job.purpose)
+    require_purpose(load_snapshot(job.snapshot_url, store), job.purpose, job.data.project)
     guard = job.settings.guard
     deadlines = Deadlines(
         start_s=guard.start_deadline_s,
