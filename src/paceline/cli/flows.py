@@ -155,46 +155,6 @@ def _placed(name: str) -> str:
 
 @click.command()
 @model_argument
-@version_argument
-@click.option("--snapshot", required=True, help="URL of the data snapshot.")
-@click.option(
-    "--labels",
-    type=click.Choice(["true", "shuffled"]),
-    default="true",
-    help="'shuffled' is the control that must not pass the gate.",
-)
-@click.option("--steps", type=click.IntRange(min=0), default=None, help="Default: the profile's.")
-@run_id_option
-@state_option
-@json_option
-def train(
-    model_id: str,
-    version: str,
-    snapshot: str,
-    labels: str,
-    steps: int | None,
-    run_id: str | None,
-    state: Path | None,
-    as_json: bool,
-) -> int:
-    """Fine-tune VERSION of MODEL_ID, as the nodes hold it, on a snapshot."""
-    here = start_flow(state, run_id)
-    from flows.train import train_model
-
-    return run_flow(
-        train_model,
-        as_json,
-        model_id=model_id,
-        version=version,
-        snapshot_url=snapshot,
-        labels=labels,
-        steps=steps,
-        **here,
-    )
-
-
-@click.command()
-@model_argument
 @click.option("--base", "base_version", required=True, help="Version the candidate started from.")
 @click.option(
     "--trained", type=click.File(), required=True, help="JSON of `paceline train --json`."

@@ -42,7 +42,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "keys": ("keys", "keys", "Make the keys that sign manifests."),
     "verify": ("flows", "verify", "Have every node check every byte of its copy."),
     "snapshot": ("flows", "snapshot", "Make a data snapshot: text, JSONL, Parquet or tar."),
-    "train": ("flows", "train", "Fine-tune a distributed model on a data snapshot."),
+    "train": ("training", "train", "Train here, or fine-tune what an installation holds."),
     "evaluate": ("flows", "evaluate", "Judge a training job's candidate on held-out files."),
     "promote": ("flows", "promote", "Gate a judged candidate; make it champion and publish it."),
     "rollback": ("flows", "rollback", "Put the previous champion back, everywhere."),

@@ -1,0 +1,170 @@
+"""Training on this machine alone: a directory of text and an output directory are enough.
+
+No server, no installation: snapshot, base model, checkpoints and result lie below the output
+directory, and the same command again goes on where it stopped. What runs is the same driver, the
+same launcher and the same ranks as on a fleet. Knows no terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.data import Snapshot, build_snapshot, load_snapshot
+from paceline.errors import InvalidInput, SourceMissing
+from paceline.objects import DiskStore, ObjectStore, join_url
+from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
+from paceline.training.driver import run_job
+from paceline.training.local import LocalLauncher
+from paceline.wire import digest_of, new_run_id
+from paceline.wire.training import RankEvent, TrainJob, TrainResult
+
+WORKER = "local"
+MODEL, VERSION = "model", "v1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Single:
+    """What to train on what, and where it goes."""
+
+    output: Path
+    profile: Profile
+    source: str | None = None  # a directory of text; None: the profile's
+    snapshot_url: str | None = None  # or a snapshot that was built before
+    model: Path | None = None  # safetensors and config to start from; None: a new one
+
+
+def prepare(asked: Single, run_id: str | None = None) -> TrainJob:
+    """Build or find snapshot and base model below ``asked.output``; return the job.
+
+    Idempotent. Raises InvalidInput where model and data do not fit, SourceMissing for text or a
+    model that is not there.
+    """
+    output = asked.output.absolute()
+    output.mkdir(parents=True, exist_ok=True)
+    runtime = Runtime(
+        profile=asked.profile,
+        state_dir=output / "state",
+        endpoints=Endpoints(),  # none: objects are files of this disk
+        secrets=Secrets(),
+    )
+    runtime.state_dir.mkdir(exist_ok=True)
+    save_runtime(runtime)
+    store = DiskStore()
+    snapshot = _snapshot(asked, output, store)
+    manifest_digest = _base(asked, runtime, snapshot)
+    settings = asked.profile.training
+    inputs = {
+        "manifest": manifest_digest,
+        "snapshot": snapshot.digest,
+        "settings": settings.model_dump(mode="json", exclude={"guard", "ranks"}),
+        "data": asked.profile.data.model_dump(mode="json"),
+    }
+    return TrainJob(
+        job_id=f"job-{digest_of(inputs)[:12]}",
+        run_id=run_id or new_run_id(),
+        state_dir=str(runtime.state_dir),
+        model_id=MODEL,
+        version=VERSION,
+        manifest_digest=manifest_digest,
+        snapshot_url=snapshot.url,
+        snapshot_digest=snapshot.digest,
+        purpose=snapshot.purpose,
+        checkpoint_url=DiskStore.url_of(output / "checkpoints"),
+        settings=settings,
+        data=asked.profile.data.model_copy(
+            update={"purpose": snapshot.purpose, "project": snapshot.project}
+        ),
+    )
+
+
+def run(
+    job: TrainJob,
+    *,
+    on_event: Callable[[RankEvent], None] | None = None,
+    cancel: threading.Event | None = None,
+) -> TrainResult:
+    """Run ``job`` on this machine; see ``run_job``."""
+    return run_job(
+        job, [WORKER], LocalLauncher(), on_event=on_event, store=DiskStore(), cancel=cancel
+    )
+
+
+def directory_of(url: str) -> Path:
+    """Return the directory that a result's ``file://`` URL names."""
+    return DiskStore.path_of(url)
+
+
+def _snapshot(asked: Single, output: Path, store: ObjectStore) -> Snapshot:
+    if asked.snapshot_url is not None:
+        url = asked.snapshot_url
+        return load_snapshot(url if "://" in url else DiskStore.url_of(url), store)
+    source = asked.source or asked.profile.data.source
+    return build_snapshot(
+        source if "://" in source or source == "stdlib" else str(Path(source).absolute()),
+        DiskStore.url_of(output / "data"),
+        asked.profile.data,
+        store,
+        work_dir=output / "state" / "work",
+    )
+
+
+def _base(asked: Single, runtime: Runtime, snapshot: Snapshot) -> str:
+    """Put the base model where ranks look for it, and return its manifest's digest."""
+    from paceline.manifest import build_manifest, write_manifest
+
+    if asked.profile.training.code_ref:
+        return digest_of({"code_ref": asked.profile.training.code_ref})
+    directory = runtime.node_dir(WORKER) / "store" / "models" / MODEL / VERSION
+    making = directory.with_name(f".{VERSION}.{os.getpid()}")
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir(parents=True)
+    try:
+        if asked.model is None:
+            _new_model(asked, snapshot, making)
+        else:
+            _copy_model(asked.model, making)
+        link_mbit = asked.profile.cluster.link_mbit
+        manifest = build_manifest(making, model_id=MODEL, version=VERSION, link_mbit=link_mbit)
+        write_manifest(making, manifest)
+        shutil.rmtree(directory, ignore_errors=True)
+        making.rename(directory)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+    return manifest.digest
+
+
+def _new_model(asked: Single, snapshot: Snapshot, directory: Path) -> None:
+    from paceline.models import config_for, new_model, save_model
+
+    wanted = asked.profile.model
+    config = config_for(
+        wanted.parameters,
+        wanted.context,
+        snapshot.vocabulary.vocab_size,
+        separator=snapshot.vocabulary.separator,
+        tokenizer_digest=snapshot.vocabulary.sha256 or "",
+    )
+    save_model(new_model(config, wanted.seed), config, directory)
+
+
+def _copy_model(source: Path, directory: Path) -> None:
+    if not source.is_dir():
+        raise SourceMissing("no such model directory", got=source, wanted="safetensors and config")
+    files = [each for each in source.iterdir() if each.suffix in (".safetensors", ".json")]
+    if not any(each.suffix == ".safetensors" for each in files):
+        raise InvalidInput(
+            "no weights in the model directory", got=source, wanted="*.safetensors and config.json"
+        )
+    for each in files:
+        if each.name != "manifest.json":
+            shutil.copyfile(each, directory / each.name)
+
+
+def checkpoints_of(job: TrainJob) -> Path:
+    """Return the directory that holds the job's generations."""
+    return DiskStore.path_of(join_url(job.checkpoint_url, job.job_id))
