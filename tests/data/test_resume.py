@@ -198,3 +198,31 @@ def test_a_transform_runs_off_the_training_thread() -> None:
     with opened("packed") as plain, opened("packed", transform=reversed_targets) as changed:
         assert np.array_equal(changed.next().targets_BT, plain.next().targets_BT[:, ::-1])
     assert set(names) == {"data-stream"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_uneven_shares_add_up_to_those_of_the_whole_batch(kind) -> None:
+    import torch
+    import torch.nn.functional as F
+
+    table = torch.nn.Embedding(256, 256, dtype=torch.float64)
+
+    def gradient(batch: Batch) -> torch.Tensor:
+        logits = table(torch.from_numpy(batch.inputs_BT.astype(np.int64)))
+        targets = torch.from_numpy(batch.targets_BT.astype(np.int64))
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        weights = torch.from_numpy(batch.weights_BT).flatten()
+        loss = (losses * weights).sum() / batch.global_tokens
+        return torch.autograd.grad(loss, table.weight)[0]
+
+    with opened(kind) as whole:
+        wanted = [gradient(batch) for batch in made(whole, 2)]
+    uneven = [opened(kind, rank=rank, world_size=5) for rank in range(5)]
+    assert [len(each.rows) for each in uneven] == [2, 2, 3, 2, 3]
+    shares = [made(each, 2) for each in uneven]
+    for each in uneven:
+        each.close()
+    for number, expected in enumerate(wanted):
+        parts = [part for share in shares for part in share[number].split(2)]
+        found = torch.stack([gradient(part) for part in parts]).sum(dim=0)
+        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-15)
