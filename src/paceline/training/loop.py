@@ -148,7 +148,7 @@ def train(
     started, owed = time.perf_counter(), False
     while progress.step < settings.steps:
         numbers.begin(progress.step + 1, stream.data_wait_s, progress.stall_s)
-        seed_step(settings.seed, progress.step, parallel.data_rank)
+        seed_step(settings.seed, progress.step, parallel.data_rank, device)
         position = stream.position
         batch = stream.next()
         parts = [workload.inputs(part, device) for part in batch.split(settings.accumulation)]
@@ -244,9 +244,12 @@ def train_model(
     )
 
 
-def seed_step(seed: int, step: int, data_rank: int) -> None:
+def seed_step(seed: int, step: int, data_rank: int, device: torch.device = CPU) -> None:
     """Make what a model draws in this step (dropout) a pure function of its place."""
-    torch.manual_seed((seed * 1_000_003 + step) * 4096 + data_rank)
+    number = (seed * 1_000_003 + step) * 4096 + data_rank
+    torch.default_generator.manual_seed(number)  # torch.manual_seed asks every backend: 0.4 ms
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number)
 
 
 def finite_state(modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> bool:
