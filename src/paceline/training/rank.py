@@ -132,7 +132,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
     from paceline.training.environment import current
     from paceline.training.guard import Guard
     from paceline.training.identity import code_version
-    from paceline.training.loop import train_model as train
+    from paceline.training.loop import train
     from paceline.training.mesh import MeshSpec, open_mesh
     from paceline.training.recipe import new_optimizer
 
