@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from paceline.training.checkpoint import (
 from paceline.training.checkpoint.saver import MOST_UNANSWERED
 from paceline.training.group import Group
 from paceline.training.recipe import new_optimizer
+from tests.support.holdup import HoldUp
 from tests.support.rclone import RcloneS3
 
 CONFIG = config_for(50_000, 32)
@@ -127,8 +129,18 @@ def damage_bit(data: bytes) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("kind", ["flip", "truncate", "empty", "missing", "grow"])
+DAMAGES = [
+    ("disk", file, kind)
+    for file in FILES
+    for kind in ("flip", "truncate", "empty", "missing", "grow")
+]
+
+
+@pytest.mark.parametrize(
+    ("generations", "file", "kind"),
+    [*DAMAGES, ("s3", PART, "flip"), ("s3", FILES[1], "missing"), ("s3", FILES[2], "truncate")],
+    indirect=["generations"],
+)
 def test_any_damage_is_found_and_the_generation_before_is_used(
     two: State, generations: Generations, tmp_path: Path, file: str, kind: str
 ) -> None:
@@ -282,6 +294,51 @@ def test_one_save_is_in_flight_and_a_slow_store_only_puts_the_next_off(
     assert saver.save(21, {"batch": 21}, {})
     saver.finish()
     assert generations.steps() == [21, 10]
+
+
+def test_storage_that_hangs_and_breaks_off_costs_training_nothing_but_a_longer_interval(
+    s3: RcloneS3, tmp_path: Path
+) -> None:
+    """Fault 21, with a real server behind a proxy."""
+    s3.store().ensure_bucket(BUCKET)
+    proxy = HoldUp(urlsplit(s3.endpoint_url).port or 0)
+    try:
+        store = ObjectStore(
+            endpoint_url=f"http://127.0.0.1:{proxy.port}",
+            access_key=s3.access_key,
+            secret_key=s3.secret_key,
+        )
+        behind = Generations(store, f"s3://{BUCKET}/fault-21")
+        beside = Generations(s3.store(), behind.url)
+        state = State(0)
+        saver = state.saver(behind, every_steps=2, keep=5)
+        trained = 0
+        for step in range(1, 5):
+            state.step()
+            if saver.due(step, 100):
+                assert saver.save(step, {"batch": step}, {}, wait=True)
+        saver.finish()
+        assert beside.steps() == [4, 2]
+        proxy.hold_answers()
+        for step in range(5, 12):
+            state.step()
+            trained += 1
+            if saver.due(step, 100):
+                saver.save(step, {"batch": step}, {})
+        assert trained == 7, "training went on"
+        assert saver.put_off == 1, "one save was in flight, and the next is due when it ends"
+        assert [alert.kind for alert in saver.alerts] == ["checkpoint-storage-slow"]
+        assert beside.steps() == [4, 2], "the ones before are what they were"
+        proxy.cut()  # what was under way is lost on the way
+        proxy.free()
+        saver.finish()
+        assert beside.steps() == [6, 4, 2], "and was tried again"
+        assert saver.due(12, 100), "what was put off is due"
+        assert saver.save(12, {"batch": 12}, {})
+        saver.finish()
+        assert resume(beside, tmp_path)[1] == 12
+    finally:
+        proxy.close()
 
 
 class BrokenStore(SlowStore):

@@ -64,13 +64,13 @@ def save(generations: Generations, step: int, source: Path) -> None:
     generations.collect(KEEP, 0, generation)
 
 
-def work(root: Path) -> None:
-    """Save what is missing, up to the last step; the third generation rots once."""
+def work(root: Path, last: int = LAST) -> None:
+    """Save what is missing, up to ``last``; the third generation rots once."""
     generations = Generations(DiskStore(), DiskStore.url_of(root / "job"))
     source = root / "source"
     source.mkdir(parents=True, exist_ok=True)
     step = newest_healthy(generations, source)
-    while step < LAST:
+    while step < last:
         step += 1
         save(generations, step, source)
         if step == 3 and not (root / "rotted").exists():

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -139,6 +141,14 @@ class Run:
         return digest.hexdigest()
 
 
+class DiesHere(DiskStore):
+    """A disk in the midst of whose write this rank is killed."""
+
+    def upload_file(self, path, url, sha256=""):
+        self.put_bytes(f"{url}.half", b"half of a part")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 class BrokenHere(DiskStore):
     """A disk that does not answer to this rank."""
 
@@ -252,13 +262,33 @@ def cases(root: Path, group: Group) -> dict[str, object]:
     return found
 
 
+def die_midway(root: Path, group: Group) -> None:
+    """Save; save again and lose rank 1 while it writes; rank 0 tells what it saw."""
+    url = DiskStore.url_of(root / "killed")
+    run = Run("shard2", group)
+    run.take(0, 1)
+    saver_of(run, Generations(DiskStore(), url)).save_last(1, {"batch": 1}, {})
+    run.take(1, 2)
+    saver = saver_of(run, Generations(DiesHere() if group.rank == 1 else DiskStore(), url))
+    saver.save(2, {"batch": 2}, {})
+    try:
+        saver.finish()
+        seen = "saved"
+    except PacelineError as error:
+        seen = error.code
+    (root / "killed.json").write_text(json.dumps(seen))
+
+
 def main() -> int:
     root, port, rank, world = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     with join_group(rank, world, "127.0.0.1", port, 1, 60) as group:
         found = work(root, group)
-    (root / f"rank-{rank}-of-{world}.json").write_text(json.dumps(found))
+        (root / f"rank-{rank}-of-{world}.json").write_text(json.dumps(found))
+        if world == 2:
+            die_midway(root, group)
+            os._exit(0)  # leaving the group would wait for the dead
     return 0
 
 
@@ -270,6 +300,4 @@ if __name__ == "__main__":
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    import os
-
     os._exit(code)

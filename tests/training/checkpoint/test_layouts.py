@@ -13,9 +13,18 @@ import pytest
 
 from paceline.models import load_model, weights_digest
 from paceline.objects import DiskStore
-from paceline.training.checkpoint import Generations
+from paceline.training.checkpoint import Generations, resume_newest_healthy
 from paceline.training.group import Group
-from tests.training.checkpoint.ranks import LAYOUTS, OTHERS, SAVE_AT, STEPS, config, work
+from tests.training.checkpoint.ranks import (
+    DIGEST,
+    LAYOUTS,
+    OTHERS,
+    SAVE_AT,
+    STEPS,
+    Run,
+    config,
+    work,
+)
 
 PROGRAM = "tests.training.checkpoint.ranks"
 DEADLINE_S = 150
@@ -24,7 +33,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def launch(root: Path, world: int) -> list[dict[str, Any]]:
-    """Run ``world`` ranks to their end and return what each found."""
+    """Run ``world`` ranks to their end and return what each found; of two, the second is killed."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     processes = [
@@ -41,7 +50,8 @@ def launch(root: Path, world: int) -> list[dict[str, Any]]:
         for process in processes:
             process.kill()
             process.wait()
-    assert all(process.returncode == 0 for process in processes), "\n".join(told)[-6000:]
+    codes = [process.returncode for process in processes]
+    assert codes == ([0, -9] if world == 2 else [0] * world), "\n".join(told)[-6000:]
     return [
         json.loads((root / f"rank-{rank}-of-{world}.json").read_text()) for rank in range(world)
     ]
@@ -157,6 +167,24 @@ def test_one_rank_whose_state_is_not_finite_commits_nothing(
 
 def test_all_ranks_reject_what_is_damaged_for_any(runs: dict[int, list[dict[str, Any]]]) -> None:
     assert [found["cases"]["rotten"] for found in runs[2]] == [[1, [2], [1]]] * 2
+
+
+def test_a_rank_killed_midway_leaves_the_checkpoint_before(
+    runs: dict[int, list[dict[str, Any]]], root: Path, tmp_path: Path
+) -> None:
+    """Fault 18, mid-checkpoint."""
+    assert runs[2]
+    assert json.loads((root / "killed.json").read_text()) == "PeerLost"
+    generations = Generations(DiskStore(), DiskStore.url_of(root / "killed"))
+    found = generations.find()
+    assert [each.step for each in found.committed] == [1]
+    assert [each.step for each in found.unfinished] == [2]
+    run = Run("single", Group())
+    restored = resume_newest_healthy(
+        generations, run.state, config_digest=DIGEST, work_dir=tmp_path
+    )
+    assert restored is not None
+    assert restored.step == 1
 
 
 def test_ranks_agree_on_what_is_put_off(runs: dict[int, list[dict[str, Any]]]) -> None:
