@@ -85,6 +85,31 @@ def test_memory_stays_good_when_its_file_is_closed_and_removed(tmp_path: Path) -
     assert set(view.tolist()) == {ord("a")}
 
 
+def test_the_files_are_counted_again_only_near_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = DiskCache(tmp_path, 100 * KIB)
+    looks = []
+    listed = cache._listed
+    monkeypatch.setattr(cache, "_listed", lambda: looks.append(1) or listed())
+    for number in range(100):
+        put(cache, f"f{number:03d}", b"x" * KIB).close()
+    assert len(looks) == 1, "the first time nobody knows"
+    (tmp_path / "f050").unlink()
+    for number in range(100, 110):
+        put(cache, f"f{number:03d}", b"x" * KIB).close()
+    assert len(looks) <= 11
+    assert cache.used_bytes() <= 100 * KIB
+    monkeypatch.setattr("paceline.data.cache.MANY_FILES", 50)
+    looks.clear()
+    for number in range(200, 250):
+        put(cache, f"f{number:03d}", b"x" * KIB).close()
+    assert 8 <= len(looks) <= 12, "a twentieth goes at once, so that a look serves several"
+    (tmp_path / ".lock").write_bytes(b"")
+    put(cache, "last", b"x" * KIB).close()
+    assert cache.used_bytes() <= 100 * KIB
+
+
 def test_a_part_that_fails_leaves_nothing(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, 4 * KIB)
     with pytest.raises(RuntimeError), cache.making("a", KIB) as part:

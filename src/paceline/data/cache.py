@@ -6,7 +6,8 @@ The kernel keeps the books, so that a process that is killed leaves nothing to c
 - *being made* is an exclusive one on its ``.part``: whoever wants the same file waits for it, and a
   part without its lock is a dead process's, and is removed;
 - *room* is taken under one lock of the directory, and the part is allocated at its full size at
-  once, so that two processes never promise the same room;
+  once, so that two processes never promise the same room; the lock's file says how much is here at
+  most, so that the files are looked at only when that comes near the limit;
 - *least recently used* is the file's time of change, set each time it is opened.
 
 Knows nothing of what the files hold: whoever reads one checks it.
@@ -27,6 +28,7 @@ from pathlib import Path
 from paceline.errors import InvalidInput, NotReady, StorageFailed, StorageFull
 
 LOCK_FILE = ".lock"
+MANY_FILES = 500
 POLL_S = 0.005
 ROOM_DEADLINE_S = 60.0  # for the directory's lock, held for a listing at most
 MAKING_DEADLINE_S = 600.0  # for another process to finish a file
@@ -183,32 +185,39 @@ class DiskCache:
 
     def _make_room(self, descriptor: int, size: int) -> bool:
         """Allocate the part, removing what was not used for longest; return whether it fits."""
-        with self._directory_lock(), _translated(self.directory):
+        with self._directory_lock() as books, _translated(self.directory):
             os.ftruncate(descriptor, 0)
-            fits = self._evict(size)
+            used = _noted(books)
+            if used is None or used + size > self.limit_bytes:
+                used = self._evict(size)  # and what is really here is known again
             while size:
                 try:
                     os.posix_fallocate(descriptor, 0, size)
                     break
-                except OSError as error:
-                    if error.errno not in _FULL:
+                except OSError as error:  # others fill this disk too
+                    if error.errno not in _FULL or not self._remove_oldest():
                         raise
-                    if not self._evict(size, at_least_one=True):  # others fill this disk too
-                        raise
-            return fits
+            _note(books, used + size)
+            return used + size <= self.limit_bytes
 
-    def _evict(self, size: int, *, at_least_one: bool = False) -> bool:
-        """Remove files until ``size`` more fit; return whether they do (or one was removed)."""
+    def _evict(self, size: int) -> int:
+        """Remove files until ``size`` more fit, or none is left that may go; return what is here
+        then. Looks at every file, which is why room is noted between two of these."""
         listed = sorted(self._listed())
         used = sum(each for _, _, each in listed)
+        # With many files a little more goes, so that the next looks are far between.
+        spare = self.limit_bytes // 20 if len(listed) > MANY_FILES else 0
+        if used + size <= self.limit_bytes:
+            return used
         for _, path, its in listed:
-            if used + size <= self.limit_bytes and not at_least_one:
-                return True
+            if used + size <= self.limit_bytes - spare:
+                break
             if _remove_unless_used(path):
                 used -= its
-                if at_least_one:
-                    return True
-        return not at_least_one and used + size <= self.limit_bytes
+        return used
+
+    def _remove_oldest(self) -> bool:
+        return any(_remove_unless_used(path) for _, path, _ in sorted(self._listed()))
 
     def _listed(self) -> list[tuple[int, Path, int]]:
         """Return each file's time of use, path and size; parts of dead processes are removed."""
@@ -226,7 +235,8 @@ class DiskCache:
         return found
 
     @contextlib.contextmanager
-    def _directory_lock(self) -> Iterator[None]:
+    def _directory_lock(self) -> Iterator[int]:
+        """Yield the descriptor of the locked file, which holds how much is here at most."""
         path = self.directory / LOCK_FILE
         with _translated(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -236,12 +246,29 @@ class DiskCache:
                 if time.monotonic() > until:
                     raise NotReady("the cache's directory stays locked", where=path)
                 time.sleep(POLL_S)
-            yield
+            yield descriptor
         finally:
             os.close(descriptor)
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def _noted(books: int) -> int | None:
+    """Return how much was here at most when this was written, None where nobody wrote it.
+
+    Never too little: what is added is noted before it is written, and what a killed process or a
+    removal leaves unsaid only makes the next look at all files come sooner.
+    """
+    try:
+        return int(os.pread(books, 32, 0))
+    except ValueError:
+        return None
+
+
+def _note(books: int, used: int) -> None:
+    os.ftruncate(books, 0)
+    os.pwrite(books, b"%d" % used, 0)
 
 
 def _lock(descriptor: int, kind: int) -> bool:

@@ -99,7 +99,8 @@ class TextSamples:
 
 def length_of(tokens: Array, features: Mapping[str, Array]) -> int:
     """Return what counts as a sample's length: its tokens; without any, the first axis of its first
-    feature (by name) that has one; else 1."""
+    feature (by name) that has one; else 1 for its scalars, and 0 where it has nothing at all."""
     if len(tokens):
         return len(tokens)
-    return next((len(features[name]) for name in sorted(features) if features[name].ndim), 1)
+    axes = (len(features[name]) for name in sorted(features) if features[name].ndim)
+    return next(axes, 1 if features else 0)

@@ -120,12 +120,7 @@ class ShardCache:
 
         What was fetched ahead is here at once. Close what it returns when it is read.
         """
-        opened = self._open(shard)
-        try:
-            samples = self._parsed(shard, opened)
-        except ValueError as error:
-            opened.held.close()
-            raise self._bad(shard, str(error), self.snapshot.shard_url(shard)) from error
+        samples = self._plain(shard)
         if self._transform is None:
             return samples
         from paceline.data.transform import TransformedSamples
@@ -149,7 +144,7 @@ class ShardCache:
             if raw is not None:
                 return np.frombuffer(raw, dtype="<i4")
             log.warning("lengths are damaged, reading the shard shard=%s", shard.sha256[:12])
-        with self.samples(shard) as samples:
+        with self._plain(shard) as samples:
             from paceline.data.samples import length_of
 
             found = [length_of(samples.tokens(i), samples.features(i)) for i in range(len(samples))]
@@ -191,6 +186,15 @@ class ShardCache:
             self._start_more()
 
     # ── one shard ────────────────────────────────────────────────────────────────────────────────
+
+    def _plain(self, shard: Shard) -> ShardSamples:
+        """Return the shard's samples as they were stored."""
+        opened = self._open(shard)
+        try:
+            return self._parsed(shard, opened)
+        except ValueError as error:
+            opened.held.close()
+            raise self._bad(shard, str(error), self.snapshot.shard_url(shard)) from error
 
     def _open(self, shard: Shard) -> Opened:
         """Return the shard, fetched ahead or now."""
