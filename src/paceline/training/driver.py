@@ -17,12 +17,16 @@ from pydantic import ValidationError
 
 from paceline.data import load_snapshot, require_purpose
 from paceline.errors import Conflict, InvalidInput, SourceMissing, TemporaryError, TrainingFailed
+from paceline.models import read_config
+from paceline.models.files import CONFIG_FILE
 from paceline.objects import ObjectStore, join_url, open_store
 from paceline.profile import load_runtime
 from paceline.training.account import Account, Restarting
 from paceline.training.gang import Deadlines, GangMember, GangResult, Gangs, Launcher, OnLine
 from paceline.training.identity import config_digest
 from paceline.training.local import launcher_argv
+from paceline.training.mesh import MeshSpec
+from paceline.training.parallel import require_layout
 from paceline.training.roster import Lineup, Roster, shrunk
 from paceline.wire.base import canonical_json
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
@@ -70,6 +74,7 @@ def run_job(
     if (finished := stored_result(job, store)) is not None:
         return finished
     require_purpose(load_snapshot(job.snapshot_url, store), job.purpose, job.data.project)
+    require_mesh(job, workers[0])
     guard = job.settings.guard
     deadlines = Deadlines(
         start_s=guard.start_deadline_s,
@@ -82,6 +87,23 @@ def run_job(
         gangs = Gangs(nodes, deadlines, cancel=cancel, grace_s=min(guard.grace_s, CANCEL_GRACE_S))
         gangs.watch_for_preemption(guard.preemption, guard.grace_s)
         return drive(job, workers, gangs, store, on_event)
+
+
+def require_mesh(job: TrainJob, worker_id: str) -> None:
+    """Raise InvalidInput where the job's mesh cannot work, before any rank is started.
+
+    The base model's own shape is looked at where its node's disk is this machine's.
+    """
+    settings = job.settings
+    base = load_runtime(job.state_dir).node_dir(worker_id) / "store" / "models"
+    directory = base / job.model_id / job.version
+    known = not settings.code_ref and (directory / CONFIG_FILE).exists()
+    require_layout(
+        MeshSpec.of(settings.mesh, settings.ranks),
+        settings,
+        read_config(directory) if known else None,
+        job.data,
+    )
 
 
 def drive(

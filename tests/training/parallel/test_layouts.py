@@ -105,8 +105,6 @@ def test_a_mesh_larger_than_the_group_is_refused() -> None:
         (4, {"pp": 4, "microbatches": 3}, CONFIG, "3 microbatches, pp 4"),
         (2, {"shard": 2, "hook": "powersgd"}, CONFIG, "hook powersgd, mesh shard2"),
         (2, {"tp": 2, "hook": "bf16"}, CONFIG, "hook bf16, mesh tp2"),
-        (2, {"tp": 2}, None, "only our transformer"),
-        (2, {"pp": 2}, None, "only our transformer"),
         (32, {"dp": 32}, CONFIG, "16 sequences, dp 32"),
     ],
 )
@@ -117,6 +115,14 @@ def test_layouts_that_cannot_work_are_refused_with_the_numbers(
         check(ranks, mesh, config)
     assert words in raised.value.one_line()
     assert raised.value.do
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}])
+def test_a_model_of_the_users_own_is_not_cut(mesh: dict) -> None:
+    with pytest.raises(InvalidInput, match="model mine:model"):
+        check(2, mesh, None, code_ref="mine:model")
+    check(2, mesh, None)  # ours, but nobody has read its config yet
+    check(2, {"shard": 2}, None, code_ref="mine:model")
 
 
 def test_length_buckets_must_divide_where_sequences_are_cut() -> None:
@@ -164,3 +170,40 @@ def test_a_driver_can_check_a_layout_without_importing_torch() -> None:
         "from paceline.training.mesh import MeshSpec; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_job_is_refused_before_its_ranks_start(tmp_path) -> None:
+    from paceline.models.files import CONFIG_FILE
+    from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
+    from paceline.training.driver import require_mesh
+    from paceline.wire.training import TrainJob
+
+    runtime = Runtime(
+        profile=Profile(), state_dir=tmp_path, endpoints=Endpoints(), secrets=Secrets()
+    )
+    save_runtime(runtime)
+    directory = runtime.node_dir("node-0") / "store" / "models" / "tiny" / "v1"
+    directory.mkdir(parents=True)
+    (directory / CONFIG_FILE).write_text(CONFIG.model_dump_json())
+
+    def job(ranks: int, mesh: dict) -> TrainJob:
+        return TrainJob(
+            job_id="job",
+            run_id="run-20260101-000000-abcdef",
+            state_dir=str(tmp_path),
+            model_id="tiny",
+            version="v1",
+            manifest_digest="0" * 64,
+            snapshot_url="s3://b/s",
+            snapshot_digest="0" * 64,
+            purpose="tests",
+            checkpoint_url="s3://b/c",
+            settings=settings(ranks, mesh=mesh),
+        )
+
+    with pytest.raises(InvalidInput, match="3 ranks"):
+        require_mesh(job(3, {"shard": 2}), "node-0")
+    with pytest.raises(InvalidInput, match="key-value heads 2, tp 4"):
+        require_mesh(job(4, {"tp": 4}), "node-0")
+    require_mesh(job(4, {"tp": 2, "pp": 2}), "node-0")
+    require_mesh(job(4, {"tp": 4}), "node-elsewhere")  # its disk is not here: the ranks will say

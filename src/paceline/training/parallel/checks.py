@@ -21,7 +21,8 @@ def require_layout(
 ) -> None:
     """Raise InvalidInput unless a model of ``config`` can be trained on ``spec`` as settings say.
 
-    ``config`` is None for a model of the user's own (``code_ref``).
+    ``config`` is None for a model of the user's own (``code_ref``), or where nobody has looked at
+    it yet: then only what holds for every model is checked.
     """
     if settings.batch_sequences < spec.data_world:
         raise _refused(
@@ -31,10 +32,23 @@ def require_layout(
             do="Raise training.batch_sequences, or use fewer replicas.",
         )
     _require_hook(spec, settings)
-    if spec.tp > 1:
+    if settings.code_ref:
+        require_ours(spec, settings.code_ref)
+    if config is not None and spec.tp > 1:
         _require_tensor(spec, settings, config, data)
-    if spec.pp > 1:
+    if config is not None and spec.pp > 1:
         _require_pipeline(spec, settings, config)
+
+
+def require_ours(spec: MeshSpec, model: str) -> None:
+    """Raise InvalidInput where ``spec`` would cut ``model``, which is not our transformer."""
+    if spec.tp * spec.pp > 1:
+        raise _refused(
+            "only our transformer can be cut by matrices or into stages",
+            got=f"mesh {spec}, model {model}",
+            wanted="tp 1 and pp 1",
+            do="Use shard instead of tp and pp for a model of your own.",
+        )
 
 
 def stages_of(spec: MeshSpec, schedule: str) -> int:
@@ -72,16 +86,9 @@ def _require_hook(spec: MeshSpec, settings: TrainingSettings) -> None:
 def _require_tensor(
     spec: MeshSpec,
     settings: TrainingSettings,
-    config: ModelConfig | None,
+    config: ModelConfig,
     data: DataSettings | None,
 ) -> None:
-    if config is None:
-        raise _refused(
-            "only our transformer can be cut by matrices",
-            got=f"tp {spec.tp}, code_ref {settings.code_ref}",
-            wanted="tp 1",
-            do="Use shard instead of tp for a model of your own.",
-        )
     parts = {
         "query heads": config.num_attention_heads,
         "key-value heads": config.num_key_value_heads,
@@ -102,17 +109,8 @@ def _require_tensor(
             )
 
 
-def _require_pipeline(
-    spec: MeshSpec, settings: TrainingSettings, config: ModelConfig | None
-) -> None:
+def _require_pipeline(spec: MeshSpec, settings: TrainingSettings, config: ModelConfig) -> None:
     mesh = settings.mesh
-    if config is None:
-        raise _refused(
-            "only our transformer can be cut into stages",
-            got=f"pp {spec.pp}, code_ref {settings.code_ref}",
-            wanted="pp 1",
-            do="Use shard instead of pp for a model of your own.",
-        )
     stages = stages_of(spec, mesh.schedule)
     if config.num_hidden_layers < stages:
         raise _refused(

@@ -13,7 +13,7 @@ from paceline.training.mesh import Mesh
 from paceline.training.parallel import tensor
 from paceline.training.parallel.activation import recompute_blocks
 from paceline.training.parallel.base import Parallel
-from paceline.training.parallel.checks import require_layout
+from paceline.training.parallel.checks import require_layout, require_ours
 from paceline.training.parallel.compiling import compile_blocks
 from paceline.training.parallel.data import Sent, replicate
 from paceline.training.parallel.pipeline import Pipelined, stages, take_apart
@@ -33,7 +33,11 @@ def parallelise(
     for a layout that cannot work.
     """
     spec = mesh.spec
-    require_layout(spec, settings, model.config if isinstance(model, Transformer) else None)
+    if isinstance(model, Transformer):
+        require_layout(spec, settings, model.config)
+    else:
+        require_layout(spec, settings, None)
+        require_ours(spec, type(model).__name__)
     model = model.to(master_dtype(settings))
     if not _is_meta(model):
         model = model.to(mesh.device_type)
