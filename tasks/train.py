@@ -133,7 +133,20 @@ def _follow(run: Run, steps: int, page: artifacts.Progress) -> Callable[[RankEve
             waiting.clear()
             due = METRICS_A_REQUEST
 
+    noted: set[object] = set()
+
+    def note_once(about: object, text: str) -> None:
+        if about not in noted:
+            noted.add(about)
+            run.note(text)
+
     def on_event(event: RankEvent) -> None:
+        if event.event == "step":
+            for text in alerts_of(event):
+                run.note(text)
+            if event.rank == 0:
+                for rank, text in stragglers_of(event).items():
+                    note_once(("straggler", rank), text)
         if event.event == "step" and event.rank == 0:
             fraction = event.step / max(steps, 1)
             loss = event.data.get("loss")
@@ -153,6 +166,25 @@ def _follow(run: Run, steps: int, page: artifacts.Progress) -> Callable[[RankEve
             run.note(f"rank {event.rank} failed at step {event.step}: {event.data.get('reason')}")
 
     return on_event
+
+
+def alerts_of(event: RankEvent) -> list[str]:
+    """Return a line for each alert that this step raised or cleared."""
+    found = event.data.get("alerts")
+    return [
+        f"rank {event.rank}, step {event.step}: {each['name']} "
+        f"{'raised' if each['raised'] else 'cleared'}: {each['message']}"
+        for each in (found if isinstance(found, list) else [])
+    ]
+
+
+def stragglers_of(event: RankEvent) -> dict[str, str]:
+    """Return a line for each rank that this step names as slow."""
+    found = event.data.get("stragglers")
+    return {
+        rank: f"rank {rank} is a straggler: {factor:.1f} times as long as the others a step"
+        for rank, factor in (found if isinstance(found, dict) else {}).items()
+    }
 
 
 def _report(run: Run, result: TrainResult) -> None:

@@ -69,7 +69,9 @@ def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
         from tasks.lineage import links
         from tasks.run import Run
 
-        found |= links(Run.open(runtime.state_dir, run_id))
+        run = Run.open(runtime.state_dir, run_id)
+        run.registry.find_run(run_id)  # or NotFound: asking for links must not make a run
+        found |= links(run)
     if as_json:
         click.echo(json.dumps(found))
     else:

@@ -31,6 +31,7 @@ TAG_BASE_MANIFEST = "paceline.base_manifest_digest"
 TAG_JOB = "paceline.job_id"
 TAG_CODE = "paceline.code_version"
 TAG_CONFIG = "paceline.training_config_digest"
+TAG_ENVIRONMENT = "paceline.environment_digest"
 TAG_GATE = "paceline.gate"  # "passed" | "refused"
 TAG_APPROVER = "paceline.approver"
 TAG_EVIDENCE = "paceline.evidence_digest"  # SHA-256 of the artifact evidence/<digest>.json
@@ -39,6 +40,9 @@ TAG_PROMOTED_OVER = "paceline.promoted_over"  # the champion before; "" for the 
 TAG_ROLLED_BACK = "paceline.rolled_back"
 
 EVIDENCE_DIRECTORY = "evidence"
+JOB_FILE = "training/job.json"  # the whole job, so that it can be run again
+RESULT_FILE = "training/result.json"
+LOSS = "train.loss"  # of each step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +128,21 @@ def training_params(job: TrainJob) -> dict[str, str]:
     }
     settings = {f"training.{key}": value for key, value in job.settings.model_dump().items()}
     return {key: str(value) for key, value in (identity | settings).items()}
+
+
+def training_tags(
+    job: TrainJob, *, config_digest: str, code_version: str, environment_digest: str
+) -> dict[str, str]:
+    """Return the tags that say what a run's training depends on."""
+    return {
+        TAG_JOB: job.job_id,
+        TAG_SNAPSHOT: job.snapshot_digest,
+        TAG_BASE_VERSION: job.version,
+        TAG_BASE_MANIFEST: job.manifest_digest,
+        TAG_CONFIG: config_digest,
+        TAG_CODE: code_version,
+        TAG_ENVIRONMENT: environment_digest,
+    }
 
 
 def training_metrics(result: TrainResult) -> list[MetricPoint]:

@@ -6,18 +6,20 @@ one) and may be called twice. Knows no versions, aliases or gates.
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from paceline.errors import Conflict
+from paceline.errors import Conflict, CorruptData, InvalidInput, NotFound
 from paceline.registry.adapter import Adapter
 from paceline.registry.lineage import TAG_RUN_ID, MetricPoint, run_tags
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
+MAX_ARTIFACT_BYTES = 16 * 1024 * 1024
 _PARAMS_PER_CALL = 100  # MLflow's own limits
 _METRICS_PER_CALL = 1000
 _DATASET_DIGEST_CHARACTERS = 36
@@ -46,6 +48,52 @@ class RunLog(Adapter):
             )
             found = self._find_run(run_id, experiment_id) or str(created.info.run_id)
         return found
+
+    def find_run(self, run_id: str) -> str:
+        """Return the MLflow run id of Paceline's ``run_id``, in whatever experiment it is.
+
+        Raises NotFound, and makes nothing, where there is no such run.
+        """
+        if "'" in run_id:
+            raise InvalidInput("not a run id", got=run_id[:100])
+        token: str | None = None
+        while True:
+            page = self.call("search_experiments", page_token=token)
+            for experiment in page:
+                if found := self._find_run(run_id, str(experiment.experiment_id)):
+                    return found
+            token = page.token
+            if not token:
+                raise NotFound(
+                    "no such run",
+                    got=run_id,
+                    where=self.tracking_uri,
+                    do="`paceline where` names the pages that list the runs there are.",
+                )
+
+    def log_tags(self, mlflow_run_id: str, tags: Mapping[str, str]) -> None:
+        """Set ``tags`` on the run."""
+        for key, value in tags.items():
+            self.call("set_tag", mlflow_run_id, key, value)
+
+    def read_artifact(self, mlflow_run_id: str, path: str) -> bytes:
+        """Return the run's small artifact ``path``; raises NotFound where there is none."""
+        with tempfile.TemporaryDirectory(prefix="paceline-artifact-") as directory:
+            try:
+                file = Path(self.call("download_artifacts", mlflow_run_id, path, directory))
+            except OSError as error:  # how MLflow says that a local artifact is not there
+                raise NotFound("run has no such artifact", got=path, where=mlflow_run_id) from error
+            if file.stat().st_size > MAX_ARTIFACT_BYTES:
+                raise CorruptData(
+                    "artifact is too large", got=file.stat().st_size, wanted=MAX_ARTIFACT_BYTES
+                )
+            return file.read_bytes()
+
+    def history(self, mlflow_run_id: str, key: str) -> dict[int, float]:
+        """Return a metric's value at each step; of a step that was logged twice, the last."""
+        points = self.call("get_metric_history", mlflow_run_id, key)
+        ordered = sorted(points, key=lambda each: each.timestamp)  # stable: ties as they came
+        return {int(each.step): float(each.value) for each in ordered}
 
     def log_params(self, mlflow_run_id: str, params: Mapping[str, object]) -> None:
         """Log ``params``; the same value twice is fine.

@@ -19,6 +19,7 @@ from typing import Any
 import paceline
 from paceline.training.identity import code_version
 from paceline.wire.base import Record, digest_of
+from paceline.wire.reproducing import Differs
 
 GIT_S = 20.0
 # Instructions that choose other kernels, so other roundings.
@@ -63,15 +64,6 @@ class Environment(Record):
         return digest_of(self)
 
 
-class Difference(Record):
-    """One field of two records that is not the same."""
-
-    what: str
-    then: str
-    now: str
-    decisive: bool  # it may change bits
-
-
 def current(threads: int = 1) -> Environment:
     """Return the environment of this process, for ranks of ``threads`` threads."""
     fixed = _fixed()
@@ -91,16 +83,14 @@ def current(threads: int = 1) -> Environment:
     )
 
 
-def differences(
-    then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
-) -> list[Difference]:
+def differences(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[Differs]:
     """Return what differs between two records, or any two mappings, in the order of ``then``."""
     found = []
     for name in [*then, *(each for each in now if each not in then)]:
         before, after = then.get(name), now.get(name)
         if before != after:
             found.append(
-                Difference(
+                Differs(
                     what=f"{prefix}{name}",
                     then="nothing" if before is None else str(before),
                     now="nothing" if after is None else str(after),

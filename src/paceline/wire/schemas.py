@@ -13,6 +13,7 @@ from paceline.wire.forecast import PlanTable, SimulationReport
 from paceline.wire.local import Distribution, Published
 from paceline.wire.plan import Plan
 from paceline.wire.records import Deployment, Receipt
+from paceline.wire.reproducing import Reproduction
 from paceline.wire.status import Changed, StatusReport
 from paceline.wire.stream import StreamItem, WatchLine
 from paceline.wire.summary import Failed, RunSummary
@@ -40,6 +41,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "token-revoked": TokenRevoked,
     "audit": AuditShown,
     "init": FleetInitialised,
+    "reproduce": Reproduction,
 }
 
 
