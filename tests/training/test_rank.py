@@ -52,6 +52,9 @@ def test_training_lowers_the_loss_and_exports_a_loadable_model(camp: Camp, tmp_p
         "grad_norm",
         "lr",
         "data_wait_share",
+        "mfu",
+        "busy_seconds",
+        "rss_peak_bytes",
     }
 
 

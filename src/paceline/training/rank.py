@@ -20,6 +20,7 @@ import shutil
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError, PeerLost
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from paceline.training.group import Group
     from paceline.training.loop import Progress, StepReport
     from paceline.training.mesh import Mesh
-    from paceline.training.numbers import Numbers
+    from paceline.training.numbers import Exporter, Numbers
     from paceline.training.parallel import Parallel
 
 FOLLOWER_BEAT_S = 0.5  # ranks other than 0 tell their steps this often
@@ -154,7 +155,8 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
         state.extra = progress.extra
         resumed_from = progress.step
         follow(optimizer, progress.step)
-        voice.say("resumed", progress.step, position=position)
+        exporter = stack.enter_context(_exporter(job, place.rank))
+        voice.say("resumed", progress.step, position=position, metrics_port=exporter.port)
 
         checkpointer = Checkpointer(
             its.generations,
@@ -169,7 +171,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
         stack.callback(checkpointer.close)
         saver = _averaging(checkpointer, parallel)
         stream = stack.enter_context(_stream(its, mesh, position))
-        teller = _Teller(voice, checkpointer, progress, place.rank, stream)
+        teller = _Teller(voice, checkpointer, progress, place.rank, stream, exporter)
         stop.listening = True
         voice.enter("first step", progress.step)  # lays out buckets, fetches shards
         train(
@@ -184,7 +186,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             saver=saver,
             evaluator=_evaluator(its, mesh),
             guard=Guard.of(settings.guard, bad_before=len(job.skip_batches)),
-            numbers=_numbers(its, parallel, group, device, place, voice),
+            numbers=_numbers(its, parallel, group, device, place.rank),
             on_step=teller,
             should_stop=stop,
         )
@@ -316,31 +318,28 @@ def _evaluator(its: Loaded, mesh: Mesh) -> Evaluator | None:
 
 
 def _numbers(
-    its: Loaded, parallel: Parallel, group: Group, device: torch.device, place: Place, voice: Voice
+    its: Loaded, parallel: Parallel, group: Group, device: torch.device, rank: int
 ) -> Numbers:
-    import torch
+    from paceline.objects import join_url
+    from paceline.training.numbers import Numbers, Tracer, Uploaded
 
-    from paceline.training.numbers import Numbers, Tracer, flops_per_token, matmul_peak
-
-    settings = its.job.settings
-    dtype = getattr(torch, settings.precision)
-    tracer = None
+    settings, tracer = its.job.settings, None
     if settings.profile_steps:
         tracer = Tracer(
             settings.profile_steps,
             its.work_dir / "traces",
-            place.rank,
-            lambda step, path: voice.say("trace", step, path=str(path)),
+            rank,
+            Uploaded(its.store, join_url(its.job.checkpoint_url, its.job.job_id, "traces")),
             cuda=device.type == "cuda",
         )
-    return Numbers(
-        group,
-        parallel.modules,
-        device,
-        flops_per_token=0.0 if its.config is None else flops_per_token(its.config),
-        peak=lambda: matmul_peak(device.type, dtype, settings.threads_per_rank),
-        tracer=tracer,
-    )
+    return Numbers.of(settings, parallel, group, device, config=its.config, tracer=tracer)
+
+
+def _exporter(job: TrainJob, rank: int) -> Exporter:
+    from paceline.training.numbers import Exporter
+
+    targets = Path(job.state_dir) / "metrics" / "targets"
+    return Exporter({"job_id": job.job_id, "rank": str(rank)}, targets)
 
 
 def _resume(its: Loaded, state: TrainState, voice: Voice) -> tuple[Progress, dict[str, Any] | None]:
@@ -362,6 +361,7 @@ def _resume(its: Loaded, state: TrainState, voice: Voice) -> tuple[Progress, dic
         step=restored.step,
         first_loss=metrics.get("first_loss"),
         loss=metrics.get("loss"),
+        held_out={name: found for name, found in metrics.items() if name.startswith("held_out")},
         extra=restored.extra,
     )
     return progress, restored.position
@@ -390,7 +390,9 @@ class _Teller:
         progress: Progress,
         rank: int,
         stream: PlannedStream,
+        exporter: Exporter,
     ) -> None:
+        self._exporter = exporter
         self._voice = voice
         self._saver = saver
         self._progress = progress
@@ -401,6 +403,7 @@ class _Teller:
 
     def __call__(self, report: StepReport) -> None:
         self._voice.enter("step", report.step)
+        self._exporter.take(report)
         now = time.monotonic()
         if self._rank != 0 and now - self._said_at < FOLLOWER_BEAT_S and not report.alerts:
             return
