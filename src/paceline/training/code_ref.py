@@ -46,7 +46,9 @@ from paceline.errors import (
 )
 
 if TYPE_CHECKING:
+    from paceline.profile import Runtime
     from paceline.training.workload import Workload
+    from paceline.wire.training import TrainJob
 
 OURS = "paceline"  # the release is the pin; ``code_version`` is in every checkpoint
 FETCH_S = 120.0  # one git command
@@ -297,6 +299,20 @@ def check(
     raise kind(
         said["what"], got=said["got"], wanted=said["wanted"], where=said["where"], do=said["do"]
     )
+
+
+def require_code(job: TrainJob, runtime: Runtime, vocabulary: int) -> None:
+    """Check the job's own code before any rank is started; see ``check``."""
+    if not job.settings.code_ref:
+        return
+    task = Task(
+        seed=job.settings.seed,
+        context=runtime.profile.model.context,
+        vocabulary=vocabulary,
+        parameters=runtime.profile.model.parameters,
+    )
+    sources = runtime.profile.security.code_sources
+    check(job.settings.code_ref, sources, runtime.state_dir / "code", task)
 
 
 _KINDS: dict[str, type[PacelineError]] = {
