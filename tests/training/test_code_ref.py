@@ -21,6 +21,7 @@ from paceline.errors import (
     TrainingFailed,
 )
 from paceline.models.recurrent import RecurrentBytes
+from paceline.training import run_job
 from paceline.training.code_ref import (
     CodeRef,
     Task,
@@ -35,6 +36,7 @@ from paceline.training.code_ref import (
 )
 from paceline.training.recurrent import byte_gru
 from paceline.training.workload import Workload
+from tests.training.conftest import Camp
 
 OURS = "paceline.training.recurrent:byte_gru"
 TINY = Task(parameters=10_000, vocabulary=256)
@@ -285,6 +287,35 @@ def test_the_digest_command_prints_what_pins(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "paceline.training.code_digest", str(source)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert done.stdout.strip() == f"sha256:{tree_digest(source)}"
+
+
+def test_a_job_learns_by_its_own_code_and_one_that_cannot_is_refused_before_ranks_start(
+    camp: Camp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = dict(os.environ)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "ambient")
+    own = {"code_ref": OURS, "data": {"batching": "carried", "purpose": "tests"}}
+    try:
+        code, said = camp.run_alone(camp.job("own", steps=4, **own))
+        assert "AWS_SECRET_ACCESS_KEY" not in os.environ, "a rank of user code has no such thing"
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    assert code == 0
+    assert said.losses[-1] < said.losses[0] - 1
+
+    class NoLauncher:
+        def open_nodes(self, *_: object, **__: object) -> None:
+            raise AssertionError("ranks were started")
+
+    for settings, kind, why in (
+        ({"code_ref": "json:loads@sha256:" + "a" * 64}, AccessDenied, "not allowed"),
+        ({"code_ref": "json:loads"}, InvalidInput, "not pinned"),
+        ({"code_ref": f"{OURS.partition(':')[0]}:Carried"}, TrainingFailed, "raised"),
+        ({"synchrony": {"kind": "parameter-server"}}, InvalidInput, "no job of a gang"),
+    ):
+        with pytest.raises(kind, match=why):
+            run_job(camp.job("refused", **settings), camp.nodes, NoLauncher())  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------- the example learns

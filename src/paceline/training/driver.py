@@ -22,11 +22,13 @@ from paceline.models.files import CONFIG_FILE
 from paceline.objects import ObjectStore, join_url, open_store
 from paceline.profile import load_runtime
 from paceline.training.account import Account, Restarting
+from paceline.training.code_ref import require_code
 from paceline.training.gang import Deadlines, GangMember, GangResult, Gangs, Launcher, OnLine
 from paceline.training.identity import config_digest
 from paceline.training.local import launcher_argv
 from paceline.training.mesh import MeshSpec
 from paceline.training.parallel import require_layout
+from paceline.training.relaxed import require_gang
 from paceline.training.roster import Lineup, Roster, shrunk
 from paceline.wire.base import canonical_json
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
@@ -75,6 +77,9 @@ def run_job(
         return finished
     require_purpose(load_snapshot(job.snapshot_url, store), job.purpose, job.data.project)
     require_mesh(job, workers[0])
+    require_gang(job.settings)
+    runtime = load_runtime(job.state_dir)
+    require_code(job, runtime, load_snapshot(job.snapshot_url, store).vocabulary.vocab_size)
     guard = job.settings.guard
     deadlines = Deadlines(
         start_s=guard.start_deadline_s,
