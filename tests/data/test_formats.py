@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from paceline.data import ShardCache, Snapshot, build_snapshot, documents, load_snapshot
 from paceline.data.formats.columns import ColumnSamples
-from paceline.data.snapshot import BYTES, require_fit
+from paceline.data.snapshot import BYTES
 from paceline.errors import InvalidInput, InvalidSnapshot, SourceMissing
 from paceline.objects import DiskStore, ObjectStore
 from paceline.profile import DataSettings
@@ -481,32 +481,6 @@ def test_a_damaged_shard_is_an_error_with_a_reason_and_never_a_wrong_view(
         return
     for i in range(5):
         samples.key(i), samples.tokens(i)
-
-
-def test_what_does_not_fit_a_job_is_refused_before_anything_is_read(
-    tmp_path: Path, tokenizer_file: Path
-) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for n in range(4):
-        (source / f"{n}.txt").write_text(f"alpha {n}")
-    plain = built(source, tmp_path / "store")
-    tokenised = built(source, tmp_path / "store", tokenizer=str(tokenizer_file))
-    digest = tokenised.vocabulary.sha256
-    assert digest
-    require_fit(plain, purpose="tests", project="paceline-demo", vocab_size=256)
-    require_fit(tokenised, vocab_size=5, tokenizer_sha256=digest)
-    require_fit(tokenised, vocab_size=64, tokenizer_sha256=digest)  # a padded embedding
-    with pytest.raises(InvalidSnapshot, match="another purpose"):
-        require_fit(plain, purpose="medical")
-    with pytest.raises(InvalidSnapshot, match="another project"):
-        require_fit(plain, purpose="tests", project="elsewhere")
-    with pytest.raises(InvalidSnapshot, match=r"another tokenizer.*bytes"):
-        require_fit(plain, vocab_size=5, tokenizer_sha256=digest)
-    with pytest.raises(InvalidSnapshot, match=r"another tokenizer.*tokenizers [0-9a-f]{12}"):
-        require_fit(tokenised, vocab_size=256)
-    with pytest.raises(InvalidSnapshot, match=r"more tokens.*got 5.*wanted at most 4"):
-        require_fit(tokenised, vocab_size=4, tokenizer_sha256=digest)
 
 
 def test_a_record_with_an_empty_shard_is_refused(tmp_path: Path) -> None:

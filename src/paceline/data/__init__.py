@@ -9,8 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from paceline.data.shards import Document, ShardCache, documents
+from paceline.data.shards import ShardCache
 from paceline.data.snapshot import Shard, Snapshot, Split, load_snapshot, require_purpose
+from paceline.data.texts import Document, documents
 from paceline.data.validate import ValidationReport, require_valid, validate_snapshot
 
 if TYPE_CHECKING:

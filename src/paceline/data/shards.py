@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from paceline.data.cache import DiskCache, Held
 from paceline.data.fetch import Fetcher
-from paceline.data.snapshot import Shard, Snapshot, Split, require_purpose, store_at
+from paceline.data.snapshot import Shard, Snapshot, require_purpose, store_at
 from paceline.errors import CorruptData, SourceMissing, TemporaryError
 from paceline.objects import ObjectStore
 
@@ -35,18 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SEPARATOR = 0xFF  # never part of UTF-8 text; the byte models' separator
 LIMIT_BYTES = 10_000 * 1024 * 1024
 MOST_CONNECTIONS = 16  # half of the store's pool, so that each may be hedged
 OPEN_DEADLINE_S = 900.0  # for a shard that is being fetched ahead
-
-
-@dataclass(frozen=True)
-class Document:
-    """One document as evaluation sees it."""
-
-    path: str
-    text: bytes
 
 
 @dataclass
@@ -318,44 +309,6 @@ class ShardCache:
         with self._lock:
             self.quarantined.setdefault(f"{shard.sha256}#{i}", why)
         return CorruptData("data sample is bad", got=why, where=f"{shard.name} sample {i}")
-
-
-def documents(
-    snapshot: Snapshot,
-    split: Split,
-    store: ObjectStore,
-    cache_dir: Path,
-    max_bytes: int | None = None,
-    *,
-    purpose: str | None = None,
-    quarantine: dict[str, str] | None = None,
-) -> Iterator[Document]:
-    """Yield the documents of ``split``, whole ones, up to ``max_bytes`` of text (at least one).
-
-    A corrupt shard raises CorruptData; where a ``quarantine`` dict is given, it is noted there
-    (digest → why) and passed over. Raises InvalidSnapshot where ``purpose`` is not the snapshot's,
-    InvalidInput where its samples have no text.
-    """
-    taken = 0
-    with ShardCache(snapshot, store, cache_dir, ahead=2, purpose=purpose) as cache:
-        shards = snapshot.of_split(split)
-        for number, shard in enumerate(shards):
-            cache.prefetch(shards[number : number + 3])
-            try:
-                samples = cache.samples(shard)
-            except CorruptData:
-                if quarantine is None:
-                    raise
-                quarantine |= cache.quarantined
-                log.warning("shard quarantined shard=%s", shard.sha256[:12])
-                continue
-            with samples:
-                for i in range(len(samples)):
-                    text = samples.text_bytes(i)
-                    if max_bytes is not None and taken and taken + len(text) > max_bytes:
-                        return
-                    taken += len(text)
-                    yield Document(samples.key(i), text)
 
 
 def _json_lines(data: bytes) -> tuple[list[str], list[bytes]]:

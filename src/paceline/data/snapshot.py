@@ -240,40 +240,6 @@ def require_purpose(snapshot: Snapshot, purpose: str, project: str | None = None
         )
 
 
-def require_fit(
-    snapshot: Snapshot,
-    *,
-    purpose: str | None = None,
-    project: str | None = None,
-    vocab_size: int | None = None,
-    tokenizer_sha256: str = "",
-) -> None:
-    """Raise InvalidSnapshot unless a job may, and can, learn from ``snapshot``: labelled for its
-    ``purpose`` and ``project``, tokenised by its tokenizer (``""``: bytes), within its model's
-    vocabulary. For the moment of submitting: reads nothing.
-    """
-    if purpose is not None:
-        require_purpose(snapshot, purpose, project)
-    vocabulary = snapshot.vocabulary
-    if vocab_size is None or not snapshot.tokens:  # frames and events have no vocabulary
-        return
-    if (vocabulary.sha256 or "") != tokenizer_sha256:
-        raise InvalidSnapshot(
-            "snapshot was made with another tokenizer",
-            got=f"{vocabulary.kind} {(vocabulary.sha256 or '')[:12]}".strip(),
-            wanted=f"tokenizer {tokenizer_sha256[:12]}" if tokenizer_sha256 else "bytes",
-            where=snapshot.url,
-            do="Build the snapshot with the model's tokenizer (data.tokenizer).",
-        )
-    if vocabulary.vocab_size > vocab_size:
-        raise InvalidSnapshot(
-            "snapshot has more tokens than the model knows",
-            got=vocabulary.vocab_size,
-            wanted=f"at most {vocab_size}",
-            where=snapshot.url,
-        )
-
-
 def _check_sums(record: SnapshotRecord, where: str) -> None:
     shards = record.shards
     grown = [each.lengths_sha256 is not None for each in shards]

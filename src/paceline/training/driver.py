@@ -15,9 +15,16 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
-from paceline.data import load_snapshot, require_purpose
-from paceline.errors import Conflict, InvalidInput, SourceMissing, TemporaryError, TrainingFailed
-from paceline.models import read_config
+from paceline.data import Snapshot, load_snapshot, require_purpose
+from paceline.errors import (
+    Conflict,
+    InvalidInput,
+    InvalidSnapshot,
+    SourceMissing,
+    TemporaryError,
+    TrainingFailed,
+)
+from paceline.models import ModelConfig, read_config, require_tokenizer
 from paceline.models.files import CONFIG_FILE
 from paceline.objects import ObjectStore, join_url, open_store
 from paceline.profile import load_runtime
@@ -75,7 +82,7 @@ def run_job(
     store = store or open_store(load_runtime(job.state_dir))
     if (finished := stored_result(job, store)) is not None:
         return finished
-    require_purpose(load_snapshot(job.snapshot_url, store), job.purpose, job.data.project)
+    require_data(job, workers[0], load_snapshot(job.snapshot_url, store))
     require_mesh(job, workers[0])
     require_gang(job.settings)
     runtime = load_runtime(job.state_dir)
@@ -100,15 +107,35 @@ def require_mesh(job: TrainJob, worker_id: str) -> None:
     The base model's own shape is looked at where its node's disk is this machine's.
     """
     settings = job.settings
+    mesh = MeshSpec.of(settings.mesh, settings.ranks)
+    require_layout(mesh, settings, _base_config(job, worker_id), job.data)
+
+
+def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
+    """Raise InvalidSnapshot or InvalidInput where the job may not, or cannot, learn from
+    ``snapshot``: labelled for something else, tokenised by another tokenizer than the base
+    model's, or without any tokens for it."""
+    require_purpose(snapshot, job.purpose, job.data.project)
+    config = _base_config(job, worker_id)
+    if config is None:
+        return  # another machine's disk, or a user's own model: each rank looks
+    if not snapshot.tokens:
+        raise InvalidSnapshot(
+            "snapshot has no tokens for a transformer",
+            got=f"columns {', '.join(each.name for each in snapshot.columns)}",
+            wanted="text or tokens",
+            where=snapshot.url,
+            do="Name the text's field (data.text_field), or train a model of your own (code_ref).",
+        )
+    vocabulary = snapshot.vocabulary
+    require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
+
+
+def _base_config(job: TrainJob, worker_id: str) -> ModelConfig | None:
     base = load_runtime(job.state_dir).node_dir(worker_id) / "store" / "models"
     directory = base / job.model_id / job.version
-    known = not settings.code_ref and (directory / CONFIG_FILE).exists()
-    require_layout(
-        MeshSpec.of(settings.mesh, settings.ranks),
-        settings,
-        read_config(directory) if known else None,
-        job.data,
-    )
+    known = not job.settings.code_ref and (directory / CONFIG_FILE).exists()
+    return read_config(directory) if known else None
 
 
 def drive(
