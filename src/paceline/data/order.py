@@ -20,7 +20,7 @@ SHUFFLE_SHARDS = 16  # in a group, where shards are of a usual size
 GROUP_ROWS = 1024
 GROUP_BATCHES = 16  # at least, so that lengths in a bucket are alike and lanes end together
 MAX_GROUP_SHARDS = 1024
-MAX_GROUP_TOKENS = 1 << 28  # of whole documents: 0.5 M of them, planned in 0.2 to 0.4 s and 100 MB
+MAX_GROUP_TOKENS = 1 << 28  # 0.5 M documents: planned in 0.2 to 0.4 s and 100 MB
 
 
 class ShardOrder:
@@ -58,9 +58,14 @@ class ShardOrder:
         return kept[1]
 
 
+def fewest_shards(tokens: Sequence[int]) -> int:
+    """Return how many shards of so many ``tokens`` make a group: fewer where they are huge."""
+    mean = max(1, sum(tokens) // max(1, len(tokens)))
+    return min(SHUFFLE_SHARDS, max(2, MAX_GROUP_TOKENS // mean))
+
+
 def group_shards(tokens: Sequence[int], context: int, global_batch: int) -> int:
     """Return how many shards of so many ``tokens`` make a group of enough rows and batches."""
     rows = max(GROUP_ROWS, GROUP_BATCHES * global_batch)
     mean = max(1, sum(tokens) // max(1, len(tokens)))
-    fewest = min(SHUFFLE_SHARDS, max(2, MAX_GROUP_TOKENS // mean))
-    return min(max(fewest, -(-rows * context // mean)), MAX_GROUP_SHARDS)
+    return min(max(fewest_shards(tokens), -(-rows * context // mean)), MAX_GROUP_SHARDS)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.data.batching.rows import Ints, Rows
-from paceline.data.order import SHUFFLE_SHARDS, ShardOrder
+from paceline.data.order import ShardOrder, fewest_shards
 from paceline.errors import InvalidInput, InvalidSnapshot
 
 
@@ -27,7 +27,7 @@ class WindowPlan:
         context: int,
         global_batch: int,
         seed: int,
-        group_shards: int = SHUFFLE_SHARDS,
+        shards_in_group: int | None = None,
     ) -> None:
         if context < 1:
             raise InvalidInput("bad stream settings", got=f"context {context}", wanted="≥ 1")
@@ -44,7 +44,9 @@ class WindowPlan:
                 wanted=f"a shard of at least {context + 1} tokens",
                 do="Use more data, or a smaller model.context.",
             )
-        self._order = ShardOrder(len(stream_tokens), seed, group_shards)
+        self._order = ShardOrder(
+            len(stream_tokens), seed, shards_in_group or fewest_shards(stream_tokens)
+        )
 
     @property
     def groups(self) -> int:
