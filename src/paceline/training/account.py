@@ -56,7 +56,7 @@ class Account:
     def __init__(self, job: TrainJob, now: float) -> None:
         self._job = job
         self._started = now
-        self._attempt = 0
+        self._attempt = self._ranks = 0
         self._step = 0
         self._resumed = 0
         self._first_resumed: int | None = None
@@ -73,9 +73,9 @@ class Account:
         self.skipped: set[int] = set(job.skip_batches)
         self.progressed = False
 
-    def begin(self, attempt: int) -> None:
-        """Another attempt starts."""
-        self._attempt = attempt
+    def begin(self, attempt: int, ranks: int) -> None:
+        """Another attempt starts, of so many ranks."""
+        self._attempt, self._ranks = attempt, ranks
         self._said = {}
         self._result = None
         self._asked = None
@@ -232,6 +232,7 @@ class Account:
                 lost_steps=max(0, self._step - self._resumed),
                 seconds=now - ended.seen_at,
                 kind=ended.kind,
+                ranks=self._ranks,
                 stacks_url=ended.stacks_url,
             )
         )

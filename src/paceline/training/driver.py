@@ -198,7 +198,6 @@ class _Course:
         attempt, idle = 0, 0
         while True:
             attempt += 1
-            self._account.begin(attempt)
             outcome = self._attempt(attempt)
             if outcome.ok:
                 return self._account.result(
@@ -212,6 +211,7 @@ class _Course:
 
     def _attempt(self, attempt: int) -> GangResult:
         lineup = self._lineup = self._roster.lineup(self._gangs.spares)
+        self._account.begin(attempt, lineup.ranks)
         job = self._now_running = self._job.model_copy(
             update={
                 "settings": shrunk(self._job.settings, lineup.ranks),

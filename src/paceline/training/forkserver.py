@@ -72,8 +72,8 @@ class Launcher:
 
     Orders: ``store`` (host, job), ``start`` (attempt, ranks, env, input, host, port), ``spare``
     (name, env, input), ``stop`` (grace_s, stacks), ``watch`` (preemption, grace_s). Told:
-    ``ready``, ``store`` (port), ``started`` (pids), ``beat`` (ranks), ``ended`` (rank, code, stderr),
-    ``over`` (attempt), ``spare``, ``preempted``; lines of ranks pass through as they are.
+    ``ready``, ``store`` (port), ``started`` (pids), ``beat`` (ranks), ``ended`` (rank, code,
+    stderr), ``over`` (attempt), ``spare``, ``preempted``; lines of ranks pass through as they are.
     """
 
     def __init__(self, run: Callable[[], int], read_fd: int, write_fd: int) -> None:
@@ -356,7 +356,7 @@ class Launcher:
                 attempt=child.attempt,
                 rank=child.rank,
                 code=child.status,
-                killed=child.killed,
+                killed=child.killed and child.status < 0,  # not if it ended by itself meanwhile
                 stderr=child.stderr.decode(errors="replace"),
             )
             if child.status not in (0, STOPPED):
@@ -368,8 +368,8 @@ class Launcher:
                 code=child.status,
                 stderr=child.stderr.decode(errors="replace")[-2000:],
             )
-        elif child.kind == "abort" and child.attempt == self._attempt and child.status:
-            if self._living("rank"):
+        elif child.kind == "abort" and child.status and not child.killed:
+            if child.attempt == self._attempt and self._living("rank"):
                 why = "aborted elsewhere" if child.status == ABORTED else "the store was lost"
                 self._tell("abort", attempt=child.attempt, why=why)
                 self._due(SETTLE_S)
@@ -380,6 +380,7 @@ class Launcher:
             self._over = True
             self._kill_at = None
             for each in self._living("abort"):
+                each.killed = True
                 self._kill(each)
             self._sweep()
             self._tell("over", attempt=self._attempt)
@@ -515,6 +516,7 @@ def main(arguments: list[str]) -> int:
     if "--die" in arguments:
         die_with_thread(os.getppid())
     become_subreaper()
+    importlib.import_module("torch.distributed")  # once here, not in each child
     module, function = arguments[0].split(":")
     found = importlib.import_module(module)
     if (preload := getattr(found, "preload", None)) is not None:

@@ -322,6 +322,7 @@ class _Attempt:
         while len(self._over) < len(self._workers):
             self._hear(TICK_S)
             if (fault := self._failed()) is not None:
+                self._gangs._check_cancel()
                 return fault
             cancel = self._gangs._cancel
             cancelled = cancel is not None and cancel.is_set()

@@ -127,7 +127,8 @@ class LocalLauncher:
             self._forget(worker_id)
 
     def _forget(self, worker_id: str) -> None:
-        self._running.pop(worker_id, None)
+        if (node := self._running.pop(worker_id, None)) is not None:
+            node.wait(END_S)
         self.launcher_pids.pop(worker_id, None)
 
     def _end_all(self) -> None:
@@ -153,6 +154,7 @@ class _Node:
             [*argv, "--die"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,
             env={**os.environ, **_LAUNCHER_ENV},
             start_new_session=True,
         )
@@ -164,8 +166,9 @@ class _Node:
         assert self.process.stdin is not None
         try:
             with self._lock:
-                self.process.stdin.write(json.dumps(order).encode() + b"\n")
-                self.process.stdin.flush()
+                data = memoryview(json.dumps(order).encode() + b"\n")
+                while data:
+                    data = data[self.process.stdin.write(data) :]
         except (OSError, ValueError):
             return False
         return True

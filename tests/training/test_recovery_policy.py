@@ -1,0 +1,144 @@
+"""Who runs the next attempt, where the time went, and what may be tried again: pure decisions."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.errors import TrainingFailed
+from paceline.profile import GuardSettings, MeshSettings, TrainingSettings
+from paceline.training.ledger import Ledger
+from paceline.training.roster import Roster, shrunk
+
+NODES = ("a", "b", "c", "d")
+
+
+def roster(ranks: int = 4, nodes: tuple[str, ...] = NODES, **guard: int) -> Roster:
+    settings = TrainingSettings(ranks=ranks, guard=GuardSettings.model_validate(guard))
+    return Roster(nodes, settings)
+
+
+def places(found: Roster, **spares: str) -> list[str]:
+    return [each.worker_id for each in found.lineup(spares).seats]
+
+
+def test_ranks_go_round_the_nodes() -> None:
+    assert places(roster(6)) == ["a", "b", "c", "d", "a", "b"]
+    assert not roster(6).lineup({}).reduced
+
+
+def test_a_lost_nodes_ranks_go_to_others_and_back_when_it_returns() -> None:
+    found = roster()
+    found.failed("b", lost=True)
+    assert places(found) == ["a", "a", "c", "d"]
+    assert found.lineup({}).reduced
+    assert found.missing == ["b"]
+    found.returned("b")
+    assert places(found) == list(NODES)
+
+
+def test_fewer_ranks_go_on_where_the_policy_allows() -> None:
+    found = roster(min_ranks=2)
+    found.failed("b", lost=True)
+    assert places(found) == ["a", "c", "d"]
+    found.failed("c", lost=True)
+    assert places(found) == ["a", "d"]
+    found.failed("d", lost=True)
+    with pytest.raises(TrainingFailed, match=r"too few ranks are left: got 1 .* wanted at least 2"):
+        found.lineup({})
+
+
+def test_fewer_ranks_are_whole_replicas() -> None:
+    settings = TrainingSettings(
+        ranks=4, mesh=MeshSettings(tp=2), guard=GuardSettings(min_ranks=2), accumulation=2
+    )
+    found = Roster(NODES, settings)
+    found.failed("d", lost=True)
+    assert found.lineup({}).ranks == 2
+    fewer = shrunk(settings, 2)
+    assert (fewer.ranks, fewer.accumulation, fewer.batch_sequences) == (2, 4, 16)
+    assert shrunk(settings, 4) is settings
+
+
+def test_a_spare_takes_a_lost_nodes_rank_before_the_gang_shrinks() -> None:
+    found = roster(2, ("a", "b", "c"), min_ranks=1, spares=1)
+    assert found.spare_nodes(1) == ["c"], "where no rank runs"
+    found.failed("a", lost=True)
+    seats = found.lineup({"spare-1": "c"}).seats
+    assert [(each.worker_id, each.spare) for each in seats] == [("c", "spare-1"), ("b", "")]
+    assert not found.lineup({"spare-1": "c"}).reduced
+
+
+def test_a_killed_rank_is_replaced_by_its_nodes_own_spare() -> None:
+    found = roster(2, ("a", "b"))
+    found.failed("b", lost=False)
+    seats = found.lineup({"spare-1": "b"}).seats
+    assert [(each.worker_id, each.spare) for each in seats] == [("a", ""), ("b", "spare-1")]
+
+
+def test_a_node_that_fails_too_often_is_left_out_where_others_remain() -> None:
+    found = roster(2, ("a", "b"), failures_per_host=2)
+    found.failed("b", lost=False)
+    assert places(found) == ["a", "b"]
+    found.failed("b", lost=False)
+    assert places(found) == ["a", "a"]
+    assert found.left_out == {"b"}
+    assert found.missing == [], "it is not waited for"
+    found.failed("a", lost=True)
+    assert places(found) == ["a", "b"], "a bad node is better than none"
+
+
+def test_a_node_taken_back_by_its_owner_has_not_failed() -> None:
+    found = roster(2, ("a", "b"), failures_per_host=1)
+    found.taken_away("a")
+    assert places(found) == ["b", "b"]
+    assert not found.failures
+    assert found.missing == ["a"]
+
+
+def steps(ledger: Ledger, now: float, first: int, last: int, seconds: float = 1.0) -> float:
+    for step in range(first, last + 1):
+        now += seconds
+        ledger.stepped(now, step, seconds=seconds, data_wait_s=0.1, stall_s=0.05)
+    return now
+
+
+def test_each_second_is_in_one_account_and_lost_work_is_no_progress() -> None:
+    ledger = Ledger(100.0)
+    ledger.resumed(0)
+    now = steps(ledger, 105.0, 1, 10)  # 5 s to get going
+    ledger.noticed(now + 2.0)  # dead for 2 s
+    ledger.resumed(6)  # four steps are lost
+    now = steps(ledger, now + 2.0 + 3.0, 7, 20)
+    kept = ledger.finished(now + 1.0)
+    accounts = {name: getattr(kept, name) for name in type(kept).model_fields}
+    wall, goodput = accounts.pop("wall_s"), accounts.pop("goodput")
+    assert sum(accounts.values()) == pytest.approx(wall)
+    assert wall == pytest.approx(now + 1.0 - 100.0)
+    assert accounts["start_s"] == pytest.approx(5.0)
+    assert accounts["detection_s"] == pytest.approx(2.0)
+    assert accounts["restart_s"] == pytest.approx(3.0)
+    assert accounts["finish_s"] == pytest.approx(1.0)
+    assert accounts["lost_work_s"] == pytest.approx(4 * 0.85)
+    assert accounts["productive_s"] == pytest.approx(20 * 0.85)
+    assert accounts["data_wait_s"] == pytest.approx(24 * 0.1)
+    assert goodput == pytest.approx(17.0 / (24 + 5))
+
+
+def test_a_failure_before_the_first_step_was_start_all_along() -> None:
+    ledger = Ledger(0.0)
+    ledger.noticed(4.0)
+    now = steps(ledger, 6.0, 1, 2)
+    kept = ledger.finished(now)
+    assert kept.start_s == pytest.approx(4.0)
+    assert kept.restart_s == pytest.approx(2.0)
+    assert kept.wall_s == pytest.approx(8.0)
+
+
+def test_a_gang_that_ended_as_asked_had_nothing_to_detect() -> None:
+    ledger = Ledger(0.0)
+    now = steps(ledger, 0.0, 1, 3)
+    ledger.stopping(now + 0.5)
+    kept = ledger.finished(steps(ledger, now + 1.5, 4, 5))
+    assert kept.detection_s == 0
+    assert kept.restart_s == pytest.approx(1.5)
+    assert kept.lost_work_s == 0
