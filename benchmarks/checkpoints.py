@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import socket
@@ -300,6 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any] | None:
     if options.place:
         be_rank(options)
         return None
+    # Every damage is rejected with a warning, as it should be; the result says how many.
+    logging.getLogger("paceline").setLevel(logging.ERROR)
     small = 50_000
     if options.quick:
         options.ranks, options.parameters = [1], small

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -11,10 +12,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load
+from safetensors.torch import load, load_file
 
-from paceline.errors import CorruptData, ServiceUnavailable, StorageFull, TrainingFailed
-from paceline.models import config_for, new_model
+from paceline.errors import (
+    CorruptData,
+    InvalidInput,
+    ServiceUnavailable,
+    StorageFull,
+    TrainingFailed,
+)
+from paceline.models import config_for, new_model, save_model
 from paceline.objects import DiskStore, ObjectStore
 from paceline.profile import CheckpointSettings, TrainingSettings
 from paceline.training.checkpoint import (
@@ -23,6 +30,7 @@ from paceline.training.checkpoint import (
     Generations,
     TrainState,
     WholeModel,
+    export,
     resume_newest_healthy,
 )
 from paceline.training.checkpoint.saver import MOST_UNANSWERED
@@ -72,6 +80,15 @@ class State:
             code_version="test",
             environment={"torch": "2.13.0"},
         )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices: a second thread would only wait for a core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["disk", "s3"])
@@ -461,3 +478,66 @@ def test_a_file_of_a_generation_is_plain_safetensors(two: State, generations: Ge
     assert {key.partition("@")[0] for key in part} == set(live)
     for key, tensor in part.items():
         assert torch.equal(tensor, live[key.partition("@")[0]])
+
+
+def test_export_is_byte_for_byte_what_the_models_package_writes(tmp_path: Path) -> None:
+    two = State(2)
+    export(two.train_state(), CONFIG, tmp_path / "ours")
+    save_model(two.model, CONFIG, tmp_path / "theirs")
+    ours = {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()}
+    assert ours == {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+
+
+def test_an_export_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    two = State(2)
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(TrainingFailed, match="cannot be exported"):
+        export(two.train_state(), CONFIG, tmp_path / "taken")
+    with torch.no_grad():
+        two.model.model.norm.weight[0] = float("nan")
+    with pytest.raises(InvalidInput, match=r"not finite.*norm"):
+        export(two.train_state(), CONFIG, tmp_path / "nan")
+
+
+def test_a_model_of_one_s_own_is_exported_as_it_is(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
+    model.register_buffer("seen", torch.tensor([True, False]))
+    state = TrainState(WholeModel(model), torch.optim.SGD(model.parameters(), lr=0.1), Group())
+    export(state, None, tmp_path)
+    found = load_file(tmp_path / "model-00001-of-00001.safetensors")
+    live = model.state_dict()
+    assert found.keys() == live.keys()
+    assert all(torch.equal(found[name], live[name]) for name in live)
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_a_model_of_one_s_own_comes_back_with_its_buffers_and_momentum(tmp_path: Path) -> None:
+    def made() -> TrainState:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5)).bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return TrainState(WholeModel(model), optimizer, Group())
+
+    def step(state: TrainState) -> None:
+        (model,) = state.parallel.modules
+        torch.autograd.backward(model(torch.ones(4, 3).bfloat16()).sum())
+        state.optimizer.step()
+
+    state = made()
+    step(state)
+    generations = Generations(DiskStore(), DiskStore.url_of(tmp_path / "own"))
+    saver = Checkpointer(
+        generations,
+        state,
+        CheckpointSettings(),
+        job_id="own",
+        config_digest=DIGEST,
+        code_version="test",
+    )
+    saver.save_last(1, {}, {})
+    again = made()
+    resume_newest_healthy(generations, again, config_digest=DIGEST, work_dir=tmp_path)
+    saved, found = state.tensors(), again.tensors()
+    assert saved.keys() == found.keys()
+    assert any(name.startswith("momentum_buffer.") for name in found)
+    assert all(torch.equal(saved[name], found[name]) for name in saved)

@@ -179,6 +179,7 @@ def work(root: Path, group: Group) -> dict[str, object]:
         saver = saver_of(run, generations)
         assert saver.save(SAVE_AT, {"batch": SAVE_AT}, {"loss": run.losses[-1]})
         run.take(SAVE_AT, STEPS)  # while it is being written
+        saver.finish()
         saver.close()
         assert set(saver.saved) == {SAVE_AT}
         export(run.state, config(), root / "exports" / name)

@@ -1,7 +1,7 @@
 """Bytes from every rank to every rank, on a group of their own that a thread may use.
 
 Its collectives never meet the training's, so that a save can end while steps go on. Nothing is
-pickled.
+pickled. The group ends with the default one: leaving it alone could wait for ever for a dead peer.
 """
 
 from __future__ import annotations
@@ -60,9 +60,3 @@ class Exchange:
             dist.recv(tensor, source, group=self._process_group)
         except RuntimeError as error:
             raise PeerLost("another rank is gone", got=str(error).splitlines()[0][:300]) from error
-
-    def close(self) -> None:
-        """Give the group back; all ranks together."""
-        if self._process_group is not None:
-            dist.destroy_process_group(self._process_group)
-            self._process_group = None

@@ -68,38 +68,63 @@ def export(
         if name.startswith(MODEL)
     }
     exchange = Exchange(group, deadline_s)
-    try:
-        held = [from_json(raw) for raw in exchange.all(to_json(chunks_of(live)))]
-        share_out(held)  # refuses boxes that do not make up their tensors
-        wholes = _wholes(held)
-        groups = file_groups(config, list(wholes)) if config else [list(wholes)]
-        dtype = getattr(torch, config.torch_dtype) if config else None
-        wrong: PacelineError | None = None
-        if group.rank == 0:
-            with _translated(directory):
-                directory.mkdir(parents=True, exist_ok=True)
-        weight_map: dict[str, str] = {}
-        total = 0
-        for number, names in enumerate(groups, start=1):
-            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            weight_map |= dict.fromkeys(names, file)
-            its = [wholes[name] for name in names]
-            if group.rank:
-                _send(_in_order(its, dtype), live, exchange, group.rank)
-                continue
-            try:
-                total += _write(directory / file, _in_order(its, dtype), live, exchange, dtype)
-            except _Rest as rest:  # nobody else may wait for us: take what they send, and drop it
-                wrong = wrong or rest.error
-                for each in rest.wholes:
-                    _gather(each, live, exchange)
-        if group.rank == 0 and wrong is None:
-            _describe(directory, config, weight_map, total)
-        verdict = exchange.all(wrong.one_line().encode() if wrong else b"")[0]
-    finally:
-        exchange.close()
+    held = [from_json(raw) for raw in exchange.all(to_json(chunks_of(live)))]
+    share_out(held)  # refuses boxes that do not make up their tensors
+    wholes = _wholes(held)
+    groups = file_groups(config, list(wholes)) if config else [list(wholes)]
+    dtype = getattr(torch, config.torch_dtype) if config else None
+    files = {
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": _in_order(
+            [wholes[name] for name in names], dtype
+        )
+        for number, names in enumerate(groups, start=1)
+    }
+    wrong: PacelineError | None = None
+    if group.rank:
+        for its in files.values():
+            _send(its, live, exchange, group.rank)
+    else:
+        wrong = _write_all(directory, files, live, exchange, config)
+    verdict = exchange.all(wrong.one_line().encode() if wrong else b"")[0]
     if verdict:
         raise wrong or TrainingFailed("model was not exported", got=verdict.decode())
+
+
+def _write_all(
+    directory: Path,
+    files: Mapping[str, list[_Whole]],
+    live: Mapping[str, Tensor],
+    exchange: Exchange,
+    config: ModelConfig | None,
+) -> PacelineError | None:
+    """Write every file and what describes them, and return what went wrong.
+
+    Whatever it is, all that the others send is received: nobody waits for a rank 0 that gave up.
+    """
+    wrong: PacelineError | None = None
+    dtype = getattr(torch, config.torch_dtype) if config else None
+    try:
+        with _translated(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+    except PacelineError as error:
+        wrong = error
+    total = 0
+    for name, its in files.items():
+        try:
+            if wrong is not None:
+                raise _Rest(wrong, its)
+            total += _write(directory / name, its, live, exchange, dtype)
+        except _Rest as rest:
+            wrong = wrong or rest.error
+            for each in rest.wholes:
+                _gather(each, live, exchange)
+    if wrong is None:
+        weight_map = {each.name: file for file, its in files.items() for each in its}
+        try:
+            _describe(directory, config, weight_map, total)
+        except PacelineError as error:
+            wrong = error
+    return wrong
 
 
 class _Rest(Exception):
