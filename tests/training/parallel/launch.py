@@ -59,6 +59,7 @@ RIGHT = (
     "single, recomputed",
     "untied tp2 x pp2",
 )
+EVALUATED = ("single", "dp2", "shard2", "tp2", "pp2", "pp2, interleaved", "shard2 x pp2")
 BY_NAME = {each.name: each for each in (*SINGLES, *LAYOUTS)}
 
 
@@ -267,6 +268,28 @@ def shorter_batches() -> dict[str, list[float]]:
     return {"staged": found[:3], "single": found[3:]}
 
 
+def changing_shares() -> dict[str, list[float]]:
+    """Shares of 5 and 3 rows, then 4 and 4: a new shape is tried on all ranks or on none."""
+    found = []
+    for layout in ("shard2 x pp2", "single"):
+        if layout == "single" and dist.get_rank() > 0:
+            continue
+        its = Run.of(BY_NAME[layout], PRECISION)
+        for step, rows in enumerate((slice(0, 5), slice(0, 4), slice(0, 5))):
+            taken = rows if its.parallel.data_rank == 0 else slice(rows.stop, None)
+            taken = taken if layout != "single" else slice(None)
+            inputs = its.workload.inputs(batch_of(step), CPU)
+            share = dataclasses.replace(
+                inputs,
+                args=(inputs.args[0][taken],),
+                kwargs={name: each[taken] for name, each in inputs.kwargs.items()},
+                targets=tuple(each[taken] for each in inputs.targets),
+            )
+            its.parallel.accumulate([share], 1e-3)
+            found.append(its.parallel.clip(1e9))
+    return {"staged": found[:3], "single": found[3:]}
+
+
 def timeouts() -> dict[str, list[float]]:
     """How long each group of a mesh waits for a silent rank."""
     mesh = Run.of(BY_NAME["shard2 x pp2"], PRECISION).parallel._mesh
@@ -279,7 +302,7 @@ def jobs() -> list[Job]:
         *(layout_job(each, PRECISION, STEPS) for each in SINGLES),
         *(layout_job(BY_NAME[name], PRECISION, STEPS) for name in RIGHT),
         *PLANTED,
-        *(evaluated(name) for name in ("single", "dp2", "shard2", "tp2", "pp2", "shard2 x pp2")),
+        *(evaluated(name) for name in EVALUATED),
         layout_job(SINGLES[0], "float32", 14),
         *(hooked(hook) for hook in ("none", "fp16", "bf16", "powersgd")),
         *(halved(name, "bfloat16") for name in ("single", "dp2", "shard2", "tp2", "pp2")),
@@ -289,6 +312,7 @@ def jobs() -> list[Job]:
         Job("from meta", 4, from_meta),
         Job("odd sequence", 2, odd_sequence),
         Job("shorter batches", 2, shorter_batches),
+        Job("changing shares", 4, changing_shares),
         Job("timeouts", 4, timeouts),
     ]
 

@@ -55,5 +55,8 @@ class Parallel(Protocol):
         ...
 
     def evaluate(self, inputs: Inputs) -> LossSums:
-        """Return the sums of the loss of this rank's share; makes no gradients."""
+        """Return the sums of the loss of this rank's share; makes no gradients.
+
+        All ranks call it equally often, also those whose share weighs nothing.
+        """
         ...

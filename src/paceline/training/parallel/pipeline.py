@@ -91,15 +91,16 @@ class Pipelined:
 
     def evaluate(self, inputs: Inputs) -> LossSums:
         """Return the sums of the loss of this rank's share."""
+        training = [module.training for module in self.modules]
         for module in self.modules:
             module.eval()
         try:
             with torch.no_grad():
                 loss = self._run([inputs], 1.0, train=False)
         finally:
-            for module in self.modules:
-                module.train()
-                sharded.gather_again(module)
+            for module, was_training in zip(self.modules, training, strict=True):
+                module.train(was_training)
+                sharded.let_go(module)
         return self._sums(loss, [inputs])
 
     def _run(self, parts: Sequence[Inputs], scale: float, *, train: bool) -> Tensor:
@@ -110,7 +111,7 @@ class Pipelined:
         self._targets = _joined([part.targets for part in parts])
         self._rows = len(args[0])
         count = microbatches_of(self._mesh.spec, self._settings) * len(parts)
-        self._rows_each = -(-self._rows // count)
+        self._rows_each = -(-self._most_rows() // count)
         self._scale = scale
         self._losses = {}
         wanted = count * self._rows_each
@@ -122,13 +123,24 @@ class Pipelined:
             call(
                 *(args if self._mesh.first_stage else ()),
                 target=torch.arange(count),
-                **({"return_outputs": False}),
+                return_outputs=False,
                 **kwargs,
             )
         if not self._mesh.last_stage:
             return torch.zeros((), device=args[0].device)
         assert len(self._losses) == count, "the last stage sees every microbatch"
         return torch.stack([self._losses[number] for number in range(count)]).sum()
+
+    def _most_rows(self) -> int:
+        """Return the most rows of any share: shapes must be the same on all data ranks.
+
+        A new shape costs a trial pass, in which shards are gathered: all must make it together.
+        """
+        if self.data_world == 1:
+            return self._rows
+        rows = torch.tensor(self._rows)
+        dist.all_reduce(rows, dist.ReduceOp.MAX)
+        return int(rows)
 
     def _schedule(self, count: int, shape: torch.Size, names: tuple[str, ...], train: bool) -> Any:
         key = (count, tuple(shape), names, train)

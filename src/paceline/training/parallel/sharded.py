@@ -36,7 +36,8 @@ def shard(model: nn.Module, mesh: Mesh, settings: TrainingSettings) -> None:
     outer = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduce)
     for block in blocks_of(model):
         fully_shard(block, mesh=device_mesh, mp_policy=inner, reshard_after_forward=free)
-    fully_shard(model, mesh=device_mesh, mp_policy=outer, reshard_after_forward=free)
+    # What stands outside the blocks is needed again as soon as the backward pass begins.
+    fully_shard(model, mesh=device_mesh, mp_policy=outer, reshard_after_forward=False)
     for each in sharded_parts(model):
         each.set_gradient_divide_factor(1.0)
         each.set_force_sum_reduction_for_comms(True)
@@ -47,8 +48,8 @@ def sharded_parts(model: nn.Module) -> Iterable[FSDPModule]:
     return (each for each in model.modules() if isinstance(each, FSDPModule))
 
 
-def gather_again(model: nn.Module) -> None:
-    """Give gathered parameters back, so that ``model`` holds its shards (after forward alone)."""
+def let_go(model: nn.Module) -> None:
+    """Drop what was gathered, so that ``model`` holds its shards (after a forward pass alone)."""
     for each in sharded_parts(model):
         each.reshard()
 

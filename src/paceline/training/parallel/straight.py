@@ -86,7 +86,7 @@ class Straight:
                 loss = self._loss(module, inputs)
         finally:
             module.train(training)
-            sharded.gather_again(module)
+            sharded.let_go(module)
         return LossSums(loss, inputs.weight)
 
     def _loss(self, run: nn.Module, part: Inputs) -> Tensor:
