@@ -297,3 +297,18 @@ def test_training_after_scoring_still_works() -> None:
         model(torch.arange(8)[None])
     model(torch.arange(8)[None]).sum().backward()
     assert model.model.norm.weight.grad is not None
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_a_model_to_be_cut_has_heads_and_widths_for_each_part(parts: int) -> None:
+    for parameters in (500_000, 2_000_000, 10_000_000, 1_000_000_000):
+        config = config_for(parameters, 256, parts=parts)
+        assert abs(count_parameters(config) / parameters - 1) < 0.35
+        assert config.num_attention_heads % parts == 0
+        assert config.num_key_value_heads % parts == 0
+        assert config.intermediate_size % parts == 0
+
+
+def test_a_model_too_small_to_be_cut_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="20000 parameters, 8 parts"):
+        config_for(20_000, 32, parts=8)

@@ -93,13 +93,16 @@ def config_for(
     vocabulary: int = BYTES,
     *,
     tied: bool = True,
+    parts: int = 1,
     separator: int = SEPARATOR_BYTE,
     tokenizer_digest: str = "",
 ) -> ModelConfig:
     """Return the shape whose size is nearest ``parameters`` (within a few percent from 50 k up).
 
-    ``separator`` is the token between documents. Raises InvalidInput outside 10 k to 100 G
-    parameters, for a context under two tokens, or a vocabulary that alone is larger than the model.
+    ``parts``: into how many its matrices can be cut (tensor parallelism): heads and widths divide
+    by it. ``separator`` is the token between documents. Raises InvalidInput outside 10 k to 100 G
+    parameters, for a context under two tokens, a vocabulary that alone is larger than the model,
+    or more parts than a model of this size has.
     """
     if not SMALLEST <= parameters <= LARGEST:
         raise InvalidInput(
@@ -118,8 +121,20 @@ def config_for(
         "eos_token_id": separator,
         "tokenizer_digest": tokenizer_digest,
     }
-    candidates = [_shape(width, layers, shared) for width in WIDTHS for layers in _near(width)]
-    best = min(candidates, key=lambda each: _distance(each, parameters))
+    candidates = [
+        _shape(width, layers, head, parts, shared)
+        for width in WIDTHS
+        if (head := _head_size(width, parts))
+        for layers in _near(width)
+    ]
+    best = min(candidates, key=lambda each: _distance(each, parameters), default=None)
+    if best is None or (parts > 1 and abs(math.log(count_parameters(best) / parameters)) > 0.5):
+        raise InvalidInput(
+            "model is too small to be cut into so many parts",
+            got=f"{parameters} parameters, {parts} parts",
+            wanted="heads for each part",
+            do="Raise model.parameters, or lower training.mesh.tp.",
+        )
     if count_parameters(best) > 2 * parameters:
         raise InvalidInput(
             "vocabulary is too large for the model",
@@ -160,20 +175,28 @@ def _near(width: int) -> range:
     return range(max(2, usual // 2), usual + 3)  # one block alone cannot copy from its context
 
 
-def _shape(width: int, layers: int, shared: dict[str, Any]) -> ModelConfig:
-    head = next(
-        size
-        for size in (128, 64, 32, 16)
-        if width % size == 0 and width >= {128: 2176, 16: 0}.get(size, 4 * size)
-    )
+def _head_size(width: int, parts: int) -> int | None:
+    """Return the largest usual head of which ``width`` has a multiple of ``parts``, if any.
+
+    To fit parts, heads become half their usual size at most: smaller ones learn worse.
+    """
+    usual = [size for size, least in ((128, 2176), (64, 256), (32, 128), (16, 0)) if width >= least]
+    smallest = 16 if parts == 1 else usual[0] // 2
+    fitting = (each for each in usual if each >= smallest and width % (each * parts) == 0)
+    return next(fitting, None)
+
+
+def _shape(width: int, layers: int, head: int, parts: int, shared: dict[str, Any]) -> ModelConfig:
     heads = width // head
+    # Grouped queries pay once heads are many; below that full heads learn better.
+    grouped = heads >= 8 and heads % 4 == 0 and (heads // 4) % parts == 0
+    step = math.lcm(16, parts)
     return ModelConfig(
         hidden_size=width,
-        intermediate_size=math.ceil(8 * width / 3 / 16) * 16,
+        intermediate_size=math.ceil(8 * width / 3 / step) * step,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        # Grouped queries pay once heads are many; below that full heads learn better.
-        num_key_value_heads=heads // 4 if heads >= 8 and heads % 4 == 0 else heads,
+        num_key_value_heads=heads // 4 if grouped else heads,
         **shared,
     )
 

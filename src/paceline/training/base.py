@@ -84,7 +84,7 @@ def train_base(
 
     started = time.perf_counter()
     torch.set_num_threads(threads)
-    config = config_for(model_settings.parameters, model_settings.context)
+    config = config_for(model_settings.parameters, model_settings.context, parts=training.mesh.tp)
     model = new_model(config, model_settings.seed)
     steps = model_settings.base_steps
     settings = training.model_copy(

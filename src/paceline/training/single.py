@@ -148,6 +148,7 @@ def _new_model(asked: Single, snapshot: Snapshot, directory: Path) -> None:
         snapshot.vocabulary.vocab_size,
         separator=snapshot.vocabulary.separator,
         tokenizer_digest=snapshot.vocabulary.sha256 or "",
+        parts=asked.profile.training.mesh.tp,
     )
     save_model(new_model(config, wanted.seed), config, directory)
 
