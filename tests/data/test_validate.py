@@ -8,9 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data import Snapshot, require_valid, validate_snapshot
+from paceline.data import (
+    ShardCache,
+    Snapshot,
+    build_snapshot,
+    require_valid,
+    validate_snapshot,
+)
+from paceline.data.rows import read_table
 from paceline.errors import DataRejected, InvalidSnapshot
-from paceline.objects import ObjectStore
+from paceline.objects import DiskStore, ObjectStore
+from paceline.profile import DataSettings
 from tests.data.planting import Rows, as_tokens, replant
 
 
@@ -34,7 +42,7 @@ def duplicate_key(rows: Rows) -> None:
 
 
 def no_key(rows: Rows) -> None:
-    rows["train"][0]["key"] = ""
+    rows["train"][1]["key"] = ""
 
 
 def same_text_in_both_splits(rows: Rows) -> None:
@@ -46,15 +54,15 @@ def wrong_split(rows: Rows) -> None:
 
 
 def empty_sample(rows: Rows) -> None:
-    rows["train"][0]["tokens"] = as_tokens(b"")
+    rows["train"][1]["tokens"] = as_tokens(b"")
 
 
 def binary_text(rows: Rows) -> None:
-    rows["train"][0]["tokens"] = as_tokens(b"\0" * 10)
+    rows["train"][2]["tokens"] = as_tokens(b"\0" * 10)
 
 
 def not_utf8(rows: Rows) -> None:
-    rows["train"][0]["tokens"] = as_tokens(b"caf\xe9")
+    rows["train"][2]["tokens"] = as_tokens(b"caf\xe9")
 
 
 def wrong_lengths(rows: Rows) -> None:
@@ -64,27 +72,70 @@ def wrong_lengths(rows: Rows) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "check"),
+    "faults",
     [
-        (duplicate_key, "key is unique"),
-        (no_key, "key is present"),
-        (same_text_in_both_splits, "no sample is in both splits or twice in one"),
-        (wrong_split, "split is the one its key draws"),
-        (empty_sample, "sample size is in range"),
-        (binary_text, "text is UTF-8"),
-        (not_utf8, "text is UTF-8"),
-        (wrong_lengths, "lengths are those of the index"),
+        {
+            duplicate_key: {"key is unique"},
+            binary_text: {"text is UTF-8"},
+            wrong_lengths: {"lengths are those of the index"},
+        },
+        {
+            same_text_in_both_splits: {"no sample is in both splits or twice in one"},
+            not_utf8: {"text is UTF-8"},
+            empty_sample: {"sample size is in range", "no sample is empty"},
+        },
+        {wrong_split: {"split is the one its key draws"}, no_key: {"key is present"}},
     ],
+    ids=["names", "contents", "splits"],
 )
-def test_each_fault_fails_its_check(
-    snapshot: Snapshot, url: str, store: ObjectStore, tmp_path: Path, plant, check
+def test_each_fault_fails_its_checks_and_no_others(
+    snapshot: Snapshot, url: str, store: ObjectStore, tmp_path: Path, faults
 ) -> None:
+    def plant(rows: Rows) -> None:
+        for each in faults:
+            each(rows)
+
     planted = replant(snapshot, url, store, tmp_path, plant)
     report = validate_snapshot(planted, store, tmp_path / "cache")
     assert not report.passed
-    assert any(line.startswith(f"{check}:") for line in report.failures), report.failures
+    failed = {each["name"] for each in report.checks if not each["passed"]}
+    assert failed - {"split is the one its key draws"} == set().union(*faults.values()) - {
+        "split is the one its key draws"
+    }
+    assert wrong_split not in faults or "split is the one its key draws" in failed
     with pytest.raises(DataRejected, match="failed its validation"):
         require_valid(report)
+
+
+def test_frames_are_judged_like_text(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    rows = [{"key": f"k{n}", "frames": [[n, -n], [0.5, n]], "label": n % 3} for n in range(40)]
+    lines = [json.dumps(each) for each in rows]
+    lines[7] = lines[7].replace("0.5", "NaN")  # as some writers spell it
+    (source / "all.jsonl").write_text("\n".join(lines))
+    settings = DataSettings(format="jsonl", purpose="tests", held_out_share=0.3, shard_bytes=1024)
+    store = DiskStore()
+    snapshot = build_snapshot(str(source), DiskStore.url_of(tmp_path / "store"), settings, store)
+    report = validate_snapshot(snapshot, store, tmp_path / "cache", purpose="tests")
+    assert [line.split(":")[0] for line in report.failures] == ["every number is finite"]
+    figures = report.columns_frame.set_index("column")
+    assert figures.loc["frames", "not_finite"] == 1
+    assert (figures.loc["frames", "least"], figures.loc["frames", "greatest"]) == (-39, 39)
+    assert (figures.loc["label", "least"], figures.loc["label", "greatest"]) == (0, 2)
+    assert figures.loc["frames", "kind"] == "float32[any][2]"
+    json.dumps(report.to_dict(), allow_nan=False)
+
+
+def test_of_too_many_samples_whole_shards_are_looked_at_and_it_is_said(
+    snapshot: Snapshot, store: ObjectStore, tmp_path: Path
+) -> None:
+    with ShardCache(snapshot, store, tmp_path) as cache:
+        table = read_table(snapshot, cache, max_rows=20)
+        everything = read_table(snapshot, cache)
+    assert 0 < len(table) < 40 == len(everything)
+    assert len(table) + table.samples_left_out == 40
+    assert set(table.columns["split"]) == {"train", "held-out"}
 
 
 def test_a_corrupt_shard_is_quarantined_and_the_rest_validated(
