@@ -470,7 +470,7 @@ def run(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     history: list[dict[str, Any]] = []
     if asked.directory and (asked.directory / "state.pt").exists():
         history = trainer.restore(asked.directory)
-    few = text.held_out[:: max(1, len(text.held_out) // 40)]
+    few = text.held_out[:: max(1, len(text.held_out) // asked.few)]
     marks = [each for each in asked.marks if each < asked.seconds]
     marks = [each for each in marks if not history or each > history[-1]["seconds"]]
     began = time.perf_counter()
@@ -489,7 +489,7 @@ def run(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
         trainer.spent += clock() - started
         if marks and trainer.spent >= marks[0]:
             marks.pop(0)
-            history.append(mark(trainer, losses, few, "40 files"))
+            history.append(mark(trainer, losses, few, f"{len(few)} files"))
             tell(asked, history[-1])
             losses.clear()
         if asked.directory and trainer.spent - saved >= SAVE_EVERY_S:
@@ -592,7 +592,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--limit-bytes", type=int, default=0, help="of text; 0: all of it")
-    parser.add_argument("--fast", action="store_true", help="score 40 files, keep no result")
+    parser.add_argument("--fast", action="store_true", help="score few files, keep no result")
+    parser.add_argument("--few", type=int, default=40, help="files scored at a mark")
     parser.add_argument("--quick", action="store_true", help="seconds only, to see that it runs")
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--plot", action="store_true", help="only draw what results there are")
@@ -604,8 +605,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     changes = dict(each.split("=", 1) for each in asked.set)
     shape = replace(Shape(), **{key: kinds[key](value) for key, value in changes.items()})
     if asked.quick:
-        shape = replace(shape, width=48, layers="lf", window=32, hidden=64, buckets=64, context=64, batch=4)
-        asked.limit_bytes, asked.compile, asked.fast = 400_000, False, True
+        tiny = {"width": 48, "layers": "lf", "window": 32, "hidden": 64, "buckets": 64}
+        shape = replace(shape, **tiny, context=64, batch=4)
+        asked.limit_bytes, asked.compile, asked.fast = 200_000, False, True
+        asked.threads, asked.few = 1, 3  # two threads on a busy machine wait for each other
         asked.seconds = min(asked.seconds, 1.0)
     if asked.marks is None:
         asked.marks = [asked.seconds * share for share in (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9)]
