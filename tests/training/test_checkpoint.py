@@ -296,7 +296,9 @@ def test_one_save_is_in_flight_and_a_slow_store_only_puts_the_next_off(
     held = Generations(slow, generations.url)  # type: ignore[arg-type]
     state = State(1)
     saver = state.saver(held, every_steps=10)
-    assert saver.save(10, {"batch": 10}, {})
+    within = {"item": 1}
+    assert saver.save(10, {"batch": 10, "within": within}, {})
+    within["item"] = 2
     saved = state.bits()
     state.step()  # training goes on; what is being saved does not change under the writer
     assert not saver.save(20, {"batch": 20}, {})
@@ -308,6 +310,8 @@ def test_one_save_is_in_flight_and_a_slow_store_only_puts_the_next_off(
     assert generations.steps() == [10]
     restored, _ = resume(generations, tmp_path / "r", [])
     assert restored.bits() == saved
+    commit = generations.commit_of(generations.find().committed[0])
+    assert commit.position == {"batch": 10, "within": {"item": 1}}
     assert saver.save(21, {"batch": 21}, {})
     saver.finish()
     assert generations.steps() == [21, 10]
@@ -541,3 +545,29 @@ def test_a_model_of_one_s_own_comes_back_with_its_buffers_and_momentum(tmp_path:
     assert saved.keys() == found.keys()
     assert any(name.startswith("momentum_buffer.") for name in found)
     assert all(torch.equal(saved[name], found[name]) for name in saved)
+
+
+@pytest.mark.parametrize("generations", ["s3"], indirect=True)
+def test_a_large_part_goes_to_s3_in_parallel_parts_without_a_file(
+    generations: Generations, tmp_path: Path
+) -> None:
+    big = torch.arange(10_000_000, dtype=torch.float32)  # more than two parts of an upload
+    model = torch.nn.Linear(2, 2)
+
+    def made(tensor: torch.Tensor) -> TrainState:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return TrainState(WholeModel(model), optimizer, Group(), extra={"big": tensor})
+
+    saver = Checkpointer(
+        generations,
+        made(big),
+        CheckpointSettings(),
+        job_id="big",
+        config_digest=DIGEST,
+        code_version="test",
+    )
+    saver.save_last(1, {}, {})
+    again = made(torch.zeros_like(big))
+    resume_newest_healthy(generations, again, config_digest=DIGEST, work_dir=tmp_path)
+    assert torch.equal(again.extra["big"], big)
+    assert not list(tmp_path.rglob("*.safetensors")), "what was fetched is gone again"

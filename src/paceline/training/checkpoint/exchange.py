@@ -6,12 +6,15 @@ pickled. The group ends with the default one: leaving it alone could wait for ev
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from paceline.errors import PeerLost
+from paceline.training.checkpoint.layout import Chunk, Held, from_bytes, to_bytes
 from paceline.training.group import Group
 
 
@@ -20,7 +23,7 @@ class Exchange:
 
     def __init__(self, group: Group, deadline_s: float) -> None:
         self._ranks = group.world_size
-        self._rank = group.rank
+        self.rank = group.rank
         self._process_group = (
             dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
             if group.world_size > 1
@@ -60,3 +63,14 @@ class Exchange:
             dist.recv(tensor, source, group=self._process_group)
         except RuntimeError as error:
             raise PeerLost("another rank is gone", got=str(error).splitlines()[0][:300]) from error
+
+
+def agree_on_held(exchange: Exchange, mine: Sequence[Chunk]) -> Held:
+    """Return what every rank holds; a list that several hold is sent by the first of them only."""
+    raw = to_bytes(mine)
+    digests = exchange.all(hashlib.sha256(raw).digest())
+    numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
+    of_rank = tuple(numbers[digest] for digest in digests)
+    sends = of_rank.index(of_rank[exchange.rank]) == exchange.rank
+    told = exchange.all(raw if sends else b"")
+    return Held(tuple(from_bytes(each) for each in told if each), of_rank)

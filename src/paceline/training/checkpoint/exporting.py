@@ -21,16 +21,15 @@ from paceline.errors import InvalidInput, PacelineError, TrainingFailed
 from paceline.models import ModelConfig
 from paceline.models.files import CONFIG_FILE, INDEX_FILE
 from paceline.models.weights import file_groups
-from paceline.training.checkpoint.exchange import Exchange
+from paceline.training.checkpoint.exchange import Exchange, agree_on_held
 from paceline.training.checkpoint.layout import (
     DTYPES,
     Chunk,
+    Held,
     chunks_of,
-    from_json,
     local_of,
     name_of,
     share_out,
-    to_json,
 )
 from paceline.training.checkpoint.staging import header_of
 from paceline.training.checkpoint.state import MODEL, TrainState
@@ -68,7 +67,7 @@ def export(
         if name.startswith(MODEL)
     }
     exchange = Exchange(group, deadline_s)
-    held = [from_json(raw) for raw in exchange.all(to_json(chunks_of(live)))]
+    held = agree_on_held(exchange, chunks_of(live))
     share_out(held)  # refuses boxes that do not make up their tensors
     wholes = _wholes(held)
     groups = file_groups(config, list(wholes)) if config else [list(wholes)]
@@ -135,10 +134,11 @@ class _Rest(Exception):
         self.error, self.wholes = error, wholes
 
 
-def _wholes(held: Sequence[Sequence[Chunk]]) -> dict[str, _Whole]:
+def _wholes(held: Held) -> dict[str, _Whole]:
     """Return every tensor with the lowest rank that holds each box: rank 0 sends least."""
     boxes: dict[str, dict[tuple[int, ...], tuple[int, Chunk]]] = {}
-    for rank, chunks in enumerate(held):
+    for number, chunks in enumerate(held.lists):
+        rank = held.of_rank.index(number)
         for chunk in chunks:
             boxes.setdefault(chunk.tensor, {}).setdefault(chunk.offsets, (rank, chunk))
     found = {}

@@ -7,8 +7,10 @@ rank computes the same from the same lists.
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -97,24 +99,47 @@ def chunks_of(tensors: Mapping[str, Tensor]) -> list[Chunk]:
     return found
 
 
-def share_out(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
+@dataclass(frozen=True)
+class Held:
+    """What every rank holds; replicas hold the same, so that it is written down once."""
+
+    lists: tuple[tuple[Chunk, ...], ...]
+    of_rank: tuple[int, ...]  # which list each rank holds
+
+    @classmethod
+    def of(cls, held: Sequence[Sequence[Chunk]]) -> Held:
+        """Return it from what each rank holds."""
+        numbers: dict[tuple[Chunk, ...], int] = {}
+        of_rank = tuple(numbers.setdefault(tuple(each), len(numbers)) for each in held)
+        return cls(tuple(numbers), of_rank)
+
+
+def share_out(held: Held) -> list[list[Chunk]]:
     """Return what each rank writes, so that every box is written once.
 
-    ``held`` is what each rank holds. A box that several hold goes to the least loaded of them, the
-    largest first. Raises TrainingFailed unless the boxes of each tensor tile it.
+    A box that several hold goes to the least loaded of them, the largest first. Raises
+    TrainingFailed unless the boxes of each tensor tile it.
     """
     owners: dict[Chunk, list[int]] = {}
-    for rank, chunks in enumerate(held):
+    for number, chunks in enumerate(held.lists):
         for chunk in chunks:
-            owners.setdefault(chunk, []).append(rank)
+            owners.setdefault(chunk, []).append(number)
     _require_tiling(owners)
-    written: list[list[Chunk]] = [[] for _ in held]
-    load = [0] * len(held)
-    order = sorted(owners, key=lambda c: (len(owners[c]) > 1, -c.bytes, c.tensor, c.offsets))
+    # The ranks of each list, the least loaded first. A rank is in one list only.
+    loads: list[list[tuple[int, int]]] = [[] for _ in held.lists]
+    for rank, number in enumerate(held.of_rank):
+        loads[number].append((0, rank))
+    written: list[list[Chunk]] = [[] for _ in held.of_rank]
+
+    def choices(chunk: Chunk) -> int:
+        return sum(len(loads[number]) for number in owners[chunk])
+
+    order = sorted(owners, key=lambda c: (choices(c) > 1, -c.bytes, c.tensor, c.offsets))
     for chunk in order:
-        rank = min(owners[chunk], key=lambda each: (load[each], each))
+        heap = min((loads[number] for number in owners[chunk]), key=lambda each: each[0])
+        load, rank = heap[0]
+        heapq.heapreplace(heap, (load + chunk.bytes, rank))
         written[rank].append(chunk)
-        load[rank] += chunk.bytes
     return written
 
 
@@ -179,16 +204,15 @@ def reads_for(name: str, stored: StoredTensor, wanted: Tensor) -> Iterator[Read]
         )
 
 
-def to_json(chunks: Sequence[Chunk]) -> bytes:
+def to_bytes(chunks: Sequence[Chunk]) -> bytes:
     """Return ``chunks`` as another rank can read them."""
-    return json.dumps(
-        [[c.tensor, c.dtype, c.shape, c.offsets, c.sizes] for c in chunks], separators=(",", ":")
-    ).encode()
+    rows = [[c.tensor, c.dtype, c.shape, c.offsets, c.sizes] for c in chunks]
+    return zlib.compress(json.dumps(rows, separators=(",", ":")).encode())
 
 
-def from_json(raw: bytes) -> list[Chunk]:
-    """Return what ``to_json`` was given."""
-    return [
+def from_bytes(raw: bytes) -> tuple[Chunk, ...]:
+    """Return what ``to_bytes`` was given."""
+    return tuple(
         Chunk(name, dtype, tuple(shape), tuple(offsets), tuple(sizes))
-        for name, dtype, shape, offsets, sizes in json.loads(raw)
-    ]
+        for name, dtype, shape, offsets, sizes in json.loads(zlib.decompress(raw))
+    )

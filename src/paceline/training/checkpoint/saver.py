@@ -8,6 +8,7 @@ the interval and never stops training. Every method is called on every rank, in 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -23,9 +24,9 @@ from torch import Tensor
 
 from paceline.errors import PacelineError, PermanentError, ServiceUnavailable, TrainingFailed
 from paceline.profile import CheckpointSettings
-from paceline.training.checkpoint.exchange import Exchange
+from paceline.training.checkpoint.exchange import Exchange, agree_on_held
 from paceline.training.checkpoint.generations import Generation, Generations
-from paceline.training.checkpoint.layout import Chunk, chunks_of, from_json, share_out, to_json
+from paceline.training.checkpoint.layout import Chunk, chunks_of, share_out
 from paceline.training.checkpoint.records import (
     Commit,
     Index,
@@ -205,9 +206,11 @@ class Checkpointer:
         self._state.position = dict(position)
         save = _Save(
             Generation(step, int(number)),
-            dict(position),
+            copy.deepcopy(dict(position)),  # both go on changing while the thread writes
             {name: value for name, value in metrics.items() if math.isfinite(value)},
-            {k: v for k, v in self._state.extra.items() if not isinstance(v, Tensor)},
+            copy.deepcopy(
+                {k: v for k, v in self._state.extra.items() if not isinstance(v, Tensor)}
+            ),
         )
         self._thread = threading.Thread(
             target=self._run, args=(save, self._staging), name="checkpoint-writer", daemon=True
@@ -265,8 +268,7 @@ class Checkpointer:
     def _plan(self, tensors: Mapping[str, Tensor], signature: object) -> None:
         """Agree on who writes what, and make room for it; once a layout."""
         group = self._state.group
-        held = [from_json(raw) for raw in self._exchange.all(to_json(chunks_of(tensors)))]
-        written = share_out(held)
+        written = share_out(agree_on_held(self._exchange, chunks_of(tensors)))
         self._index = index_of(written)
         self._staging = None  # give the old room back first
         pin = any(each.device.type == "cuda" for each in tensors.values())
