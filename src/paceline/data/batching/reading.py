@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
+LENGTHS_AT_ONCE = 4  # for each shard that is opened at once
+
 
 class Shards(Protocol):
     """What a stream needs of a shard cache; its methods are called on several threads."""
@@ -121,12 +123,16 @@ class Reader:
         self._max_bad_share = max_bad_share
         self._digests = {each.sha256 for each in shards}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="data-open")
+        # Lengths are small files, and a plan waits for all of a group's: apart, and more at once.
+        self._small = ThreadPoolExecutor(
+            LENGTHS_AT_ONCE * threads, thread_name_prefix="data-lengths"
+        )
         self._open: dict[int, Future[OpenShard]] = {}
         self._ready: dict[int, OpenShard | None] = {}  # of those, the ones that came out
 
     def lengths(self, indexes: Sequence[int]) -> list[Array]:
         """Return the lengths of each shard's documents; for the thread that plans ahead."""
-        return list(self._pool.map(lambda each: self._lengths(self.shards[each]), indexes))
+        return list(self._small.map(lambda each: self._lengths(self.shards[each]), indexes))
 
     def expect(self, indexes: Sequence[int]) -> None:
         """Open these shards ahead, in this order, and close all others."""
@@ -149,7 +155,8 @@ class Reader:
         """Close every shard and end the threads."""
         for index in list(self._open):
             self._forget(index)
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._small, self._pool):
+            pool.shutdown(wait=True, cancel_futures=True)
 
     def _get(self, index: int) -> OpenShard | None:
         try:
