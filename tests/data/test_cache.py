@@ -136,6 +136,7 @@ def test_a_full_disk_is_an_error_with_its_name(
         put(cache, "b", b"b" * KIB)
     assert len(calls) == 2, "what could be removed was removed first"
     assert cache.used_bytes() == 0
+    assert not list(tmp_path.glob(".*.part"))
 
 
 def _reader(directory: str, limit: int, seed: int, out: Any) -> None:
@@ -265,7 +266,8 @@ def test_a_shard_is_fetched_once_and_then_read_from_this_disk(
         first = tokens_of(cache, on_disk)
         assert first == {each.name: each.read_bytes() for each in texts.iterdir()}
         assert (cache.fetched, cache.hits) == (len(on_disk.shards), 0)
-        assert 1 < store.most <= 3, "a few shards ahead, side by side, and no more"
+        # one more is whoever asks for a shard that nobody has begun to fetch
+        assert 1 < store.most <= 4, "a few shards ahead, side by side, and no more"
         assert tokens_of(cache, on_disk) == first
         assert (cache.fetched, cache.hits) == (len(on_disk.shards), len(on_disk.shards))
         assert cache.verify_s > 0

@@ -147,18 +147,17 @@ class DiskCache:
             )
         path = self.directory / f".{name}.part"
         descriptor = self._own(path)
-        part: Part | None = None
         try:
             held = self.open(name)
             if held is not None:
                 path.unlink(missing_ok=True)
                 yield held
                 return
-            part = Part(descriptor, path, self.directory / name, self._make_room(descriptor, size))
-            yield part
+            fits = self._make_room(descriptor, size)
+            yield Part(descriptor, path, self.directory / name, fits)
         finally:
             # Ours until it is closed: after a commit the path is another's, or nothing.
-            if part is not None and _is_at(descriptor, path):
+            if _is_at(descriptor, path):
                 path.unlink(missing_ok=True)
             os.close(descriptor)
 
