@@ -244,7 +244,8 @@ def summary(job: TrainJob, result: TrainResult) -> list[str]:
             for name, seconds in parts.items()
             if name not in ("wall_s", "goodput") and seconds >= 0.05
         ]
-        lines.append(f"  seconds       {', '.join(told)}; goodput {ledger.goodput:.1%}")
+        lines.append(f"  seconds       {', '.join(told)} of {ledger.wall_s:.1f}")
+        lines.append(f"  goodput       {ledger.goodput:.1%} from the first step to the last")
     for restart in result.restarts:
         lines.append(
             f"  restart       {restart.kind}: {restart.reason}; {restart.lost_steps} steps lost, "
