@@ -24,6 +24,10 @@ class Lull:
     def __init__(self) -> None:
         self._per_byte_s = 0.0  # 0: not known, or faster than is worth a sleep
 
+    def rests(self, count: int) -> bool:
+        """Return whether ``count`` bytes take so long that a sleep is worth it, were none here."""
+        return count >= LEAST_BYTES and self._per_byte_s * count * SHARE >= SHORTEST_S
+
     def sleep(self, missing: int) -> bool:
         """Sleep while ``missing`` bytes come, and return whether the rest of them is close."""
         if missing < LEAST_BYTES:

@@ -232,8 +232,10 @@ class PeerServer:
         # The header leaves in one segment with the first bytes.
         channel.send(encode(Kind.PIECE, piece.index, piece.length), more=True)
         offset, stop = piece.file_offset, piece.file_offset + piece.length
+        # Unpaced, the kernel takes the whole piece in one call, and waits for the link itself.
+        longest = self._pacer.block_bytes if self._pacer.paced else piece.length
         while offset < stop:
-            block = min(self._pacer.block_bytes, stop - offset)
+            block = min(longest, stop - offset)
             sent = channel.send_file(descriptor, offset, block)
             if sent == 0:
                 raise PeerLost("a file became shorter while it was served")

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 UNKNOWN_DIGEST_S = 30.0  # a peer may hear of a deployment before this agent does
 IDLE_S = 120.0  # without any request
 RUN_PIECES = 16  # sent between two looks at what the peer asks
+HEAR_S = 0.02  # how long what a peer says may wait while it is being sent something
 TALLY_S = 0.2  # how old an edge's count may be while a piece is being sent
 
 
@@ -68,12 +69,15 @@ class Serving:
         Ends by PeerLost (closed, idle), NotFound (given up), AccessDenied (barred meanwhile) or
         InvalidFrame.
         """
+        heard_s = float("-inf")
         while True:
             self._barred.require(self._reader)
             heard = False
-            for each in asked(0.0 if self._wanted else IDLE_S):
-                heard = True
-                self._hear(each)
+            if not self._wanted or time.monotonic() - heard_s >= HEAR_S:
+                for each in asked(0.0 if self._wanted else IDLE_S):
+                    heard = True
+                    self._hear(each)
+                heard_s = time.monotonic()
             if not self._wanted:
                 if not heard:
                     raise PeerLost("the peer asks for nothing")

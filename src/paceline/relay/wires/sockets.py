@@ -90,7 +90,9 @@ class PlainChannel:
         done, began_s, read_s = 0, time.monotonic(), 0.0
         while done < len(view):
             try:
-                close = self._lull.sleep(len(view) - done - waiting_bytes(self._sock))
+                close, left = True, len(view) - done
+                if self._lull.rests(left):  # else what has gathered is not worth a system call
+                    close = self._lull.sleep(left - waiting_bytes(self._sock))
                 read_s = time.monotonic()
                 flags = socket.MSG_WAITALL if close else 0
                 got = self._sock.recv_into(view[done:], 0, flags)
