@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -54,6 +55,9 @@ PEERS = ("webdataset", "litdata", "mosaicml-streaming")
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 LATENCY_S = 0.05
 WASTE_CONTEXT = 2048
+# Other loaders hand over whole documents from shards of a usual size: so do we, beside them.
+PEERS_CONTEXT = 8192
+PEERS_SHARD_BYTES = 4 << 20
 SEPARATOR = b"\xff"
 
 
@@ -126,12 +130,17 @@ def site(size: Size) -> Iterator[Site]:
             (texts / f"{number:06d}.txt").write_bytes(b"%08d: " % number + body)
         store = s3.store()
         store.ensure_bucket("data")
-        settings = DataSettings(
-            max_bytes=1 << 30, shard_bytes=size.shard_bytes, held_out_share=0.02, purpose="bench"
-        )
-        snapshot = build_snapshot(str(texts), "s3://data/data", settings, store, work_dir=root)
+        snapshot = snapshot_of(texts, size.shard_bytes, store, root)
         with contextlib.ExitStack() as owned:
             yield Site(s3, snapshot, size, root, owned)
+
+
+def snapshot_of(texts: Path, shard_bytes: int, store: ObjectStore, root: Path) -> Snapshot:
+    """Return the corpus in shards of another size; its splits are the same."""
+    settings = DataSettings(
+        max_bytes=1 << 30, shard_bytes=shard_bytes, held_out_share=0.02, purpose="bench"
+    )
+    return build_snapshot(str(texts), "s3://data/data", settings, store, work_dir=root)
 
 
 # ------------------------------------------------------------------------------------- waste
@@ -351,7 +360,7 @@ class Peers:
 def ours(at: Site, kind: str) -> dict[str, Any]:
     """Read one epoch from a warm cache: every shard verified, order mixed, batches made."""
     tokens = 0
-    with at.stream(kind, at.cache("documents")) as stream:
+    with at.stream(kind, at.cache("peers"), context=PEERS_CONTEXT) as stream:
         started = time.perf_counter()
         while stream.position["epoch"] == 0:
             batch = stream.next()
@@ -363,6 +372,8 @@ def ours(at: Site, kind: str) -> dict[str, Any]:
 
 def peers(at: Site, python: Path, rounds: int) -> dict[str, Any]:
     """Return documents a second of each, in interleaved rounds, with its best worker count."""
+    usual = snapshot_of(at.root / "texts", PEERS_SHARD_BYTES, at.store(), at.root)
+    at = dataclasses.replace(at, snapshot=usual)
     corpus = at.root / "documents.bin"
     documents = at.documents()
     corpus.write_bytes(b"".join(documents))
@@ -370,6 +381,8 @@ def peers(at: Site, python: Path, rounds: int) -> dict[str, Any]:
     process = Peers(python)
     found: dict[str, Any] = {"documents": len(documents)}
     try:
+        for kind in ("bucketed", "packed"):
+            ours(at, kind)  # fills the cache
         workers: dict[str, int] = {}
         for reader in PEERS:
             to = at.root / "peers" / reader

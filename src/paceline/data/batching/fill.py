@@ -130,15 +130,13 @@ class Filler:
                 shard = get(shards[piece])
                 if shard is None:
                     filled.skipped.add(self._name(shards[piece]))
+                elif numbers is not None:
+                    tokens = shard.tokens(numbers[piece])
+                    if tokens is not None:
+                        _put(filled, row, slice(column, end), tokens, position)
                 else:
-                    tokens = scratch[: length + 1]
-                    tokens[:] = self._separator
-                    spoiled = shard.copy(starts[piece], tokens)
-                    filled.inputs_BT[row, column:end] = tokens[:-1]
-                    filled.targets_BT[row, column:end] = tokens[1:]
-                    filled.weights_BT[row, column:end] = 1.0
-                    for bad_from, bad_to in spoiled:
-                        filled.weights_BT[row, column + bad_from : min(column + bad_to, end)] = 0.0
+                    self._put_window(filled, row, shard, starts[piece], scratch[: length + 1])
+                if shard is not None:
                     if self._columns and numbers is not None:
                         at = Place(row, slot, column, position, length)
                         if not found.take(shard, numbers[piece], at):
@@ -147,6 +145,30 @@ class Filler:
                         filled.skipped.add(f"{self._name(shards[piece])}#{document}")
                 column, slot, piece = end, slot + 1, piece + 1
             row += 1
+
+    def _put_window(
+        self, filled: Filled, row: int, shard: OpenShard, start: int, window: Array
+    ) -> None:
+        window[:] = self._separator
+        spoiled = shard.copy(start, window)
+        filled.inputs_BT[row] = window[:-1]
+        filled.targets_BT[row] = window[1:]
+        filled.weights_BT[row] = 1.0
+        for first, stop in spoiled:
+            filled.weights_BT[row, first:stop] = 0.0
+
+
+def _put(filled: Filled, row: int, place: slice, tokens: Array, position: int) -> None:
+    """Put a piece of a document, from ``position`` on, in a row full of separators.
+
+    Inputs begin one before targets: with the separator before the document, or the token before
+    the piece. A document's last target is the separator after it. Without tokens all stay so.
+    """
+    targets = tokens[position : position + place.stop - place.start]
+    inputs = tokens[max(0, position - 1) : position + place.stop - place.start - 1]
+    filled.targets_BT[row, place.start : place.start + len(targets)] = targets
+    filled.inputs_BT[row, place.stop - len(inputs) : place.stop] = inputs
+    filled.weights_BT[row, place] = 1.0
 
 
 class Place(NamedTuple):

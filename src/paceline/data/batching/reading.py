@@ -73,7 +73,7 @@ class OpenShard:
             count = min(offsets[document + 1] - offsets[document] - inside, size - column)
             skip = 1 if inside == 0 else 0
             if count > skip:
-                tokens = self._tokens(document)
+                tokens = self.tokens(document)
                 if tokens is None:
                     spoiled.append((column, column + count))
                 elif len(tokens):
@@ -91,7 +91,8 @@ class OpenShard:
             self.bad.setdefault(document, error.what)
             return None
 
-    def _tokens(self, document: int) -> Array | None:
+    def tokens(self, document: int) -> Array | None:
+        """Return the document's tokens, none for one of features only; None where it is bad."""
         try:
             tokens = self.samples.tokens(document)
         except CorruptData as error:
