@@ -5,7 +5,7 @@
 Building: text as JSONL, Parquet and tar, with bytes as tokens, and features joined by key. Reading:
 opening a shard that is on this disk (mapped and hashed), walking its samples. Latency: a store
 whose every answer begins ``--latency`` seconds late, one shard after the other, then fetched ahead
-while a consumer works ``--work`` seconds on each; and with one answer in twenty that never comes.
+while a consumer works ``--work`` seconds on each; and with one answer in twenty five seconds late.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from paceline.objects import DiskStore
 from paceline.profile import DataSettings
 
 MIB = 1024 * 1024
+STUCK_S = 5.0
 WORDS = ["line", "closes", "up", "when", "a", "rider", "drops", "out", "nobody", "waits"]
 
 
 class Late(DiskStore):
-    """A disk that answers like a bucket far away; some answers do not come at all."""
+    """A disk that answers like a bucket far away; some answers hardly come at all."""
 
     def __init__(self, latency_s: float, stuck_share: float = 0.0) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Late(DiskStore):
     def stream_range(self, *args: Any, **more: Any) -> Iterator[int]:
         """Wait, then read."""
         stuck = self._random.random() < self.stuck_share
-        self.freed.wait(60.0 if stuck else self.latency_s)
+        self.freed.wait(STUCK_S if stuck else self.latency_s)
         yield from super().stream_range(*args, **more)
 
 

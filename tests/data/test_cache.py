@@ -235,7 +235,7 @@ class Counting(DiskStore):
         self.reads: list[str] = []
         self.running = self.most = 0
         self.away = False
-        self.first_is_stuck: set[str] = set()
+        self.stuck: dict[str, int] = {}  # how many of the next requests for it do not come
         self.freed = threading.Event()
         self._mutex = threading.Lock()
 
@@ -244,8 +244,8 @@ class Counting(DiskStore):
             self.reads.append(url)
             self.running += 1
             self.most = max(self.most, self.running)
-            stuck = url in self.first_is_stuck
-            self.first_is_stuck.discard(url)
+            stuck = self.stuck.get(url, 0) > 0
+            self.stuck[url] = self.stuck.get(url, 0) - 1
         try:
             if self.away:
                 raise ServiceUnavailable("S3 does not answer")
@@ -370,7 +370,7 @@ def test_a_slow_answer_is_asked_for_again_on_another_connection(
     monkeypatch.setattr("paceline.data.fetch.HEDGE_START_S", 0.05)
     fetcher = Fetcher(store, connections=2)
     try:
-        store.first_is_stuck.add(url)
+        store.stuck[url] = 1
         got = bytearray(size)
 
         def write(offset: int, data: memoryview) -> None:
@@ -383,6 +383,18 @@ def test_a_slow_answer_is_asked_for_again_on_another_connection(
             fetcher.fetch(url, size, write)
         assert fetcher.hedges == 1, "only what is slow is asked for twice"
         assert fetcher.deadline_s() < 0.5, "from the median, by now"
+        store.stuck[url] = 2
+        fetcher.fetch(url, size, write)
+        assert fetcher.hedges == 3, "a second request may be stuck as well"
+        store.stuck[url] = 2
+        thread = threading.Thread(target=fetcher.fetch, args=(url, size, write), daemon=True)
+        thread.start()
+        thread.join(2)
+        assert thread.is_alive(), "a tenth of the requests is all: this one waits"
+        assert fetcher.hedges == 4
+        store.freed.set()
+        thread.join(30)
+        assert not thread.is_alive()
     finally:
         store.freed.set()
         fetcher.close()

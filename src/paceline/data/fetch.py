@@ -2,10 +2,11 @@
 one where the first is slow.
 
 A range that is not there after three times the recent median is asked for again on another
-connection; whichever answers first counts, the other is cut off ("hedged requests", Dean and
-Barroso, The Tail at Scale, 2013). Hedges are at most a tenth of the requests, so that a store that
-is slow as a whole is not asked twice for everything. Retries and their budget are the store's
-(``objects.patience``). Knows no digests: whoever wanted the bytes checks them.
+connection, and after three times that once more; whichever answers first counts, the others are
+cut off ("hedged requests", Dean and Barroso, The Tail at Scale, 2013). Hedges are at most a tenth
+of the requests, so that a store that is slow as a whole is not asked twice for everything. Retries
+and their budget are the store's (``objects.patience``). Knows no digests: whoever
+wanted the bytes checks them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ HEDGE_FACTOR = 3.0  # times the median
 HEDGE_FLOOR_S = 0.1
 HEDGE_START_S = 2.0  # before there is a median worth the name
 SEEN_WANTED = 8
+MOST_TRIES = 3  # of one range at once
 HEDGE_SHARE = 10  # one in so many
 DEADLINE_S = 600.0  # of one range, whatever happens
 
@@ -110,7 +112,7 @@ class Fetcher:
 
 
 class _Range:
-    """One range, asked for once or twice; holds one of the fetcher's slots."""
+    """One range, asked for up to three times; holds one of the fetcher's slots."""
 
     def __init__(self, owner: Fetcher, url: str, offset: int, length: int, size: int) -> None:
         self._owner, self._url, self._size = owner, url, size
@@ -118,7 +120,7 @@ class _Range:
         self._tries: list[_Try] = []
         self._began_s = 0.0
         self._over = False
-        self._hedged = False
+        self._due = 0  # how often the time for another request has come
 
     def start(self) -> Future[memoryview]:
         """Ask for it; the slot is already taken."""
@@ -129,11 +131,15 @@ class _Range:
 
     def hedge_due_s(self) -> float:
         """Return in how many seconds something must happen to this range."""
-        limit = DEADLINE_S if self._hedged else self._owner.deadline_s()
-        return max(0.001, self._began_s + limit - time.monotonic())
+        return max(0.001, self._began_s + self._limit_s() - time.monotonic())
+
+    def _limit_s(self) -> float:
+        if self._due >= MOST_TRIES - 1:
+            return DEADLINE_S
+        return min(DEADLINE_S, self._owner.deadline_s() * (2.0 ** (self._due + 1) - 1))
 
     def hedge(self) -> Future[memoryview] | None:
-        """Return the second request, when it is time for one."""
+        """Return another request, when it is time for one."""
         waited_s = time.monotonic() - self._began_s
         if waited_s > DEADLINE_S:
             raise ServiceUnavailable(
@@ -141,9 +147,9 @@ class _Range:
                 got=f"{self._length} bytes not complete after {waited_s:.0f} s",
                 where=self._url,
             )
-        if self._over or self._hedged or waited_s < self._owner.deadline_s():
+        if self._over or waited_s < self._limit_s():
             return None
-        self._hedged = True
+        self._due += 1
         return self._ask() if self._owner.may_hedge() else None
 
     def finished(
