@@ -52,7 +52,11 @@ def test_auto_is_young_and_daly_s_figure() -> None:
 def test_failures_count_once_some_were_seen() -> None:
     assert mtbf_s(2.0, Failures()) == DAY_S / 2
     assert mtbf_s(2.0, Failures(0, 10 * DAY_S)) == DAY_S / 2
-    assert mtbf_s(1.0, Failures(9, DAY_S)) == pytest.approx(DAY_S / 5)
+    assert mtbf_s(1.0, Failures(9, DAY_S)) == pytest.approx(DAY_S / 9, rel=0.05)
+    assert mtbf_s(1.0, Failures(10, 3600.0)) == pytest.approx(720, rel=0.05), (
+        "fails again and again"
+    )
+    assert mtbf_s(1.0, Failures(1, 60.0)) > 3000, "one early failure does not decide alone"
     often = wanted_interval_s(settings(interval="auto"), COSTS, Failures(100, 3600.0))
     seldom = wanted_interval_s(settings(interval="auto"), COSTS, Failures())
     assert often < seldom

@@ -131,9 +131,9 @@ class DiskStore(ObjectStore):
 
         def copy(descriptor: int) -> None:
             with source.open("rb", buffering=0) as file:
-                buffer = memoryview(bytearray(BLOCK))
-                while got := file.readinto(buffer):
-                    _write(descriptor, buffer[:got])
+                at = 0
+                while sent := os.sendfile(descriptor, file.fileno(), at, BLOCK):
+                    at += sent
 
         info = self._put(url, copy)
         with self._lock:

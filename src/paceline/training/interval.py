@@ -19,6 +19,7 @@ from statistics import median
 from paceline.profile import CheckpointSettings
 
 DAY_S = 86_400.0
+PRIOR_S = 3_600.0  # for which the profile's rate counts as seen
 LOOK_AHEAD = 0.8  # of the time that is left, before the clock is looked at again
 MOST_STEPS_AHEAD = 10_000
 WRITE_SHARE = 0.8  # of the interval that a save may take in the background
@@ -55,13 +56,15 @@ class Alert:
 
 
 def mtbf_s(per_day: float, failures: Failures) -> float:
-    """Return the mean time between failures: as the profile expects until some were seen, then the
-    mean of a gamma posterior in which that expectation counts as one failure.
+    """Return the mean time between failures: as the profile expects until some were seen.
+
+    From then on it is what was seen, with that expectation as an hour's worth of it, so that one
+    failure in the first minute does not decide alone.
     """
-    expected_s = DAY_S / per_day
+    expected = per_day / DAY_S
     if not failures.count:
-        return expected_s
-    return (expected_s + failures.over_s) / (1 + failures.count)
+        return 1 / expected
+    return (PRIOR_S + failures.over_s) / (expected * PRIOR_S + failures.count)
 
 
 def best_interval_s(stall_s: float, mtbf: float) -> float:

@@ -20,6 +20,7 @@ from paceline.training.checkpoint.layout import (
     to_bytes,
 )
 from paceline.training.checkpoint.saver import index_of
+from paceline.training.checkpoint.staging import Staging
 
 
 def rows_of(name: str, rows: int, parts: int, part: int) -> list[Chunk]:
@@ -111,3 +112,30 @@ def test_boxes_travel_as_bytes() -> None:
 def test_a_kind_of_number_that_has_no_name_is_refused() -> None:
     with pytest.raises(TrainingFailed, match="cannot be saved"):
         chunks_of({"z": torch.zeros(2, dtype=torch.complex64)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("at", [0, 1, 299_999])
+def test_one_number_that_is_not_finite_is_found_wherever_it_is(
+    dtype: torch.dtype, bad: float, at: int
+) -> None:
+    tensor = torch.full((300_000,), torch.finfo(dtype).max, dtype=dtype)  # any sum overflows
+    staging = Staging(chunks_of({"w": tensor}))
+    staging.fill({"w": tensor})
+    staging.require_finite(1)
+    tensor[at] = bad
+    staging.fill({"w": tensor})
+    with pytest.raises(TrainingFailed, match="not finite"):
+        staging.require_finite(1)
+    staging.fill({"w": torch.ones_like(tensor)})
+    staging.require_finite(1)
+
+
+def test_infinities_that_cancel_are_found() -> None:
+    tensor = torch.zeros(1000)
+    tensor[3], tensor[900] = math.inf, -math.inf
+    staging = Staging(chunks_of({"w": tensor}))
+    staging.fill({"w": tensor})
+    with pytest.raises(TrainingFailed, match="not finite"):
+        staging.require_finite(1)

@@ -31,6 +31,7 @@ _EXPONENTS: dict[str, tuple[str, int]] = {
     "F16": ("<u2", 0x7C00),
     "BF16": ("<u2", 0x7F80),
 }
+_SUMMED = {"F64": "<f8", "F32": "<f4"}
 
 
 def header_of(entries: Sequence[tuple[str, str, Sequence[int], int]], align: int = ALIGN) -> bytes:
@@ -93,17 +94,18 @@ class Staging:
         for chunk, room in self._room:
             if chunk.dtype not in _EXPONENTS:
                 continue
-            kind, mask = _EXPONENTS[chunk.dtype]
-            flat = room.view(-1).view(torch.uint8).numpy().view(kind)
-            for start in range(0, len(flat), FINITE_BLOCK):
-                block = flat[start : start + FINITE_BLOCK]
-                if bool(np.any((block & np.array(mask, kind)) == mask)):
-                    raise TrainingFailed(
-                        "state is not finite and was not saved",
-                        got=chunk.tensor,
-                        where=f"step {step}",
-                        do="Lower training.learning_rate; the last checkpoint is intact.",
-                    )
+            raw = room.view(-1).view(torch.uint8).numpy()
+            size = FINITE_BLOCK * DTYPES[chunk.dtype].itemsize
+            if not all(
+                _finite(raw[start : start + size], chunk.dtype)
+                for start in range(0, len(raw), size)
+            ):
+                raise TrainingFailed(
+                    "state is not finite and was not saved",
+                    got=chunk.tensor,
+                    where=f"step {step}",
+                    do="Lower training.learning_rate; the last checkpoint is intact.",
+                )
 
     def _pin(self, whole: Tensor) -> None:
         cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -113,3 +115,17 @@ class Staging:
                 "memory for checkpoints cannot be pinned", got=f"CUDA error {code}"
             )
         weakref.finalize(self, cuda.cudaHostUnregister, whole.data_ptr())
+
+
+def _finite(raw: np.ndarray[tuple[int], np.dtype[np.uint8]], dtype: str) -> bool:
+    """Return whether every number in ``raw`` is finite.
+
+    A sum shows infinities and NaN in one pass over the bytes; where it is not finite, it may have
+    overflowed, and the exponents are looked at.
+    """
+    if dtype in _SUMMED:
+        with np.errstate(over="ignore", invalid="ignore"):
+            if np.isfinite(raw.view(_SUMMED[dtype]).sum()):
+                return True
+    kind, mask = _EXPONENTS[dtype]
+    return not bool(np.any((raw.view(kind) & np.array(mask, kind)) == mask))
