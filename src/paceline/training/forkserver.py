@@ -15,7 +15,6 @@ own standard input and environment like any program. Knows nothing of training.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -24,10 +23,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.training.forking import Child, fork, is_stopped, send_signal, write_all
 from paceline.training.keepers import (
     ABORTED,
     become_subreaper,
@@ -43,28 +42,7 @@ STACKS_S = 0.4  # a frozen rank goes on for this long, to write where it was
 STDERR_BYTES = 64 * 1024
 MAX_LINE_BYTES = 1024 * 1024
 MAX_WAITING_BYTES = 4 * 1024 * 1024  # towards the driver; then ranks are not read any more
-MAX_FD = 1 << 20
 STOPPED = 143  # a rank's exit code: stopped as asked, its state saved; the others end by themselves
-
-
-@dataclass(eq=False)
-class _Child:
-    """A forked process: a rank, a spare, the store, a watcher."""
-
-    kind: str  # "rank", "spare", "store", "abort", "preemption"
-    pid: int
-    attempt: int = 0
-    rank: int = -1
-    name: str = ""
-    stdin: int = -1
-    pipes: dict[int, str] = field(default_factory=dict)  # fd → "out" or "err"
-    partial: bytes = b""
-    stderr: bytearray = field(default_factory=bytearray)
-    started: float = field(default_factory=time.monotonic)
-    said_at: float = field(default_factory=time.monotonic)
-    state: dict[str, Any] = field(default_factory=dict)  # its last beat
-    status: int | None = None
-    killed: bool = False  # by us: no fault of its own
 
 
 class Launcher:
@@ -81,8 +59,8 @@ class Launcher:
         self._in, self._out = read_fd, write_fd
         self._orders = b""
         self._waiting = bytearray()
-        self._children: dict[int, _Child] = {}
-        self._by_fd: dict[int, _Child] = {}
+        self._children: dict[int, Child] = {}
+        self._by_fd: dict[int, Child] = {}
         self._kill_at: float | None = None
         self._port: tuple[str, str, int] | None = None
         self._attempt = 0
@@ -165,7 +143,7 @@ class Launcher:
         elif do == "start":
             self._start(**order)
         elif do == "spare":
-            child = self._fork("spare", order["env"], order["input"])
+            child = self._keep(fork("spare", self._run, env=order["env"], text=order["input"]))
             child.name = order["name"]
         elif do == "dismiss":
             for child in self._living("spare"):
@@ -190,7 +168,7 @@ class Launcher:
             for child in self._living("store"):
                 self._kill(child)
             read, write = os.pipe()
-            self._fork("store", {}, "", lambda: keep_store(host, write), write)
+            self._keep(fork("store", lambda: keep_store(host, write), keep_fd=write))
             os.close(write)
             with os.fdopen(read, "rb") as pipe:  # the child binds and answers at once
                 answer = pipe.read()
@@ -210,10 +188,10 @@ class Launcher:
             child = spares.get(each.get("spare") or "")
             if child is not None:
                 place = json.dumps(each["env"]) + "\n" + input + "\n"
-                _write_all(child.stdin, place.encode())
+                write_all(child.stdin, place.encode())
                 child.kind = "rank"
             else:
-                child = self._fork("rank", each["env"], input)
+                child = self._keep(fork("rank", self._run, env=each["env"], text=input))
             child.attempt, child.rank = attempt, int(each["rank"])
             child.said_at = time.monotonic()
             if child.stdin >= 0:
@@ -221,8 +199,8 @@ class Launcher:
                 child.stdin = -1
             pids[child.rank] = child.pid
         read, write = os.pipe()
-        watcher = self._fork(
-            "abort", {}, "", lambda: watch_abort_key(host, port, attempt, read), read
+        watcher = self._keep(
+            fork("abort", lambda: watch_abort_key(host, port, attempt, read), keep_fd=read)
         )
         os.close(read)
         watcher.attempt, watcher.stdin = attempt, write
@@ -230,19 +208,19 @@ class Launcher:
 
     def _watch(self, preemption: str) -> None:
         if preemption and not self._living("preemption"):
-            self._fork("preemption", {}, "", lambda: watch_preemption(preemption))
+            self._keep(fork("preemption", lambda: watch_preemption(preemption)))
 
     def _ask_to_stop(self, grace_s: float) -> None:
         for child in self._living("rank"):
-            _signal(child.pid, signal.SIGTERM)
-            _signal(child.pid, signal.SIGCONT)
+            send_signal(child.pid, signal.SIGTERM)
+            send_signal(child.pid, signal.SIGCONT)
         due = time.monotonic() + grace_s
         self._kill_at = due if self._kill_at is None else min(due, self._kill_at)
 
     def _dump_stacks(self) -> None:
         for child in self._living("rank"):
-            _signal(child.pid, signal.SIGUSR1)
-            _signal(child.pid, signal.SIGCONT)  # a stopped process takes no signal
+            send_signal(child.pid, signal.SIGUSR1)
+            send_signal(child.pid, signal.SIGCONT)  # a stopped process takes no signal
 
     def _kill_ranks(self) -> None:
         living = self._living("rank")
@@ -251,83 +229,18 @@ class Launcher:
             child.killed = True
             self._kill(child)
 
-    def _kill(self, child: _Child) -> None:
+    def _kill(self, child: Child) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
 
     # -- children
 
-    def _fork(
-        self,
-        kind: str,
-        env: dict[str, str],
-        text: str,
-        run: Callable[[], int] | None = None,
-        keep_fd: int = -1,
-    ) -> _Child:
-        pipes = [os.pipe() for _ in range(3)] if run is None else []
-        gc.freeze()  # a collection in a child would touch, and so copy, every page of ours
-        pid = os.fork()
-        if pid == 0:
-            self._become(env, pipes, run or self._run, keep_fd)
-        gc.unfreeze()
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # here too: whoever comes first, it can be killed by group
-        child = _Child(kind, pid)
-        if pipes:
-            (stdin_read, child.stdin), (out, out_write), (err, err_write) = pipes
-            for fd in (stdin_read, out_write, err_write):
-                os.close(fd)
-            child.pipes = {out: "out", err: "err"}
-            for fd in child.pipes:
-                os.set_blocking(fd, False)
-                self._by_fd[fd] = child
-            _write_all(child.stdin, text.encode() + b"\n")
-        self._children[pid] = child
+    def _keep(self, child: Child) -> Child:
+        self._children[child.pid] = child
+        self._by_fd |= dict.fromkeys(child.pipes, child)
         return child
 
-    def _become(
-        self,
-        env: dict[str, str],
-        pipes: list[tuple[int, int]],
-        run: Callable[[], int],
-        keep_fd: int,
-    ) -> None:
-        """Be the child; never returns."""
-        code = 1
-        try:
-            with contextlib.suppress(OSError):
-                os.setpgid(0, 0)
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_DFL)
-            die_with_thread(self._pid)
-            if pipes:
-                (stdin, _), (_, out), (_, err) = pipes
-                for standard, fd in enumerate((stdin, out, err)):
-                    os.dup2(fd, standard)
-            # Nothing of the launcher's or of another rank's: an end of file must be seen at once.
-            os.closerange(3, keep_fd)
-            os.closerange(max(3, keep_fd + 1), MAX_FD)
-            if pipes:
-                os.environ.update(env)
-                sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for the life of it
-                sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-                sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-            code = run()
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else 1
-        except BaseException:  # noqa: BLE001 - a process's last word
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
-
-    def _living(self, kind: str) -> list[_Child]:
+    def _living(self, kind: str) -> list[Child]:
         return [each for each in self._children.values() if each.kind == kind]
 
     def _reap(self) -> None:
@@ -342,7 +255,7 @@ class Launcher:
                 child.status = os.waitstatus_to_exitcode(status)
                 self._ended(child)
 
-    def _ended(self, child: _Child) -> None:
+    def _ended(self, child: Child) -> None:
         for fd in list(child.pipes):
             self._on_output(child, fd, select.POLLHUP)
             self._forget(child, fd)
@@ -356,7 +269,7 @@ class Launcher:
                 attempt=child.attempt,
                 rank=child.rank,
                 code=child.status,
-                killed=child.killed and child.status < 0,  # not if it ended by itself meanwhile
+                killed=child.killed and (child.status or 0) < 0,  # not if it ended by itself
                 stderr=child.stderr.decode(errors="replace"),
             )
             if child.status not in (0, STOPPED):
@@ -404,7 +317,7 @@ class Launcher:
         with contextlib.suppress(OSError):
             for pid in map(int, path.read_text().split()):
                 if pid not in known:
-                    _signal(pid, signal.SIGKILL)
+                    send_signal(pid, signal.SIGKILL)
 
     def _end_all(self) -> None:
         for child in list(self._children.values()):
@@ -419,7 +332,7 @@ class Launcher:
 
     # -- words
 
-    def _on_output(self, child: _Child, fd: int, event: int) -> None:
+    def _on_output(self, child: Child, fd: int, event: int) -> None:
         while True:
             try:
                 chunk = os.read(fd, 65536)
@@ -436,7 +349,7 @@ class Launcher:
             if len(chunk) < 65536 and not event & select.POLLHUP:
                 return
 
-    def _take_lines(self, child: _Child, chunk: bytes) -> None:
+    def _take_lines(self, child: Child, chunk: bytes) -> None:
         *lines, child.partial = (child.partial + chunk).split(b"\n")
         child.partial = child.partial[:MAX_LINE_BYTES]
         child.said_at = time.monotonic()
@@ -447,7 +360,7 @@ class Launcher:
             elif line:
                 self._say(line)
 
-    def _forget(self, child: _Child, fd: int) -> None:
+    def _forget(self, child: Child, fd: int) -> None:
         if child.pipes.pop(fd, None) is not None:
             self._by_fd.pop(fd, None)
             os.close(fd)
@@ -465,7 +378,7 @@ class Launcher:
                 "since_s": round(float(state.get("since_s", 0.0)) + now - child.said_at, 3),
                 "silent_s": round(now - child.said_at, 3),
                 "running_s": round(now - child.started, 3),
-                "stopped": _is_stopped(child.pid),
+                "stopped": is_stopped(child.pid),
             }
         spares = {each.name: each.state.get("phase", "loading") for each in self._living("spare")}
         self._tell("beat", attempt=self._attempt, ranks=ranks, spares=spares)
@@ -488,24 +401,6 @@ class Launcher:
             self._closing = True
             self._waiting.clear()
             self._kill_ranks()
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-        return stat[stat.rindex(b")") + 2 :][:1] == b"T"
-    return False
 
 
 def main(arguments: list[str]) -> int:
