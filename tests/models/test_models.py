@@ -307,6 +307,9 @@ def test_a_model_to_be_cut_has_heads_and_widths_for_each_part(parts: int) -> Non
         assert config.num_attention_heads % parts == 0
         assert config.num_key_value_heads % parts == 0
         assert config.intermediate_size % parts == 0
+        deep = config_for(parameters, 256, stages=parts)
+        assert abs(count_parameters(deep) / parameters - 1) < 0.35
+        assert deep.num_hidden_layers >= parts
 
 
 def test_a_model_too_small_to_be_cut_is_refused() -> None:

@@ -94,15 +94,16 @@ def config_for(
     *,
     tied: bool = True,
     parts: int = 1,
+    stages: int = 1,
     separator: int = SEPARATOR_BYTE,
     tokenizer_digest: str = "",
 ) -> ModelConfig:
     """Return the shape whose size is nearest ``parameters`` (within a few percent from 50 k up).
 
     ``parts``: into how many its matrices can be cut (tensor parallelism): heads and widths divide
-    by it. ``separator`` is the token between documents. Raises InvalidInput outside 10 k to 100 G
-    parameters, for a context under two tokens, a vocabulary that alone is larger than the model,
-    or more parts than a model of this size has.
+    by it. ``stages``: into how many its layers can be cut. ``separator`` is the token between
+    documents. Raises InvalidInput outside 10 k to 100 G parameters, for a context under two tokens,
+    a vocabulary that alone is larger than the model, or more cuts than a model of this size has.
     """
     if not SMALLEST <= parameters <= LARGEST:
         raise InvalidInput(
@@ -125,15 +126,16 @@ def config_for(
         _shape(width, layers, head, parts, shared)
         for width in WIDTHS
         if (head := _head_size(width, parts))
-        for layers in _near(width)
+        for layers in _near(width, stages)
     ]
     best = min(candidates, key=lambda each: _distance(each, parameters), default=None)
-    if best is None or (parts > 1 and abs(math.log(count_parameters(best) / parameters)) > 0.5):
+    cut = parts * stages > 1
+    if best is None or (cut and abs(math.log(count_parameters(best) / parameters)) > 0.5):
         raise InvalidInput(
             "model is too small to be cut into so many parts",
-            got=f"{parameters} parameters, {parts} parts",
-            wanted="heads for each part",
-            do="Raise model.parameters, or lower training.mesh.tp.",
+            got=f"{parameters} parameters, {parts} parts, {stages} stages",
+            wanted="heads for each part and a layer for each stage",
+            do="Raise model.parameters, or lower training.mesh.tp or pp.",
         )
     if count_parameters(best) > 2 * parameters:
         raise InvalidInput(
@@ -170,9 +172,10 @@ def _tokenizer(digest: str) -> str:
     return f"tokenizer {digest[:16]}" if digest else "bytes"
 
 
-def _near(width: int) -> range:
+def _near(width: int, least: int) -> range:
     usual = max(1, round(width / WIDTH_PER_LAYER))
-    return range(max(2, usual // 2), usual + 3)  # one block alone cannot copy from its context
+    start = max(2, usual // 2, least)  # one block alone cannot copy from its context
+    return range(start, max(usual + 3, start + 1))
 
 
 def _head_size(width: int, parts: int) -> int | None:

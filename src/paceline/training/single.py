@@ -140,6 +140,7 @@ def _base(asked: Single, runtime: Runtime, snapshot: Snapshot) -> str:
 
 def _new_model(asked: Single, snapshot: Snapshot, directory: Path) -> None:
     from paceline.models import config_for, new_model, save_model
+    from paceline.training.parallel import cuts_of
 
     wanted = asked.profile.model
     config = config_for(
@@ -148,7 +149,7 @@ def _new_model(asked: Single, snapshot: Snapshot, directory: Path) -> None:
         snapshot.vocabulary.vocab_size,
         separator=snapshot.vocabulary.separator,
         tokenizer_digest=snapshot.vocabulary.sha256 or "",
-        parts=asked.profile.training.mesh.tp,
+        **cuts_of(asked.profile.training.mesh),
     )
     save_model(new_model(config, wanted.seed), config, directory)
 

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from paceline.errors import InvalidInput
-from paceline.models import ModelConfig
+from paceline.models import ModelConfig, config_for
 from paceline.profile import DataSettings, MeshSettings, TrainingSettings
 from paceline.training.mesh import AXES, MeshSpec, open_mesh
-from paceline.training.parallel import require_layout
+from paceline.training.parallel import cuts_of, require_layout
 from paceline.training.parallel.checks import layers_of
 
 CONFIG = ModelConfig(
@@ -123,6 +123,13 @@ def test_a_model_of_the_users_own_is_not_cut(mesh: dict) -> None:
         check(2, mesh, None, code_ref="mine:model")
     check(2, mesh, None)  # ours, but nobody has read its config yet
     check(2, {"shard": 2}, None, code_ref="mine:model")
+
+
+def test_a_new_model_is_given_a_shape_that_its_mesh_can_cut() -> None:
+    mesh = MeshSettings(tp=2, pp=3, schedule="interleaved")
+    assert cuts_of(mesh) == {"parts": 2, "stages": 6}
+    check(6, mesh.model_dump(), config_for(500_000, 64, **cuts_of(mesh)))
+    assert cuts_of(MeshSettings(schedule="interleaved")) == {"parts": 1, "stages": 1}
 
 
 def test_length_buckets_must_divide_where_sequences_are_cut() -> None:

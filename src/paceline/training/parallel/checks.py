@@ -5,9 +5,11 @@ A driver calls ``require_layout`` with the mesh it is about to start, each rank 
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from paceline.errors import InvalidInput
 from paceline.models import ModelConfig
-from paceline.profile import DataSettings, TrainingSettings
+from paceline.profile import DataSettings, MeshSettings, TrainingSettings
 from paceline.training.mesh import MeshSpec
 
 BUCKET_TOKENS = 8  # rows of length buckets are padded to a multiple of this
@@ -53,7 +55,19 @@ def require_ours(spec: MeshSpec, model: str) -> None:
 
 def stages_of(spec: MeshSpec, schedule: str) -> int:
     """Return into how many stages the layers are cut: interleaved has two on each rank."""
-    return spec.pp * (2 if schedule == "interleaved" else 1)
+    return spec.pp * (2 if schedule == "interleaved" and spec.pp > 1 else 1)
+
+
+class Cuts(TypedDict):
+    """Into how many parts a model's matrices and layers are cut."""
+
+    parts: int
+    stages: int
+
+
+def cuts_of(mesh: MeshSettings) -> Cuts:
+    """Return what ``config_for`` must know to give a new model a shape that ``mesh`` can cut."""
+    return Cuts(parts=mesh.tp, stages=stages_of(MeshSpec(pp=mesh.pp), mesh.schedule))
 
 
 def microbatches_of(spec: MeshSpec, settings: TrainingSettings) -> int:
