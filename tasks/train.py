@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 from paceline.errors import TemporaryError, TrainingFailed
 from paceline.manifest import Manifest
 from paceline.registry import MetricPoint, lineage
-from paceline.training import code_version, config_digest, environment, run_job
+from paceline.training import code_version, config_digest, data_numbers, environment, run_job
 from paceline.wire import digest_of
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
 from tasks import artifacts, cancelling
@@ -54,6 +54,7 @@ def train(
         "snapshot": snapshot["digest"],
         "settings": settings.model_dump(mode="json", exclude={"guard"}),
         "labels": labels,
+        "data": data_numbers(profile.data),
     }
     job = TrainJob(
         job_id=f"job-{digest_of(inputs)[:12]}",

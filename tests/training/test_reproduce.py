@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from paceline.errors import NotFound
-from paceline.training import LocalLauncher, run_job
+from paceline.training import LocalLauncher, config_digest, run_job
 from paceline.training.environment import current, differences
 from paceline.training.reproduce import (
     Recorded,
@@ -119,3 +119,27 @@ def test_an_environment_is_the_same_twice_and_knows_what_matters() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))
+
+
+def test_a_configuration_is_what_decides_what_is_learned(camp: Camp) -> None:
+    job = camp.job("identity")
+    digest = config_digest(job)
+    for same in (
+        {"ranks": 2},
+        {"mesh": {"shard": 2}},
+        {"accumulation": 2},
+        {"compile": True},
+        {"checkpoints": {"keep": 9}},
+        {"data": {"prefetch_batches": 9}},
+    ):
+        assert config_digest(camp.job("other-id", **same)) == digest, same
+    for other in (
+        {"seed": 1},
+        {"mesh": {"hook": "fp16"}},
+        {"synchrony": {"kind": "local-sgd"}},
+        {"code_ref": "paceline.training.recurrent:byte_gru"},
+        {"data": {"batching": "packed"}},
+        {"labels": "shuffled"},
+        {"precision": "bfloat16"},
+    ):
+        assert config_digest(camp.job("identity", **other)) != digest, other

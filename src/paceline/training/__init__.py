@@ -7,7 +7,7 @@ base model. torch is imported by the ranks, not by this package.
 
 from paceline.training.driver import run_job
 from paceline.training.gang import Deadlines, GangMember, GangResult, Gangs, Launcher
-from paceline.training.identity import code_version, config_digest
+from paceline.training.identity import code_version, config_digest, data_numbers
 from paceline.training.local import LocalLauncher
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "LocalLauncher",
     "code_version",
     "config_digest",
+    "data_numbers",
     "run_job",
 ]

@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import paceline
+from paceline.profile import DataSettings
 from paceline.wire.base import digest_of
 from paceline.wire.training import TrainJob
 
@@ -31,6 +33,14 @@ _NUMBERLESS = {
 # Of the mesh only how gradients are rounded on their way counts.
 _NUMBERS_OF_MESH = {"hook", "powersgd_rank"}
 
+# Of the data settings, how samples of a snapshot become batches; the snapshot's digest is the rest.
+_NUMBERS_OF_DATA = {"batching", "token_features", "missing_features", "transform"}
+
+
+def data_numbers(data: DataSettings) -> dict[str, Any]:
+    """Return what of ``data`` decides what is learned from a given snapshot."""
+    return data.model_dump(mode="json", include=_NUMBERS_OF_DATA)
+
 
 def config_digest(job: TrainJob) -> str:
     """Return the digest of everything in ``job`` that decides what is learned."""
@@ -41,6 +51,7 @@ def config_digest(job: TrainJob) -> str:
             "snapshot_digest": job.snapshot_digest,
             "purpose": job.purpose,
             "labels": job.labels,
+            "data": data_numbers(job.data),
             "settings": job.settings.model_dump(mode="json", exclude=_NUMBERLESS)
             | {"mesh": job.settings.mesh.model_dump(mode="json", include=_NUMBERS_OF_MESH)},
         }
