@@ -4,7 +4,8 @@ Same model, same batch, one thread a rank, fused AdamW in all. ``plain`` is the 
 loop: no clipping, no schedule, no stream, no checks. Each trainer runs in processes of its own that
 stand still until they are asked for a few steps; pairs of (ours, other) are interleaved, so that a
 busy machine slows both alike, and processes are started anew several times, because one process's
-memory layout alone is worth a percent.
+memory layout alone is worth a percent. ``cpu_ratio`` compares CPU seconds instead: what is left to
+say on a machine that is never quiet; it does not see time spent waiting.
 
     python benchmarks/training_overhead.py [--ranks 1 2] [--against plain] [--pairs 21]
                                            [--launches 3] [--steps 4] [--quick]
@@ -69,8 +70,8 @@ class Gang:
                     line.readline()
                     self._lines.append(line)
 
-    def seconds(self, steps: int) -> float:
-        """Return how long the slowest rank takes for ``steps`` steps."""
+    def seconds(self, steps: int) -> tuple[float, float]:
+        """Return the slowest rank's seconds for ``steps`` steps, and all ranks' CPU seconds."""
         for line in self._lines:
             line.write(f"{steps}\n")
             line.flush()
@@ -80,7 +81,8 @@ class Gang:
             self._give_up()
         if not all(answers):
             self._give_up()
-        return max(float(each) for each in answers)
+        wall_s, cpu_s = zip(*(map(float, each.split()) for each in answers), strict=True)
+        return max(wall_s), sum(cpu_s)
 
     def close(self) -> None:
         """End the ranks."""
@@ -139,8 +141,8 @@ def gangs(kinds: tuple[str, str], ranks: int, sizes: list[int]) -> Iterator[list
 def race(other: str, ranks: int, asked: argparse.Namespace) -> dict[str, Any]:
     """Run the pairs of ours against ``other`` and return their figures."""
     sizes = [asked.parameters, asked.context, asked.batch]
-    ours_s: list[float] = []
-    other_s: list[float] = []
+    ours_s: list[tuple[float, float]] = []
+    other_s: list[tuple[float, float]] = []
     for launch in range(asked.launches):
         with gangs(("ours", other), ranks, sizes) as (ours, theirs):
             for each in (ours, theirs):
@@ -151,8 +153,12 @@ def race(other: str, ranks: int, asked: argparse.Namespace) -> dict[str, Any]:
                 ours_s.append(took["ours"])
                 other_s.append(took[other])
     tokens = asked.batch * asked.context * asked.steps
-    ratios = [theirs / mine for mine, theirs in zip(ours_s, other_s, strict=True)]
+    ratios, of_cpu = (
+        [theirs[kind] / mine[kind] for mine, theirs in zip(ours_s, other_s, strict=True)]
+        for kind in (0, 1)
+    )
     low, high = interval(ratios)
+    cpu_low, cpu_high = interval(of_cpu)
     return {
         "against": other,
         "ranks": ranks,
@@ -161,9 +167,12 @@ def race(other: str, ranks: int, asked: argparse.Namespace) -> dict[str, Any]:
         "low": round(low, 4),
         "high": round(high, 4),
         "worst": round(min(ratios), 4),
-        "ours_tokens_per_second": tokens / statistics.median(ours_s),
-        "other_tokens_per_second": tokens / statistics.median(other_s),
+        "ours_tokens_per_second": tokens / statistics.median(wall_s for wall_s, _ in ours_s),
+        "other_tokens_per_second": tokens / statistics.median(wall_s for wall_s, _ in other_s),
         "ratios": [round(each, 4) for each in ratios],
+        "cpu_ratio": round(statistics.median(of_cpu), 4),
+        "cpu_low": round(cpu_low, 4),
+        "cpu_high": round(cpu_high, 4),
     }
 
 

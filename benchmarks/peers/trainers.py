@@ -4,8 +4,9 @@
 
 All train the same model on random bytes with fused AdamW and one thread. A rank connects to ADDRESS
 (host:port), says its rank, and then for each line with a number takes so many steps and answers
-with the seconds they took. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are the environment's.
-Runs in .venv (ours, plain) and in .venv-peers (the others): imports are each one's own.
+with the seconds they took: of the clock, and of this process's CPU. RANK, WORLD_SIZE, MASTER_ADDR
+and MASTER_PORT are the environment's. Runs in .venv (ours, plain) and in .venv-peers (the others):
+imports are each one's own.
 """
 
 from __future__ import annotations
@@ -54,19 +55,20 @@ class Beat:
         self._line = socket.create_connection((host, int(port)), timeout=SILENCE_S).makefile("rw")
         self._say(str(rank))
         self._left = 0
-        self._started = 0.0
+        self._started = self._cpu_s = 0.0
 
     def __call__(self) -> None:
         if self._left > 1:
             self._left -= 1
             return
         if self._left == 1:
-            self._say(repr(time.perf_counter() - self._started))
+            wall_s = time.perf_counter() - self._started
+            self._say(f"{wall_s!r} {time.process_time() - self._cpu_s!r}")
         line = self._line.readline()
         if not line:
             os._exit(0)  # the benchmark is over
         self._left = int(line)
-        self._started = time.perf_counter()
+        self._started, self._cpu_s = time.perf_counter(), time.process_time()
 
     def _say(self, text: str) -> None:
         self._line.write(text + "\n")

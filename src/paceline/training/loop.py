@@ -157,10 +157,11 @@ def train(
         sums = parallel.accumulate(parts, scale / max(batch.global_tokens, 1.0))
         norm = parallel.clip(settings.clip_norm, 1.0 / scale)
 
-        asked = 1.0 if should_stop() else 0.0
-        mine = [float(sums.loss), sums.weight, asked, *numbers.shared(stream.data_wait_s)]
-        loss_total, counted, stops, *slots = group.sums(mine)
+        flags = [float(should_stop()), float(not math.isfinite(norm))]
+        mine = [float(sums.loss), sums.weight, *flags, *numbers.shared(stream.data_wait_s)]
+        loss_total, counted, stops, overflows, *slots = group.sums(mine)
         loss = loss_total / counted if counted else 0.0
+        norm = math.inf if overflows else norm  # of some rank's own step, where each takes its own
 
         verdict = _judge(guard, scaler, progress.step, batch, loss=loss, norm=norm, counted=counted)
         rate = learning_rate(progress.step, settings.steps, settings)
