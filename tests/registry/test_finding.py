@@ -2,10 +2,47 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from paceline.cli.reproducing import recorded_run
 from paceline.errors import NotFound
-from paceline.registry import MetricPoint, Registry
+from paceline.profile import Endpoints, Profile, Runtime, Secrets, TrainingSettings
+from paceline.registry import MetricPoint, Registry, lineage
+from paceline.wire.training import TrainJob, TrainResult
+
+DIGEST = "0" * 64
+JOB = TrainJob(
+    job_id="job-1",
+    run_id="run-20260101-000000-eeeeee",
+    state_dir="/state",
+    model_id="bytelm",
+    version="v1",
+    manifest_digest=DIGEST,
+    snapshot_url="s3://b/data",
+    snapshot_digest=DIGEST,
+    purpose="tests",
+    checkpoint_url="s3://b/checkpoints",
+    settings=TrainingSettings(steps=2),
+)
+RESULT = TrainResult(
+    job_id="job-1",
+    steps=2,
+    resumed_from_step=0,
+    first_loss=5.5,
+    final_loss=2.75,
+    tokens_per_second=1.0,
+    data_wait_share=0.0,
+    checkpoint_stall_share=0.0,
+    export_url="s3://b/export",
+    weights_digest=DIGEST,
+    checkpoints=(),
+    restarts=(),
+    seconds=1.0,
+    config_digest=DIGEST,
+    environment={"torch": "2.13.0"},
+)
 
 
 def test_an_unknown_run_is_not_found_and_not_made(registry: Registry) -> None:
@@ -22,6 +59,28 @@ def test_a_loss_is_read_back_bit_for_bit_and_the_last_of_a_step_counts(registry:
     registry.log_metrics(run, [MetricPoint("train.loss", 9.9, 3, at_ms=1)])
     registry.log_metrics(run, [MetricPoint("train.loss", v, s) for s, v in losses.items()])
     assert registry.history(run, "train.loss") == losses
+
+
+def test_a_runs_training_is_found_whole_and_an_unfinished_one_is_said_to_be(
+    registry: Registry, tmp_path: Path
+) -> None:
+    runtime = Runtime(
+        profile=Profile(),
+        state_dir=tmp_path,
+        endpoints=Endpoints(mlflow_url=registry.tracking_uri),
+        secrets=Secrets(),
+    )
+    run_id = "run-20260101-000000-eeeeee"
+    run = registry.ensure_run(run_id, experiment="finding")
+    registry.log_artifact_text(run, JOB.model_dump_json(), lineage.JOB_FILE)
+    with pytest.raises(NotFound, match="no finished training"):
+        recorded_run(runtime, run_id)
+    registry.log_artifact_text(run, RESULT.model_dump_json(), lineage.RESULT_FILE)
+    registry.log_metrics(run, [MetricPoint(lineage.LOSS, 5.5 / s, s) for s in (1, 2)])
+    found = recorded_run(runtime, run_id)
+    assert (found.job, found.result, found.losses) == (JOB, RESULT, {1: 5.5, 2: 2.75})
+    with pytest.raises(NotFound, match="no such run"):
+        recorded_run(runtime, "run-20260101-000000-ffffff")
 
 
 def test_what_was_written_is_read_and_what_was_not_is_not_there(registry: Registry) -> None:
