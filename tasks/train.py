@@ -92,7 +92,7 @@ def train(
         with run.fleet() as fleet, cancelling.noticed() as cancel:
             result = run_job(
                 job,
-                nodes[: settings.ranks],
+                nodes[: settings.ranks + settings.guard.spares],
                 fleet,
                 on_event=_follow(run, settings.steps, page),
                 store=run.store,

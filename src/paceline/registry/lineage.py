@@ -157,6 +157,10 @@ def training_metrics(result: TrainResult) -> list[MetricPoint]:
         "train.lost_steps": sum(each.lost_steps for each in result.restarts),
         "train.seconds": result.seconds,
     }
+    if result.ledger is not None:
+        accounts = result.ledger.model_dump()
+        values["train.goodput"] = accounts.pop("goodput")
+        values |= {f"train.time.{name}": seconds for name, seconds in accounts.items()}
     return _points(values, step=result.steps)
 
 
