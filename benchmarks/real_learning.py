@@ -53,7 +53,7 @@ class Shape:
     """The model and its recipe; each is a dial of ``--set``."""
 
     width: int = 192
-    layers: str = "lfl"  # one letter a block: l sees the last ``window`` bytes and more, f all
+    layers: str = "lf"  # one letter a block: l sees the last ``window`` bytes and more, f all
     window: int = 128
     heads: int = 3
     hidden: int = 512  # of a feed-forward
@@ -61,7 +61,7 @@ class Shape:
     buckets: int = 2048  # of each table of hashed runs
     gram_width: int = 48
     context: int = 512
-    batch: int = 16  # rows of ``context`` bytes
+    batch: int = 8  # rows of ``context`` bytes
     final_batch: int = 0  # rows at the end; 0: as ``batch``
     matrix_rate: float = 0.02  # Muon's
     other_rate: float = 3e-3  # AdamW's
@@ -589,7 +589,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--directory", type=Path, help="where the run's state is saved")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the loss")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--limit-bytes", type=int, default=0, help="of text; 0: all of it")
     parser.add_argument("--fast", action="store_true", help="score few files, keep no result")
