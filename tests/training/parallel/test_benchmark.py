@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks import same_losses
+
+pytestmark = pytest.mark.timeout(240)
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,7 +25,7 @@ def test_the_quick_benchmark_meets_its_limits_and_builds_meshes_of_64(tmp_path: 
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=220,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
