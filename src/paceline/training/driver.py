@@ -187,7 +187,8 @@ class _Course:
         self._store = store
         self._on_event = on_event
         self._roster = Roster(workers, job.settings)
-        self._account = Account(job, time.monotonic())
+        self._began = time.monotonic()
+        self._account = Account(job, self._began)
         self._lineup: Lineup | None = None
         self._now_running = job
         self._spares_made = 0
@@ -216,6 +217,8 @@ class _Course:
             update={
                 "settings": shrunk(self._job.settings, lineup.ranks),
                 "skip_batches": tuple(sorted(self._account.skipped)),
+                "failures": self._account.counted,
+                "running_s": time.monotonic() - self._began,
             }
         )
         if lineup.reduced:

@@ -129,7 +129,7 @@ def _line() -> str:
 
 def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
     """Train as ``place`` in ``job``; return the exit code."""
-    from paceline.training.checkpoint import Checkpointer, TrainState, export
+    from paceline.training.checkpoint import Checkpointer, Failures, TrainState, export
     from paceline.training.environment import current
     from paceline.training.guard import Guard
     from paceline.training.identity import code_version
@@ -166,6 +166,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             config_digest=its.config_digest,
             code_version=code_version(),
             environment=environment,
+            failures=Failures(job.failures, job.running_s),
             deadline_s=settings.guard.checkpoint_deadline_s,
         )
         stack.callback(checkpointer.close)

@@ -28,6 +28,8 @@ class TrainJob(Record):
     deterministic: bool = True
     data: DataSettings = DataSettings()  # how samples become batches
     skip_batches: tuple[int, ...] = ()  # global batches that made training go wrong: passed over
+    failures: int = 0  # of this job before the attempt,
+    running_s: float = 0.0  # in so many seconds: what an `auto` checkpoint interval is made from
 
 
 class RankEvent(Record):
