@@ -12,8 +12,9 @@ What is guarded: which code runs (allow-list and pin), that it changes unseen (t
 at each load), and what it finds in its environment (an allow-list of variables, no credentials).
 What is NOT guarded: the code runs in the rank's process and as its user. It can read the files that
 user can read, the state directory's runtime.json with the S3 credentials of the ranks among them,
-open connections, and look into this process's memory. A source that is not trusted with the bucket
-does not belong on the allow-list; ranks that must not read more get credentials of their own.
+open connections, this process's memory, and /proc/PID/environ of what was started with more. A
+source that is not trusted with the bucket does not belong on the allow-list; ranks that must not
+read more get credentials of their own.
 """
 
 from __future__ import annotations

@@ -12,17 +12,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from paceline.errors import AccessDenied, InvalidFrame, InvalidInput, PeerLost
 from paceline.models import config_for
 from paceline.profile import TrainingSettings
 from paceline.training.relaxed import frames
-from paceline.training.relaxed.claims import FileClaims
+from paceline.training.relaxed.claims import FileClaims, StoreClaims
 from paceline.training.relaxed.frames import Frame, Kind
 from paceline.training.relaxed.learner import Learner
 from paceline.training.relaxed.ranks import require_ranks
@@ -310,6 +312,17 @@ def test_one_epoch_is_claimed_once(tmp_path: Path) -> None:
     served = Server(learner(), Terms("", 1, 1, 0), claims, "server")
     with pytest.raises(PeerLost, match="another parameter server leads"):
         served.lead(2)
+
+
+def test_one_epoch_is_claimed_once_in_the_gangs_store() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=20), wait_for_workers=False)
+    other = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=20), wait_for_workers=False)
+    assert StoreClaims(other).claim(2, "standby")
+    assert not StoreClaims(store).claim(2, "server")
+    assert StoreClaims(other).claim(2, "standby"), "asking again is fine"
+    assert StoreClaims(store, "another-job").claim(2, "server")
 
 
 def test_workers_give_up_where_nobody_leads() -> None:
