@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from paceline.data import ShardCache, Snapshot, build_snapshot, documents, load_snapshot
 from paceline.data.formats.columns import ColumnSamples
 from paceline.data.snapshot import BYTES
+from paceline.data.splits import assign_splits
 from paceline.errors import InvalidInput, InvalidSnapshot, SourceMissing
 from paceline.objects import DiskStore, ObjectStore
 from paceline.profile import DataSettings
@@ -66,13 +67,23 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
 
 
 @given(
-    texts=st.dictionaries(st.from_regex(r"[a-z]{1,6}", fullmatch=True), TEXTS, min_size=2),
+    texts=st.dictionaries(
+        st.from_regex(r"[a-z]{1,6}", fullmatch=True),
+        TEXTS | st.sampled_from(["one and the same", "another"]),
+        min_size=2,
+        max_size=12,
+    ),
+    share=st.sampled_from([0.1, 0.5, 0.95]),
     seed=st.integers(-(2**40), 2**40),
     shard_bytes=st.integers(1024, 4096),
 )
 @hypothesis(max_examples=12, deadline=None)
 def test_any_documents_are_each_there_once_under_one_digest(
-    tmp_path_factory: pytest.TempPathFactory, texts: dict[str, str], seed: int, shard_bytes: int
+    tmp_path_factory: pytest.TempPathFactory,
+    texts: dict[str, str],
+    share: float,
+    seed: int,
+    shard_bytes: int,
 ) -> None:
     root = tmp_path_factory.mktemp("any")
     distinct: dict[str, str] = {}
@@ -87,7 +98,8 @@ def test_any_documents_are_each_there_once_under_one_digest(
         for name in names:  # a directory lists its files in another order
             (source / f"{name}.txt").write_text(texts[name], newline="")
         where = root / f"store-{turn}"
-        snapshots.append(built(source, where, seed=seed, shard_bytes=shard_bytes))
+        changes = {"seed": seed, "shard_bytes": shard_bytes, "held_out_share": share}
+        snapshots.append(built(source, where, **changes))
     one, other = snapshots
     assert one.record == other.record
     assert one.digest == other.digest
@@ -95,7 +107,9 @@ def test_any_documents_are_each_there_once_under_one_digest(
     assert sorted(found.values()) == sorted(distinct)
     assert all(texts[key.removesuffix(".txt")] == text for key, text in found.items())
     assert one.record.duplicates == len(texts) - len(distinct)
-    assert {each.split for each in one.shards} == {"train", "held-out"}
+    held_out = {each.path for each in documents(one, "held-out", DiskStore(), root / "cache")}
+    assert held_out == assign_splits(sorted(found), share, seed), "by key and seed alone"
+    assert 0 < len(held_out) < len(found), "none of the splits is empty"
 
 
 def rows_of(count: int) -> list[dict[str, Any]]:
