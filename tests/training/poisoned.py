@@ -1,8 +1,11 @@
-"""A task of one's own whose loss is no number in one batch: fault 23, planted."""
+"""Tasks of one's own: one whose loss is no number in one batch (fault 23, planted), a slow one."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +35,21 @@ class Poisoned(TransformerWorkload):
         return super().loss_sum(outputs, *targets)
 
 
+class Paced(TransformerWorkload):
+    """The transformer's task, slow for as long as a file is there."""
+
+    def inputs(self, batch: Batch, device: torch.device) -> Inputs:
+        """Return the batch's tensors, in a while."""
+        if Path(os.environ.get("PACELINE_TEST_SLOW", "/nothing")).exists():
+            time.sleep(0.3)
+        return super().inputs(batch, device)
+
+
+def paced(asked: Task) -> Paced:
+    """Return the slow workload (a ``codeRef`` entrypoint)."""
+    return Paced(config_for(50_000, asked.context), asked.seed)
+
+
 def task(asked: Task) -> Poisoned:
     """Return the workload (a ``codeRef`` entrypoint)."""
-    return Poisoned(config_for(50_000, 32), asked.seed)
+    return Poisoned(config_for(50_000, asked.context), asked.seed)

@@ -1,0 +1,195 @@
+"""Recovery of real training: fewer ranks and back, spares, notices, cancels, planted NaNs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.errors import Cancelled, TrainingFailed
+from paceline.profile import SecuritySettings, save_runtime
+from paceline.training import LocalLauncher, run_job
+from paceline.training.code_ref import tree_digest
+from paceline.wire.training import RankEvent, TrainJob, TrainResult
+from tests.training.conftest import Camp
+from tests.training.poisoned import BAD_BATCH
+
+STEPS = 24
+
+
+@dataclass
+class Story:
+    result: TrainResult | None = None
+    events: list[RankEvent] = field(default_factory=list)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Losses by step; of a step that ran twice, the last."""
+        return {e.step: e.data["loss"] for e in self.events if e.event == "step" and e.rank == 0}
+
+    @property
+    def step(self) -> int:
+        return max(self.losses, default=0)
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[LocalLauncher]:
+    with LocalLauncher() as kept:
+        yield kept
+
+
+Hook = Callable[[RankEvent, Story], None]
+
+
+def run(
+    camp: Camp,
+    launcher: LocalLauncher,
+    job: TrainJob,
+    hook: Hook = lambda *_: None,
+    cancel: threading.Event | None = None,
+    story: Story | None = None,
+) -> Story:
+    story = story or Story()
+
+    def on_event(event: RankEvent) -> None:
+        story.events.append(event)
+        hook(event, story)
+
+    story.result = run_job(job, camp.nodes, launcher, on_event=on_event, cancel=cancel)
+    return story
+
+
+@pytest.fixture(scope="module")
+def calm(camp: Camp, launcher: LocalLauncher) -> Story:
+    """Two ranks, undisturbed."""
+    return run(camp, launcher, camp.job("calm", ranks=2))
+
+
+@pytest.mark.usefixtures("trusting")
+def test_a_lost_node_is_done_without_and_taken_back_at_a_checkpoint(
+    camp: Camp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "slow"  # so that the job outlasts the start of a launcher
+    slow.touch()
+    monkeypatch.setenv("PACELINE_TEST_SLOW", str(slow))
+    killed: list[int] = []
+
+    def kill(event: RankEvent, story: Story) -> None:
+        if event.event == "checkpoint" and not killed:
+            killed.append(launcher.launcher_pids["node-1"])
+            os.kill(killed[0], signal.SIGKILL)
+        if event.event == "step" and event.attempt == 3:
+            slow.unlink(missing_ok=True)
+
+    guard = {"min_ranks": 1, "failures_per_host": 3}
+    own = {"code_ref": reference(camp, "paced"), "steps": 200, "checkpoints": {"every_steps": 3}}
+    with LocalLauncher() as launcher:
+        story = run(camp, launcher, camp.job("elastic", ranks=2, guard=guard, **own), kill)
+        whole = run(camp, launcher, camp.job("inelastic", ranks=2, **own))
+    worlds = {
+        e.attempt: len({each.rank for each in story.events if each.attempt == e.attempt})
+        for e in story.events
+    }
+    assert [worlds[attempt] for attempt in sorted(worlds)] == [2, 1, 2]
+    assert [each.kind for each in story.result.restarts] == ["lost", "returned"]
+    assert [each.ranks for each in story.result.restarts] == [1, 2]
+    assert story.result.restarts[1].lost_steps == 0
+    assert story.result.ranks == 2
+    assert story.result.failures.hosts == {"node-1": 1}
+    assert story.losses == pytest.approx(whole.losses, abs=1e-5), "the same gradient, whoever adds"
+    ledger = story.result.ledger
+    accounts = [v for k, v in ledger.model_dump().items() if k not in ("wall_s", "goodput")]
+    assert sum(accounts) == pytest.approx(ledger.wall_s, abs=1e-6)
+    assert ledger.restart_s > 0
+
+
+def test_a_spare_takes_over_and_no_bit_changes(
+    camp: Camp, launcher: LocalLauncher, calm: Story
+) -> None:
+    struck: list[int] = []
+
+    def kill(event: RankEvent, story: Story) -> None:
+        if event.event == "checkpoint" and not struck:
+            struck.append(launcher.pids[1])
+            os.kill(struck[0], signal.SIGKILL)
+
+    job = camp.job("spared", ranks=2, guard={"spares": 1}, checkpoints={"every_steps": 4})
+    story = run(camp, launcher, job, kill)
+    assert len(story.result.restarts) == 1
+    assert story.losses == calm.losses
+    assert story.result.weights_digest == calm.result.weights_digest
+
+
+def test_a_cancel_saves_on_all_ranks_and_the_same_job_goes_on(
+    camp: Camp, launcher: LocalLauncher, calm: Story
+) -> None:
+    cancel, story = threading.Event(), Story()
+
+    def ask(event: RankEvent, story: Story) -> None:
+        if event.event == "step" and event.step >= 5:
+            cancel.set()
+
+    job = camp.job("cancelled", ranks=2, checkpoints={"every_steps": 100})
+    with pytest.raises(Cancelled):
+        run(camp, launcher, job, ask, cancel, story)
+    assert not [pid for pid in launcher.pids.values() if psutil.pid_exists(pid)]
+    stopped = {e.step for e in story.events if e.event == "failed"}
+    assert len(stopped) == 1
+    more = run(camp, launcher, job)
+    assert more.result.resumed_from_step == stopped.pop() < STEPS
+    assert story.losses | more.losses == calm.losses
+
+
+def reference(camp: Camp, function: str) -> str:
+    code = camp.runtime.state_dir / "tasks"
+    code.mkdir(exist_ok=True)
+    shutil.copy(Path(__file__).with_name("poisoned.py"), code)
+    return f"file://{code}@sha256:{tree_digest(code)}#poisoned:{function}"
+
+
+def poisoned(camp: Camp, name: str, **guard: object) -> TrainJob:
+    return camp.job(
+        name,
+        ranks=2,
+        code_ref=reference(camp, "task"),
+        checkpoints={"every_steps": 2},
+        guard={"on_bad_step": "roll-back", **guard},
+    )
+
+
+@pytest.fixture
+def trusting(camp: Camp) -> Iterator[None]:
+    security = SecuritySettings(code_sources=(str(camp.runtime.state_dir / "tasks"),))
+    model = camp.runtime.profile.model.model_copy(update={"context": 32})
+    changes = {"security": security, "model": model}
+    profile = camp.runtime.profile.model_copy(update=changes)
+    save_runtime(camp.runtime.model_copy(update={"profile": profile}))
+    yield
+    save_runtime(camp.runtime)
+
+
+@pytest.mark.usefixtures("trusting")
+def test_a_planted_nan_is_rolled_back_and_its_batch_passed_over(
+    camp: Camp, launcher: LocalLauncher
+) -> None:
+    story = run(camp, launcher, poisoned(camp, "nan-rolled-back"))
+    (restart,) = story.result.restarts
+    assert restart.kind == "bad-step"
+    assert restart.resumed_step <= BAD_BATCH
+    assert story.result.skipped_batches == (BAD_BATCH,)
+    assert story.step == STEPS
+    assert all(loss == loss for loss in story.losses.values())
+    assert story.result.failures.job == 0, "a bad batch is no failure of the machines"
+
+
+@pytest.mark.usefixtures("trusting")
+def test_more_bad_steps_than_allowed_stop_the_job(camp: Camp, launcher: LocalLauncher) -> None:
+    with pytest.raises(TrainingFailed, match="bad step"):
+        run(camp, launcher, poisoned(camp, "nan-stopped", max_bad_steps=0))
