@@ -46,29 +46,32 @@ class Gang:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lines: list[IO[str]] = []
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        with socket.create_server(("127.0.0.1", 0), backlog=ranks) as server:
-            address = f"127.0.0.1:{server.getsockname()[1]}"
-            command = [self._python(), str(TRAINERS), kind, address, *map(str, sizes)]
-            port = str(_free_port())
-            for rank in range(1 if kind == "ray" else ranks):
-                self._processes.append(
-                    subprocess.Popen(
-                        command,
-                        env=self._environment(rank, ranks, port),
-                        stdout=self._log,
-                        stderr=self._log,
-                    )
+        self._ranks = ranks
+        self._server = socket.create_server(("127.0.0.1", 0), backlog=ranks)
+        address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        command = [self._python(), str(TRAINERS), kind, address, *map(str, sizes)]
+        port = str(_free_port())
+        for rank in range(1 if kind == "ray" else ranks):
+            self._processes.append(
+                subprocess.Popen(
+                    command,
+                    env=self._environment(rank, ranks, port),
+                    stdout=self._log,
+                    stderr=self._log,
                 )
-            server.settimeout(1.0)
-            until = time.monotonic() + START_S
-            while len(self._lines) < ranks:
-                self._require_alive(until)
-                with contextlib.suppress(TimeoutError):
-                    connection = server.accept()[0]
-                    connection.settimeout(WORK_S)
-                    line = connection.makefile("rw")
-                    line.readline()
-                    self._lines.append(line)
+            )
+
+    def ready(self) -> None:
+        """Wait until every rank stands still for its work."""
+        self._server.settimeout(1.0)
+        until = time.monotonic() + START_S
+        while len(self._lines) < self._ranks:
+            self._require_alive(until)
+            with contextlib.suppress(TimeoutError), self._server.accept()[0] as connection:
+                connection.settimeout(WORK_S)
+                line = connection.makefile("rw")  # keeps the connection
+                line.readline()
+                self._lines.append(line)
 
     def seconds(self, steps: int) -> tuple[float, float]:
         """Return the slowest rank's seconds for ``steps`` steps, and all ranks' CPU seconds."""
@@ -86,6 +89,7 @@ class Gang:
 
     def close(self) -> None:
         """End the ranks."""
+        self._server.close()
         for line in self._lines:
             line.close()
         for process in self._processes:
@@ -132,6 +136,8 @@ def gangs(kinds: tuple[str, str], ranks: int, sizes: list[int]) -> Iterator[list
     try:
         for kind in kinds:
             found.append(Gang(kind, ranks, sizes))  # noqa: PERF401 - those started are closed
+        for each in found:
+            each.ready()
         yield found
     finally:
         for each in found:
