@@ -62,7 +62,7 @@ def run(spec: dict[str, Any]) -> None:
         claims=FileClaims(Path(spec["claims"])),
         key="of-this-gang",
         deadline_s=90.0,
-        silence_s=1.5,
+        silence_s=2.5,
         on_update=lambda update, loss: say(
             version=update.version, worker=update.worker, sequence=update.sequence,
             base=update.base, loss=loss,

@@ -29,7 +29,7 @@ from paceline.training.relaxed.frames import (
 from paceline.training.relaxed.server import TURN_S, Terms
 
 RETRY_S = 0.05
-SILENCES = 3  # of a server, before a worker looks for another
+SILENCES = 2  # of a server, before a worker looks for another
 ANSWER_S = TURN_S + 15.0  # a push may wait for another worker's turn first
 
 Compute = Callable[[int, npt.NDArray[Any]], tuple[npt.NDArray[Any], float]]
