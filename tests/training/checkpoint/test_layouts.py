@@ -27,9 +27,9 @@ from tests.training.checkpoint.ranks import (
 )
 
 PROGRAM = "tests.training.checkpoint.ranks"
-DEADLINE_S = 150
+DEADLINE_S = 200
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 
 def launch(root: Path, world: int) -> list[dict[str, Any]]:
