@@ -1,7 +1,6 @@
 """`paceline init`: a fleet's state directory, from which a coordinator starts and nodes join."""
 
 import json
-import os
 import signal
 import socket
 import stat
@@ -87,7 +86,7 @@ def test_a_fleet_begins_with_init_and_its_first_node_joins_over_tls(tmp_path):
         assert paceline("status", "--json", state=state).returncode == 0, "nothing has changed"
     finally:
         end(running)
-    assert os.listdir(state / "authority"), "the authority outlives its coordinator"
+    assert list((state / "authority").iterdir()), "the authority outlives its coordinator"
 
 
 @pytest.mark.parametrize(
