@@ -25,8 +25,8 @@ def main() -> int:
     mine = orders.get(str(rank), orders.get("all", {}))
     attempt = int(os.environ["PACELINE_ATTEMPT"])
     mine = mine.get(str(attempt), mine) if "1" in mine else mine
-    stopped = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    stopped: list[int] = []  # not an Event: setting one in a handler can deadlock
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     child = 0
     if mine.get("child"):
         child = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
@@ -49,9 +49,12 @@ def main() -> int:
     if "fail" in mine:
         sys.stderr.write(mine["fail"] + "\n")
         return int(mine.get("code", 1))
-    if stopped.wait(mine.get("wait_s", 0)):
-        say("failed", code="Stopped")
-        return 143
+    until = time.monotonic() + mine.get("wait_s", 0)
+    while time.monotonic() < until:
+        if stopped:
+            say("failed", code="Stopped")
+            return 143
+        time.sleep(0.01)
     return 0
 
 

@@ -40,6 +40,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+RETURN_DEADLINE_S = 15.0  # for a node that is away to be back
 READY_DEADLINE_S = 120.0  # for a launcher to import torch, on a machine that does other things too
 
 
@@ -74,14 +75,22 @@ class Gangs:
         self._watch = {"do": "watch", "preemption": named, "grace_s": grace_s}
 
     def prepare(self, workers: Sequence[str], deadline_s: float = READY_DEADLINE_S) -> set[str]:
-        """Return which of ``workers`` have a launcher that is ready; waits for those that start."""
-        starting = set()
-        for worker in dict.fromkeys(workers):
-            if worker not in self.ready and self.nodes.start(worker):
+        """Return which of ``workers`` have a launcher that is ready.
+
+        Those that start are waited for, and for a while those that are away: a Dask worker that
+        died is back within seconds.
+        """
+        began = time.monotonic()
+        away = [each for each in dict.fromkeys(workers) if each not in self.ready]
+        starting: set[str] = set()
+        while (passed := time.monotonic() - began) < deadline_s:
+            settled = starting <= self.ready | self.lost
+            if settled and (not away or passed > RETURN_DEADLINE_S):
+                break
+            for worker in [each for each in away if self.nodes.start(each)]:
+                away.remove(worker)
                 starting.add(worker)
                 self.lost.discard(worker)
-        until = time.monotonic() + deadline_s
-        while not starting <= self.ready | self.lost and time.monotonic() < until:
             self.check_cancel()
             for heard in self.nodes.hear(TICK_S):
                 self.note(heard)
