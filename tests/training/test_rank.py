@@ -20,8 +20,8 @@ from paceline.errors import (
 from paceline.models import load_model, weights_digest
 from paceline.profile import DataSettings
 from paceline.training.checkpoint import Generations
-from paceline.training.workload import shuffled
 from paceline.training.watch import STOPPED_EXIT, StopFlag
+from paceline.training.workload import shuffled
 from tests.training.conftest import BUCKET, Camp
 
 
