@@ -22,6 +22,7 @@ from paceline.data.cache import DiskCache, Held, Part
 from paceline.data.fetch import Fetcher
 from paceline.data.transform import load_transform
 from paceline.errors import (
+    AccessDenied,
     CorruptData,
     InvalidInput,
     InvalidSnapshot,
@@ -442,7 +443,7 @@ def test_a_transform_changes_each_sample_and_its_failures_are_named(
     on_disk: Snapshot, texts: Path, tmp_path: Path
 ) -> None:
     found, bad = {}, {}
-    transform = load_transform(f"{__name__}:shout")
+    transform = load_transform(f"{__name__}:shout", [__name__])
     with ShardCache(on_disk, DiskStore(), tmp_path / "cache", transform=transform) as cache:
         for shard in on_disk.shards:
             with cache.samples(shard) as samples:
@@ -464,7 +465,9 @@ def test_a_transform_changes_each_sample_and_its_failures_are_named(
     assert "outside the vocabulary" in bad["file-09.txt"]
     for name in ("nowhere:f", f"{__name__}:none", f"{__name__}:KIB", "shout"):
         with pytest.raises(InvalidInput, match="transform"):
-            load_transform(name)
+            load_transform(name, ["nowhere", "shout", __name__])
+    with pytest.raises(AccessDenied, match="not allowed"):
+        load_transform("os.path:join", ["osmium", "pathlib"])
 
 
 def test_a_cache_is_opened_for_its_purpose_only(on_disk: Snapshot, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ transform raises, or gives something else, is bad: it is named with the reason, 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,20 +17,36 @@ import numpy.typing as npt
 
 from paceline.data.formats.sample import Array, clean_array
 from paceline.data.samples import ShardSamples
-from paceline.errors import InvalidInput
+from paceline.errors import AccessDenied, InvalidInput
 
 Transform = Callable[[dict[str, Any]], Mapping[str, Any]]
 TOKENS, KEY = "tokens", "key"
 
 
-def load_transform(name: str) -> Transform | None:
-    """Return the function called ``module:function``, None for ``""``; raises InvalidInput.
+def require_allowed(name: str, sources: Sequence[str]) -> None:
+    """Raise AccessDenied where the module of ``name`` is none of ``sources``, nor inside of one."""
+    module = name.partition(":")[0]
+    if name and not any(module == each or module.startswith(f"{each}.") for each in sources):
+        raise AccessDenied(
+            "transform is from a source that is not allowed",
+            got=name,
+            wanted=f"one of {', '.join(sources) or 'none'}",
+            where="security.code_sources",
+            do="Add the module to the profile if you trust it with what the ranks can read.",
+        )
+
+
+def load_transform(name: str, sources: Sequence[str]) -> Transform | None:
+    """Return the function called ``module:function``, None for ``""``.
+
+    Raises InvalidInput where there is none, AccessDenied for a module that is not in ``sources``.
 
     It is given ``{"key": str, "tokens": array, NAME: array, …}`` and returns the same kind of
     mapping; the arrays it is given are read-only.
     """
     if not name:
         return None
+    require_allowed(name, sources)
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)

@@ -16,6 +16,7 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from paceline.data import Snapshot, load_snapshot, require_purpose
+from paceline.data.transform import require_allowed
 from paceline.errors import (
     Conflict,
     InvalidInput,
@@ -116,6 +117,7 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
     ``snapshot``: labelled for something else, tokenised by another tokenizer than the base
     model's, or without any tokens for it."""
     require_purpose(snapshot, job.purpose, job.data.project)
+    require_allowed(job.data.transform, load_runtime(job.state_dir).profile.security.code_sources)
     config = _base_config(job, worker_id)
     if config is None:
         return  # another machine's disk, or a user's own model: each rank looks

@@ -70,7 +70,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> Loaded:
             wanted=job.snapshot_digest,
             where=job.snapshot_url,
         )
-    require_purpose(snapshot, job.purpose)
+    require_purpose(snapshot, job.purpose, job.data.project)
     model, config, workload = _task(job, runtime, node, snapshot)
     cache = ShardCache(
         snapshot,
@@ -78,8 +78,9 @@ def load(job: TrainJob, worker_id: str, rank: int) -> Loaded:
         node / "cache",
         limit_bytes=job.data.cache_bytes,
         ahead=job.data.prefetch_shards,
-        transform=load_transform(job.data.transform),
+        transform=load_transform(job.data.transform, runtime.profile.security.code_sources),
         purpose=job.purpose,
+        project=job.data.project,
     )
     return Loaded(
         job=job,
