@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from paceline.profile import (
@@ -101,7 +102,12 @@ class Bench:
 class Striker:
     """Strikes rank 1 whenever ``every`` new steps were made; notes what followed."""
 
-    def __init__(self, bench: Bench, number: signal.Signals, every: int, strikes: int) -> None:
+    def __init__(
+        self, bench: Bench, number: signal.Signals, every: int, strikes: int, spread: int = 1
+    ) -> None:
+        # Failures fall anywhere in an interval: with ``spread`` its steps, up to so many later.
+        self._random, self._spread = Random(0), spread
+        self._later = self._random.randrange(spread)
         self._bench, self._number = bench, number
         self._every, self._left = every, strikes
         self._reached = 0
@@ -128,10 +134,10 @@ class Striker:
                 self.new_step_s.append(now - self._struck_at)
                 self._struck_at = None
         self._reached = max(self._reached, event.step)
-        due = event.step - self._last_strike >= self._every and self._saved
+        due = event.step - self._last_strike >= self._every + self._later and self._saved
         if self._struck_at is None and self._left and due:
             self._left -= 1
-            self._last_strike = event.step
+            self._last_strike, self._later = event.step, self._random.randrange(self._spread)
             self._struck_in, self._resumed = event.attempt, False
             os.kill(self._bench.launcher.pids[1], self._number)
             self._struck_at = time.monotonic()
@@ -186,14 +192,15 @@ def goodput(bench: Bench, failures: int) -> dict[str, Any]:
     recovery_s = 1.0
     # An interval long against a recovery, as in any job worth it: I = R, so MTBF = 20 R.
     interval = max(4, round(recovery_s / step_s))
-    striker = Striker(bench, signal.SIGKILL, 20 * interval, failures)
-    job = bench.job("goodput", 20 * interval * (failures + 1), interval)
+    striker = Striker(bench, signal.SIGKILL, 20 * interval, failures, interval)
+    steps = (20 * (failures + 1) + failures) * interval
+    job = bench.job("goodput", steps, interval)
     result, _ = bench.run(job, striker)
     ledger = result.ledger
     assert ledger is not None
     trained = ledger.wall_s - ledger.start_s - ledger.finish_s
     mtbf_s = trained / max(1, len(result.restarts))
-    interval_s = interval * step_s
+    interval_s = interval * (ledger.productive_s + ledger.data_wait_s) / steps  # as it was then
     measured_r = statistics.mean(striker.any_step_s) if striker.any_step_s else 0.0
     stall = ledger.checkpoint_stall_s / trained
     wait = ledger.data_wait_s / trained
