@@ -529,7 +529,7 @@ def test_large_fleet_is_told_to_beat_more_slowly(make_world):
 
 
 def test_neighbours_are_named_from_the_plan(world):
-    d = started(world, "node-0", "node-1", "node-2")
+    d = started(world, "node-0", "node-1", "node-2", topology="chain")
     parts = {each.worker_id: each for each in world.state.progress(d)}
     assert parts["node-0"].upstream_worker == "origin:s3://b/m"
     assert parts["node-0"].downstream_worker == "node-1"

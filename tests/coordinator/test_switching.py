@@ -294,7 +294,7 @@ def test_new_leader_restarts_nothing_and_waits_for_what_the_workers_say(world):
 
 def test_new_leader_plans_for_who_returned_when_the_last_one_died(world):
     nodes = ("node-0", "node-1", "node-2")
-    d = started(world, *nodes)
+    d = started(world, *nodes, topology="chain")
     world.register("node-1")
     world.state = CoordinatorState.restore(read_back(world.kept), world.now_s, world.patience)
     for worker_id in nodes:

@@ -3,6 +3,7 @@ there, absorbs the death of a training rank, and cleans up after itself."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -25,8 +26,20 @@ WORDS = ("demo", "--json", "--profile", "ci", "--set", "training.steps=240")
 
 
 def ranks_of(state: Path) -> list[psutil.Process]:
-    """Return the training ranks that run now."""
-    return [each for each in processes_of(state) if "paceline.training.rank" in each.cmdline()]
+    """Return the training ranks that run now: what a node's launcher forked and what has threads
+    (the keepers of its store and keys have none)."""
+    forked = []
+    for each in processes_of(state):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = each.parent()
+            if (
+                "paceline.training.rank:main" in each.cmdline()
+                and each.num_threads() > 1
+                and parent is not None
+                and parent.cmdline() == each.cmdline()
+            ):
+                forked.append(each)
+    return forked
 
 
 def test_a_killed_demo_leaves_nothing_and_the_next_one_goes_on(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ class Paced(TransformerWorkload):
 
     def inputs(self, batch: Batch, device: torch.device) -> Inputs:
         """Return the batch's tensors, in a while."""
-        if Path(os.environ.get("PACELINE_TEST_SLOW", "/nothing")).exists():
+        # Of the variables that user code finds, only such as torch's are of our making.
+        if Path(os.environ.get("TORCH_TEST_SLOW_WHILE", "/nothing")).exists():
             time.sleep(0.3)
         return super().inputs(batch, device)
 

@@ -78,7 +78,7 @@ def test_a_lost_node_is_done_without_and_taken_back_at_a_checkpoint(
 ) -> None:
     slow = tmp_path / "slow"  # so that the job outlasts the start of a launcher
     slow.touch()
-    monkeypatch.setenv("PACELINE_TEST_SLOW", str(slow))
+    monkeypatch.setenv("TORCH_TEST_SLOW_WHILE", str(slow))
     killed: list[int] = []
 
     def kill(event: RankEvent, story: Story) -> None:

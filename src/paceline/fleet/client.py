@@ -1,4 +1,4 @@
-"""Fleet: start agents, calls, processes and gangs of ranks on an installation's nodes.
+"""Fleet: start agents, calls and processes on an installation's nodes, and hold nodes for a job.
 
 A thin adapter over Dask, which only places and watches: every call is pinned to one node's worker,
 is never retried elsewhere, has a deadline, and ends with WorkerLost when that worker dies. Dask's
@@ -20,9 +20,9 @@ from typing import Any
 from paceline.errors import NotFound, PacelineError, ServiceUnavailable, WorkerLost
 from paceline.fleet.agents import AgentOrder, ensure_agent
 from paceline.fleet.crew import Calls
-from paceline.fleet.gang import GangMember, GangResult, ProcessResult, run_gang, run_process
 from paceline.fleet.held import HeldNodes, open_nodes
 from paceline.fleet.nodes import AgentInfo, Node, labels_of, node_names
+from paceline.fleet.process import ProcessResult, run_process
 from paceline.profile import Runtime
 
 log = logging.getLogger(__name__)
@@ -166,37 +166,8 @@ class Fleet:
         is asked to stop and killed after ``grace_s``, with everything it started. Raises
         WorkerLost.
         """
-        member = GangMember(worker_id, 0, tuple(argv), env or {}, input_json)
-        return run_process(self, member, on_event, deadline_s, cancel, grace_s)
-
-    def run_gang(
-        self,
-        members: Sequence[GangMember],
-        *,
-        on_event: Callable[[dict[str, Any]], None] | None = None,
-        start_deadline_s: float,
-        silence_deadline_s: float,
-        attempt: int,
-        deadline_s: float | None = None,
-        cancel: threading.Event | None = None,
-        grace_s: float = 10.0,
-    ) -> GangResult:
-        """Run a rank a member, all or none, and return how the gang ended.
-
-        See `paceline.fleet.gang` for what a rank is told and when the gang is ended. Raises
-        Cancelled after ``cancel`` was set and every rank is gone; Conflict when other gangs kept
-        the nodes past ``start_deadline_s``.
-        """
-        return run_gang(
-            self,
-            members,
-            on_event=on_event,
-            start_deadline_s=start_deadline_s,
-            silence_deadline_s=silence_deadline_s,
-            attempt=attempt,
-            deadline_s=deadline_s,
-            cancel=cancel,
-            grace_s=grace_s,
+        return run_process(
+            self, worker_id, argv, env or {}, input_json, on_event, deadline_s, cancel, grace_s
         )
 
     @contextlib.contextmanager

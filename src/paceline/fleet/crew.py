@@ -133,7 +133,6 @@ class Member:
     """A process of a crew."""
 
     worker_id: str
-    rank: int
     order: Order
     address: str = ""
     pid: int = 0
@@ -200,23 +199,20 @@ class Crew:
                     member.lost = f"the node has not answered for {NEWS_PATIENCE_S:.0f} s"
         return lines
 
-    def end(self, grace_s: float, *, dump_stacks: Sequence[Member] = ()) -> None:
+    def end(self, grace_s: float) -> None:
         """End every process that may still run, and learn its last words.
 
         Never raises: a node that cannot be asked loses its processes by itself (lease and guards).
         """
         calls = self._fleet._calls(slot=False)
-        dumping = {each.order.process_id for each in dump_stacks}
         for address, members in self._by_address(living=False).items():
-            for dump in (True, False):
-                ids = [
-                    each.order.process_id
-                    for each in members
-                    if (each.order.process_id in dumping) == dump
-                    and not (each.lost and each.news.exit_code is None and each.pid == 0)
-                ]
-                if ids:
-                    calls.submit(f"{address} {dump}", address, remote.end, ids, grace_s, dump)
+            ids = [
+                each.order.process_id
+                for each in members
+                if not (each.lost and each.news.exit_code is None and each.pid == 0)
+            ]
+            if ids:
+                calls.submit(address, address, remote.end, ids, grace_s)
         try:
             answers = calls.gather(grace_s + remote.KILL_PATIENCE_S + NEWS_PATIENCE_S)
         except Exception:

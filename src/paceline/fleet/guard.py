@@ -7,8 +7,7 @@ back to it and are found. ``guard.py exec PARENT_PID -- argv…`` only sets the 
 and becomes ``argv``, for children that need no tree kept.
 
 Signals to a running guard: SIGTERM and SIGINT ask the child to stop and kill what is left after the
-grace; SIGUSR1 kills at once; SIGUSR2 makes the child's group abort (Python's faulthandler then
-writes all stacks to stderr). The guard ends as its child ended, with the same code or by the same
+grace; SIGUSR1 kills at once. The guard ends as its child ended, with the same code or by the same
 signal.
 
 Runs by path with ``python -I -S`` in about 15 ms and 9 MB, so it imports the standard library only
@@ -98,7 +97,6 @@ def _start_child(argv: list[str]) -> int:
             signal.SIGTERM,
             signal.SIGINT,
             signal.SIGUSR1,
-            signal.SIGUSR2,
             signal.SIGPIPE,
         ):
             signal.signal(number, signal.SIG_DFL)
@@ -126,7 +124,7 @@ class _Guard:
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        watched = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+        watched = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD)
         for number in watched:
             signal.signal(number, lambda *_: None)
         self.pid = _start_child(self.argv)
@@ -171,9 +169,6 @@ class _Guard:
             self._ask_to_stop(self.grace_s)
         elif number == signal.SIGUSR1:
             self.kill_at = 0.0
-        elif number == signal.SIGUSR2:
-            self._group(signal.SIGABRT)
-            self._group(signal.SIGCONT)  # a stopped process takes its signals only once it goes on
 
     def _ask_to_stop(self, grace_s: float) -> None:
         due = time.monotonic() + grace_s

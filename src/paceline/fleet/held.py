@@ -20,8 +20,9 @@ from typing import Any
 
 from paceline.errors import PacelineError, WorkerLost
 from paceline.fleet import remote
+from paceline.fleet.claims import CLAIM_DEADLINE_S, call, claimed
 from paceline.fleet.crew import Crew, Member
-from paceline.fleet.gang import CLAIM_DEADLINE_S, LAUNCH_DEADLINE_S, _call, _claimed
+from paceline.fleet.process import LAUNCH_DEADLINE_S
 from paceline.fleet.remote import Order
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class HeldNodes:
         try:
             text = json.dumps(order) + "\n"
             process_id = member.order.process_id
-            _call(self._fleet, worker_id, member.address, remote.tell, process_id, text)
+            call(self._fleet, worker_id, member.address, remote.tell, process_id, text)
         except PacelineError as error:
             raise WorkerLost(
                 "the node takes no order", got=error.one_line(), where=worker_id
@@ -106,9 +107,9 @@ class HeldNodes:
             gang_id=self._job_id,
             listens=True,
         )
-        member = Member(worker_id, 0, order, address)
+        member = Member(worker_id, order, address)
         try:
-            if holder := _call(self._fleet, worker_id, address, remote.claim, self._job_id):
+            if holder := call(self._fleet, worker_id, address, remote.claim, self._job_id):
                 log.warning("node is held by another worker=%s holder=%s", worker_id, holder)
                 return False
             Crew(self._fleet, [member]).start(LAUNCH_DEADLINE_S)
@@ -154,14 +155,13 @@ def open_nodes(
     """Hold nodes and run ``argv`` on each; see `Fleet.open_nodes`."""
     job_id = f"gang-{uuid.uuid4().hex[:12]}-{os.getpid()}"
     addresses = fleet._await_nodes(list(workers), 15.0)
-    empty = Order(process_id="", argv=(), env={}, input_json="", directory="")
-    members = [Member(each, 0, empty, addresses[each]) for each in dict.fromkeys(workers)]
-    with _claimed(fleet, job_id, members, wait_s, cancel, on_wait=on_wait, rendezvous=False):
+    wanted = {each: addresses[each] for each in workers}
+    with claimed(fleet, job_id, wanted, wait_s, cancel, on_wait=on_wait):
         nodes = HeldNodes(fleet, job_id, argv)
         try:
-            for member in members:
-                if not nodes.start(member.worker_id):
-                    raise WorkerLost("node is away", where=member.worker_id)
+            for worker_id in wanted:
+                if not nodes.start(worker_id):
+                    raise WorkerLost("node is away", where=worker_id)
             yield nodes
         finally:
             nodes.close()

@@ -57,10 +57,6 @@ class Guarded:
         """SIGTERM now; the guard kills the tree after the grace it was started with."""
         self._signal(signal.SIGTERM)
 
-    def abort(self) -> None:
-        """SIGABRT to the process group: Python ranks write their stacks to stderr and end."""
-        self._signal(signal.SIGUSR2)
-
     def kill(self) -> None:
         """SIGKILL the process, its group and everything below, at once."""
         self._signal(signal.SIGUSR1)

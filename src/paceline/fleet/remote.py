@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import IO
 
 from paceline.errors import Conflict, NotFound, WorkerLost
-from paceline.fleet.ports import ReservedPort, reserve_port
 from paceline.fleet.processes import Guarded, clean_environment, start_guarded
 
 LEASE_S = 30.0
@@ -85,7 +84,6 @@ class _Process:
 
 _changed = threading.Condition()
 _processes: dict[str, _Process] = {}
-_ports: dict[str, ReservedPort] = {}
 _gate: tuple[str, float] | None = None  # the gang that has this node, and until when
 
 
@@ -168,21 +166,16 @@ def news(cursors: Mapping[str, int], wait_s: float) -> dict[str, News]:
             _changed.wait(min(1.0, deadline - now))
 
 
-def end(process_ids: Sequence[str], grace_s: float, dump_stacks: bool = False) -> dict[str, News]:
+def end(process_ids: Sequence[str], grace_s: float) -> dict[str, News]:
     """End processes and everything they started; return their last news and forget them.
 
-    With ``dump_stacks`` a process first gets SIGABRT, so that a hanging Python writes where it
-    hangs. Processes that do not exist are left out.
+    Processes that do not exist are left out.
     """
     with _changed:
         found = {each: _processes[each] for each in process_ids if each in _processes}
         for process in found.values():
             process.ending = True
         _changed.notify_all()
-    if dump_stacks:
-        for process in found.values():
-            process.guarded.abort()
-        _await_end(list(found.values()), 1.0)
     for process in found.values():
         process.guarded.ask_to_stop()
     if not _await_end(list(found.values()), grace_s):
@@ -216,21 +209,11 @@ def claim(gang_id: str) -> str | None:
 
 
 def release(gang_id: str) -> None:
-    """Give the node back, and the rendezvous port that was reserved for ``gang_id`` here."""
+    """Give the node back."""
     global _gate  # noqa: PLW0603
     with _changed:
         if _gate is not None and _gate[0] == gang_id:
             _gate = None
-        if port := _ports.pop(gang_id, None):
-            port.close()
-
-
-def reserve_rendezvous(gang_id: str, host: str) -> int:
-    """Return a port on ``host`` that nobody else is given until ``release``."""
-    with _changed:
-        if gang_id not in _ports:
-            _ports[gang_id] = reserve_port(host, 0, purpose="rendezvous")
-        return _ports[gang_id].number
 
 
 class _input:  # noqa: N801 - reads as what it is

@@ -6,7 +6,9 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -42,11 +44,18 @@ def test_synchrony_compares_every_method_on_the_same_tokens() -> None:
     assert all(0 < each["bits_per_byte"] < 9 for each in rows.values())
 
 
-def test_real_learning_resumes_and_scores_whole_files(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def module() -> Iterator[ModuleType]:
+    """The benchmark as a module, under the name that its records are found by."""
     spec = importlib.util.spec_from_file_location("real_learning", BENCHMARKS / "real_learning.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules["real_learning"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    yield module
+    del sys.modules["real_learning"]
+
+
+def test_real_learning_resumes_and_scores_whole_files(module: Any, tmp_path: Path) -> None:
     words = [
         "--quick",
         "--seconds",
@@ -64,8 +73,7 @@ def test_real_learning_resumes_and_scores_whole_files(tmp_path: Path) -> None:
     assert again["bits_per_byte"] == first["bits_per_byte"]
 
 
-def test_real_learning_scores_every_byte_of_a_file_once() -> None:
-    module = sys.modules["real_learning"]
+def test_real_learning_scores_every_byte_of_a_file_once(module: Any) -> None:
     shape = module.Shape(width=16, layers="lf", window=8, heads=1, hidden=16, buckets=8, context=32)
 
     class Uniform(torch.nn.Module):
@@ -81,8 +89,7 @@ def test_real_learning_scores_every_byte_of_a_file_once() -> None:
         assert module.score(Uniform(), files) == pytest.approx(8.0), "each byte costs 8 bits"
 
 
-def test_real_learning_sees_nothing_that_comes_later() -> None:
-    module = sys.modules["real_learning"]
+def test_real_learning_sees_nothing_that_comes_later(module: Any) -> None:
     shape = module.Shape(
         width=16, layers="lf", window=8, heads=1, hidden=16, buckets=64, context=32
     )
