@@ -71,6 +71,7 @@ class Played:
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
+            request_queue_size = 64  # with 5, one of many callers at once waits a second and leaves
 
             def handle_error(self, *args):
                 pass  # clients that give up are what these tests are about

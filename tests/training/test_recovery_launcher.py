@@ -97,7 +97,7 @@ def test_ranks_run_together_and_a_killed_one_ends_all(kept: LocalLauncher) -> No
 
 def test_the_first_to_fail_is_named_with_its_last_words(kept: LocalLauncher) -> None:
     orders = {
-        "0": {"fail": "peer reset", "code": 75},
+        "0": {"fail": "peer reset", "code": 75, "steps": 8},  # a moment after the other
         "1": {"fail": "RuntimeError: no loss"},
     }
     with opened(kept) as gangs:
