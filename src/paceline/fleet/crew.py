@@ -137,7 +137,6 @@ class Member:
     address: str = ""
     pid: int = 0
     news: News = field(default_factory=News)
-    seen: float = 0.0  # when that news came
     last_line: str | None = None
     lost: str = ""  # why it cannot be asked any more
 
@@ -145,11 +144,6 @@ class Member:
     def over(self) -> bool:
         """Return whether it ended, or its node did."""
         return bool(self.lost) or self.news.exit_code is not None
-
-    @property
-    def ended_at(self) -> float:
-        """Return when it ended, by this process's clock."""
-        return self.seen - self.news.ended_ago_s
 
 
 class Crew:
@@ -189,7 +183,6 @@ class Crew:
                     member.lost = str(answer)
                     continue
                 member.news = answer[member.order.process_id]
-                member.seen = time.monotonic()
                 for line in member.news.lines:
                     member.last_line = line
                     lines.append((member, line))
@@ -229,7 +222,6 @@ class Crew:
         for member in self.members:
             if (news := last.get(member.order.process_id)) is not None:
                 member.news = news
-                member.seen = time.monotonic()
 
     def _by_address(self, *, living: bool) -> dict[str, list[Member]]:
         found: dict[str, list[Member]] = {}

@@ -11,7 +11,6 @@ All calls are short but ``news``, which waits for some. Knows nothing of what th
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import subprocess
@@ -59,10 +58,6 @@ class News:
     lines: tuple[str, ...] = ()
     cursor: int = 0  # give it with the next question: what came before is then forgotten
     exit_code: int | None = None
-    ended_ago_s: float = 0.0
-    silent_s: float = 0.0  # since its last line (or its start), while nothing waits to be fetched
-    spoke: bool = False  # whether it has ever written a line
-    stopped: bool = False  # SIGSTOP, or a debugger
     stderr_tail: str = ""
 
 
@@ -76,7 +71,6 @@ class _Process:
     written: int = 0
     exit_code: int | None = None
     ended: float = 0.0
-    last_line: float = field(default_factory=time.monotonic)
     last_asked: float = field(default_factory=time.monotonic)
     stderr: bytearray = field(default_factory=bytearray)
     ending: bool = False
@@ -162,7 +156,7 @@ def news(cursors: Mapping[str, int], wait_s: float) -> dict[str, News]:
                 _renew(process.gang_id)
             fresh = any(each.lines or each.exit_code is not None for each in found.values())
             if fresh or now >= deadline:
-                return {each: _tell(process, now) for each, process in found.items()}
+                return {each: _tell(process) for each, process in found.items()}
             _changed.wait(min(1.0, deadline - now))
 
 
@@ -186,8 +180,7 @@ def end(process_ids: Sequence[str], grace_s: float) -> dict[str, News]:
                 process.guarded.kill_guard()
             _await_end(list(found.values()), 5.0)
     with _changed:
-        now = time.monotonic()
-        last = {each: _tell(process, now) for each, process in found.items()}
+        last = {each: _tell(process) for each, process in found.items()}
         for each in found:
             _processes.pop(each, None)
     return last
@@ -267,24 +260,13 @@ def _forget(process: _Process, cursor: int) -> None:
         _changed.notify_all()
 
 
-def _tell(process: _Process, now: float) -> News:
+def _tell(process: _Process) -> News:
     return News(
         lines=tuple(line for _, line in process.lines),
         cursor=process.written,
         exit_code=process.exit_code,
-        ended_ago_s=now - process.ended if process.exit_code is not None else 0.0,
-        silent_s=0.0 if process.lines else now - process.last_line,
-        spoke=process.written > 0,
-        stopped=process.exit_code is None and _is_stopped(process.guarded.pid),
         stderr_tail=process.stderr.decode(errors="replace"),
     )
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-        return stat[stat.rindex(b")") + 2 : stat.rindex(b")") + 3] in b"Tt"
-    return False
 
 
 def _await_end(processes: Iterable[_Process], timeout_s: float) -> bool:
@@ -351,7 +333,6 @@ def _read_lines(process: _Process, pipe: IO[bytes]) -> None:
             process.written += 1
             process.lines.append((process.written, line))
             process.buffered += len(line)
-            process.last_line = time.monotonic()
             _changed.notify_all()
 
 

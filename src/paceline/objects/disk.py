@@ -92,14 +92,6 @@ class DiskStore(ObjectStore):
                 raise IsADirectoryError(errno.ENOENT, "is a directory", str(path))
             return _info(url, path.stat())
 
-    def exists(self, url: str) -> bool:
-        """Return whether the object exists."""
-        try:
-            self.head(url)
-        except SourceMissing:
-            return False
-        return True
-
     def holds(self, url: str, size: int, sha256: str) -> bool:
         """Return False: no digest is kept beside a file, so nothing is known of what it holds."""
         self.path_of(url)
@@ -145,20 +137,6 @@ class DiskStore(ObjectStore):
         self.head(url)
         self.upload_file(self.path_of(url), self.url_of(path))
         return self.head(url)
-
-    def read_range_into(
-        self,
-        url: str,
-        offset: int,
-        view: memoryview,
-        *,
-        etag: str,
-        size: int | None = None,
-        version_id: str | None = None,
-    ) -> None:
-        """Fill ``view`` with the object's bytes from ``offset`` on, pinned to ``etag``."""
-        for _ in self.stream_range(url, offset, view, etag=etag, size=size, version_id=version_id):
-            pass
 
     def stream_range(
         self,
