@@ -4,12 +4,17 @@ One orphan of X in a stripe goes on with X's own source there; the others go to 
 other stripes, each of which has just lost a child of the same rate and passes this stripe's bytes
 to nobody. Nobody is told to ask those who are fed by him. The same rule makes the first spare of
 every lane, so that what a worker does by itself is what the next plan will say.
+
+Trees have few slots to spare, four in a mesh of any size, so they may all be below the one orphan
+that is left. It then takes the place of another orphan, who goes on below it: nobody ever has more
+children than slots, and nobody moves who had not lost his source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 
 from paceline.plan.trees import NOWHERE, ORIGIN, Trees
 
@@ -82,13 +87,20 @@ class _Matching:
         return False
 
 
-def nearest_below(below: Sequence[Sequence[int]], start: int) -> list[int]:
-    """Return ``start`` and the nearest places that it feeds, a bounded number of them."""
+def nearest_below(
+    below: Sequence[Sequence[int]],
+    start: int,
+    instead: Mapping[int, Sequence[int]] = MappingProxyType({}),
+) -> list[int]:
+    """Return ``start`` and the nearest places that it feeds, a bounded number of them.
+
+    ``below[place]`` are the children of a place, unless ``instead`` has others.
+    """
     found = [start]
     for at in range(_LOOKED_AT):
         if at >= len(found):
             break
-        found.extend(below[found[at]])
+        found.extend(instead.get(found[at], below[found[at]]))
     return found
 
 
@@ -109,6 +121,7 @@ class _Closing:
         self._below = [trees.children(stripe) for stripe in range(len(trees.up))]
         self._fed = [[bool(below) for below in stripe] for stripe in self._below]
         self._left: dict[int, dict[int, int]] = {}
+        self._moved: list[list[int]] = [[] for _ in trees.up]  # by stripe: who was given another
         self._free = [trees.slots] * len(out)
         for up in trees.up:
             for place, parent in enumerate(up):
@@ -124,7 +137,7 @@ class _Closing:
                     late += self._remove(stripe, place)
         # Only now: slots that nobody has a claim on; first those above most, who can use fewest.
         for stripe, orphan, start in sorted(late, key=lambda each: -self._weight(*each[:2])):
-            self._attach(stripe, orphan, self._settle(stripe, orphan, start))
+            self._settle(stripe, orphan, start)
         return Trees(self._up, self._base.slots)
 
     def _remove(self, stripe: int, place: int) -> list[tuple[int, int, int]]:
@@ -172,22 +185,57 @@ class _Closing:
         """Return how many places ``orphan`` feeds, up to what is looked at."""
         return len(nearest_below(self._below[stripe], orphan))
 
-    def _settle(self, stripe: int, orphan: int, start: int) -> int:
+    def _settle(self, stripe: int, orphan: int, start: int) -> None:
+        """Attach a late ``orphan``, near ``start`` where there is a slot."""
         up = self._up[stripe]
         if up[start] == NOWHERE:  # gone in the meantime
             start = self._root(stripe)
+        below_itself: int | None = None
+        for place in self._with_slots(stripe, start):
+            if self._top(stripe, place) != orphan:
+                self._attach(stripe, orphan, place)
+                return
+            below_itself = place if below_itself is None else below_itself
+        if below_itself is None:
+            raise RuntimeError(f"no slot is left in stripe {stripe} of {len(self._out)} places")
+        self._change_places(stripe, orphan, self._nearest_slot(stripe, orphan, below_itself))
+
+    def _with_slots(self, stripe: int, start: int) -> Iterator[int]:
+        """Yield who has a slot: the nearest below ``start``, then anybody of those looked at."""
+        up = self._up[stripe]
         for place in nearest_below(self._below[stripe], start):
-            if self._has_slot(place) and self._top(stripe, place) != orphan:
-                return place
+            if self._has_slot(place):
+                yield place
         free = (
             place
             for place in range(len(self._out))
             if self._has_slot(place) and up[place] != NOWHERE
         )
-        for place in islice(free, _LOOKED_AT):
-            if self._top(stripe, place) != orphan:
-                return place
-        return start if self._top(stripe, start) != orphan else self._root(stripe)
+        yield from islice(free, _LOOKED_AT)
+
+    def _nearest_slot(self, stripe: int, orphan: int, known: int) -> int:
+        near = nearest_below(self._below[stripe], orphan)
+        return next((place for place in near if self._has_slot(place)), known)
+
+    def _change_places(self, stripe: int, orphan: int, slot: int) -> None:
+        """Put ``orphan`` in the place of another who moved in this stripe, the one above fewest:
+        he goes to ``slot``, which is below the orphan.
+
+        There is always one: the first orphan of the dead nearest to the origin is attached.
+        """
+        up = self._up[stripe]
+        able = (
+            other
+            for other in self._moved[stripe]
+            if up[other] not in (NOWHERE, _LOOSE) and self._top(stripe, other) != orphan
+        )
+        giving = min(islice(able, _LOOKED_AT), key=lambda other: self._weight(stripe, other))
+        source = up[giving]
+        if source >= 0:
+            self._below[stripe][source].remove(giving)
+            self._free[source] += 1
+        self._attach(stripe, orphan, source)
+        self._attach(stripe, giving, slot)
 
     def _root(self, stripe: int) -> int:
         return next(place for place, source in enumerate(self._up[stripe]) if source == ORIGIN)
@@ -204,6 +252,7 @@ class _Closing:
 
     def _attach(self, stripe: int, orphan: int, source: int) -> None:
         self._up[stripe][orphan] = source
+        self._moved[stripe].append(orphan)
         if source >= 0:
             self._below[stripe][source].append(orphan)
             self._free[source] -= 1

@@ -44,7 +44,10 @@ class Spares:
                 if source >= 0:
                     self._free[source] -= 1
         self._spans = [_spans(trees, stripe) for stripe in range(len(trees.up))]
-        self._heirs = [self._heirs_of(trees, stripe) for stripe in range(len(trees.up))]
+        self._below = [trees.children(stripe) for stripe in range(len(trees.up))]
+        self._heirs: list[dict[int, int]] = [{} for _ in trees.up]
+        for place in range(len(line.workers)):
+            self._bequeath(place)
 
     def of(self, flow: Flow) -> list[int]:
         """Return the places that step in for ``flow``'s source, best first; the origin not."""
@@ -80,41 +83,54 @@ class Spares:
             add(place for place in around if self._line.workers[place].held_pieces)
         return chosen
 
-    def _heirs_of(self, trees: Trees, stripe: int) -> dict[int, int]:
-        """Return who adopts whom, would the one source of each be gone."""
-        heirs: dict[int, int] = {}
-        up, spans, children = self._up[stripe], self._spans[stripe], trees.children(stripe)
-        for place, orphans in enumerate(children):
-            if not orphans:
+    def _bequeath(self, place: int) -> None:
+        """Note who adopts whom, would ``place`` alone be gone, as closing up will have it."""
+        slots = {
+            number: up[place]
+            for number, up in enumerate(self._up)
+            if up[place] >= 0 and self._line.feeds(up[place]) and not self._below[number][place]
+        }
+        late: list[tuple[int, int, int]] = []
+        for stripe, below in enumerate(self._below):
+            if not (orphans := below[place]):
                 continue
-            others = [
-                other
-                for other in self._sources_of(place, stripe)
-                if self._line.feeds(other) and other != up[place]
-            ]
+            source, spans = self._up[stripe][place], self._spans[stripe]
 
-            def above(other: int, orphans: Sequence[int] = orphans) -> int | None:
+            def above(
+                other: int, orphans: Sequence[int] = orphans, spans: Spans = spans
+            ) -> int | None:
                 return next((each for each in orphans if _below(spans, each, other)), None)
 
-            adopted = match(orphans, up[place], others, above)
+            adopted = match(orphans, source, list(slots.values()), above)
             first = next(iter(adopted))
             for orphan, adopter in adopted.items():
-                heirs[orphan] = (
-                    self._with_room(children, place, up[place], first)
-                    if adopter is None
-                    else adopter
-                )
-        return heirs
+                if adopter is None:
+                    late.append((stripe, orphan, first))
+                    continue
+                self._heirs[stripe][orphan] = adopter
+                if orphan != first:
+                    del slots[next(number for number, to in slots.items() if to == adopter)]
+        left = list(slots.values())
+        for stripe, orphan, first in late:
+            self._heirs[stripe][orphan] = self._with_room(stripe, orphan, place, first, left)
 
-    def _with_room(
-        self, children: Sequence[Sequence[int]], gone: int, source: int, first: int
-    ) -> int:
-        """Return who has room near ``source`` (or below ``first``, where that is the origin)."""
-        start = first if source < 0 else source
-        for place in nearest_below(children, start):
-            if place != gone and self._line.feeds(place) and self._free[place] > 0:
+    def _with_room(self, stripe: int, orphan: int, gone: int, first: int, left: list[int]) -> int:
+        """Return who has room for a late ``orphan`` near the source of him who is gone, and is not
+        fed by it: ``left`` are the slots that nobody has taken yet. Where nobody has, that source.
+        """
+        source = self._up[stripe][gone]
+        below = self._below[stripe]
+        after = {} if source < 0 else {source: [each for each in below[source] if each != gone]}
+        if source >= 0:
+            after[source].append(first)
+        for place in nearest_below(below, first if source < 0 else source, after):
+            if _below(self._spans[stripe], orphan, place):
+                continue
+            if self._line.feeds(place) and self._free[place] + left.count(place) > 0:
+                if place in left:
+                    left.remove(place)
                 return place
-        return start
+        return source
 
     def _sources_of(self, place: int, stripe: int) -> list[int]:
         """Return whom ``place`` takes from in the other stripes: they pass on this one to few."""
