@@ -16,7 +16,9 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,7 +98,7 @@ def plain(load: Load, beat: Beat) -> None:
 
 
 def fabric(load: Load, beat: Beat) -> None:
-    """The loop of Lightning Fabric's documentation."""
+    """Lightning Fabric, its ranks started for it."""
     from lightning.fabric import Fabric  # type: ignore[import-not-found]
     from lightning.fabric.strategies import DDPStrategy  # type: ignore[import-not-found]
 
@@ -104,7 +106,7 @@ def fabric(load: Load, beat: Beat) -> None:
         os.environ["LOCAL_RANK"] = os.environ["RANK"]
         os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
         os.environ["GROUP_RANK"] = "0"
-        os.environ["TORCHELASTIC_RUN_ID"] = "benchmark"  # ranks were started for it
+        os.environ["TORCHELASTIC_RUN_ID"] = "benchmark"
         run = Fabric(
             accelerator="cpu",
             devices=load.world_size,
@@ -113,20 +115,11 @@ def fabric(load: Load, beat: Beat) -> None:
     else:
         run = Fabric(accelerator="cpu", devices=1)
     run.launch()
-    model = load.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    model, optimizer = run.setup(model, optimizer)
-    tokens_BT = load.tokens()
-    while True:
-        beat()
-        loss = loss_of(model(tokens_BT[:, :-1]), tokens_BT[:, 1:])
-        run.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    prepared(load, beat, run.setup, run.backward)
 
 
 def accelerate(load: Load, beat: Beat) -> None:
-    """The loop of Accelerate's documentation."""
+    """Accelerate, its ranks started for it."""
     from accelerate import Accelerator  # type: ignore[import-not-found]
 
     os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -134,14 +127,24 @@ def accelerate(load: Load, beat: Beat) -> None:
         os.environ["LOCAL_RANK"] = os.environ["RANK"]
     run = Accelerator(cpu=True)
     assert run.num_processes == load.world_size
-    model = load.model()
+    prepared(load, beat, run.prepare, run.backward)
+
+
+def prepared(
+    load: Load,
+    beat: Beat,
+    prepare: Callable[..., Any],
+    backward: Callable[[torch.Tensor], None],
+) -> None:
+    """The loop of the peers' documentation: theirs wrap model and optimiser, the rest is plain."""
+    model: nn.Module = load.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    model, optimizer = run.prepare(model, optimizer)
+    model, optimizer = prepare(model, optimizer)
     tokens_BT = load.tokens()
     while True:
         beat()
         loss = loss_of(model(tokens_BT[:, :-1]), tokens_BT[:, 1:])
-        run.backward(loss)
+        backward(loss)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -164,16 +167,11 @@ def ray(load: Load, address: str) -> None:
         context = get_context()
         rank = context.get_world_rank()
         mine = Load(*fields, rank=rank, world_size=context.get_world_size())
-        beat = Beat(address, rank)
-        model = prepare_model(mine.model())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        tokens_BT = mine.tokens()
-        while True:
-            beat()
-            loss = loss_of(model(tokens_BT[:, :-1]), tokens_BT[:, 1:])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+
+        def prepare(model: nn.Module, optimizer: object) -> tuple[nn.Module, object]:
+            return prepare_model(model), optimizer
+
+        prepared(mine, Beat(address, rank), prepare, torch.autograd.backward)
 
     library.init(
         num_cpus=load.world_size + 1,
@@ -199,12 +197,14 @@ def ours(load: Load, beat: Beat) -> None:
     from paceline.profile import DataSettings, TrainingSettings
     from paceline.training.group import Group, join_group
     from paceline.training.loop import Progress, train
+    from paceline.training.memory import keep_memory
     from paceline.training.mesh import Mesh, MeshSpec, open_mesh
     from paceline.training.numbers import Numbers, flops_per_token, matmul_peak
     from paceline.training.parallel import parallelise
     from paceline.training.recipe import new_optimizer
     from paceline.training.workload import TransformerWorkload
 
+    keep_memory()  # as every rank does (training.loading)
     text = np.random.default_rng(0).integers(0, 255, 4 * load.context * load.batch, dtype=np.uint8)
     digest = hashlib.sha256(text.tobytes()).hexdigest()
     size = len(text)

@@ -80,10 +80,12 @@ def train_base(
     from paceline.training.group import Group
     from paceline.training.identity import stream_seed
     from paceline.training.loop import Progress, train_model
+    from paceline.training.memory import keep_memory
     from paceline.training.parallel import cuts_of
     from paceline.training.recipe import new_optimizer
 
     started = time.perf_counter()
+    keep_memory()
     torch.set_num_threads(threads)
     config = config_for(model_settings.parameters, model_settings.context, **cuts_of(training.mesh))
     model = new_model(config, model_settings.seed)

@@ -34,7 +34,8 @@ class Group:
         tensor = torch.tensor(values, dtype=torch.float64)
         with _translated():
             dist.all_reduce(tensor)
-        return [float(value) for value in tensor]
+        found: list[float] = tensor.tolist()
+        return found
 
     def all(self, flag: bool) -> bool:
         """Return whether ``flag`` is true on every rank."""

@@ -15,6 +15,7 @@ from paceline.objects import ObjectStore, join_url, open_store
 from paceline.profile import Runtime, load_runtime
 from paceline.training.checkpoint import Generations
 from paceline.training.identity import config_digest
+from paceline.training.memory import keep_memory
 from paceline.wire.training import TrainJob
 
 if TYPE_CHECKING:
@@ -49,12 +50,16 @@ class Loaded:
 
 
 def load(job: TrainJob, worker_id: str, rank: int) -> Loaded:
-    """Return base model, snapshot and workload, each checked against what the job names."""
+    """Return base model, snapshot and workload, each checked against what the job names.
+
+    Also makes this process one that trains: its threads, its memory, determinism.
+    """
     import torch
 
     from paceline.data import ShardCache, load_snapshot, require_purpose
     from paceline.data.transform import load_transform
 
+    keep_memory()
     torch.set_num_threads(job.settings.threads_per_rank)
     torch.use_deterministic_algorithms(job.deterministic)
     runtime = load_runtime(job.state_dir)
