@@ -28,6 +28,7 @@ class Choice:
         self._broken: set[str] = set()  # sources whose streams broke under the present lanes
         self.woke = False  # this process stood still, and nobody confirmed its lanes since
         self.budget = OriginBudget()
+        self.stalled: PacelineError | None = None  # why nothing can be asked just now
 
     def begin(self, budget: OriginBudget) -> None:
         """Start anew with new lanes: the coordinator knows more than our last failures.
@@ -37,6 +38,7 @@ class Choice:
         self._broken.clear()
         self._health.clear()
         self.budget = budget
+        self.stalled = None
 
     # ── what happened ────────────────────────────────────────────────────────────────────────────
 
@@ -75,8 +77,11 @@ class Choice:
             return False
         return self.budget.may_afford(source, extent, self._pieces)
 
-    def refusal(self) -> PacelineError:
-        """Return why the origin is not asked."""
+    def refuse(self) -> None:
+        """Take note that the origin is not asked, and why."""
+        self.stalled = self._refusal()
+
+    def _refusal(self) -> PacelineError:
         if self.woke:
             return ServiceUnavailable(
                 "this process stood still, and another may read the origin in its place",
