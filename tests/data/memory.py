@@ -45,6 +45,7 @@ class MemoryCache:
         self.asked: list[str] = []  # digests given to ``prefetch``, in order
         self.opened = 0
         self.closed = 0
+        self.read: set[str] = set()  # digests of shards that were opened
         self._contents = {
             shard.sha256: documents for shard, documents in zip(self.shards, contents, strict=True)
         }
@@ -58,6 +59,7 @@ class MemoryCache:
         if shard.sha256 in self._broken:
             raise self._broken[shard.sha256]
         self.opened += 1
+        self.read.add(shard.sha256)
         documents = list(self._contents[shard.sha256])
         return _Counted(self, [str(n) for n in range(len(documents))], documents)
 
@@ -74,9 +76,11 @@ class _Counted(TextSamples):
         self._cache.closed += 1
 
 
-def plan_by(kind: str, context: int, global_batch: int, seed: int = 5) -> Batching:
+def plan_by(
+    kind: str, context: int, global_batch: int, seed: int = 5, columns: int = 0
+) -> Batching:
     """The way of batching that a profile would name."""
-    settings = DataSettings.model_validate({"batching": kind})
+    settings = DataSettings.model_validate({"batching": kind, "columns": columns})
     return batching(settings, context=context, global_batch=global_batch, seed=seed)
 
 

@@ -214,6 +214,9 @@ class _Heard(TextSamples):
         super().__init__(keys, texts)
         self._bad = bad
 
+    def flat(self) -> None:
+        return None
+
     def tokens(self, i: int) -> np.ndarray:
         if self._bad and i == 1:
             raise CorruptData("transform failed")
@@ -279,9 +282,13 @@ def test_token_features_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_transform_that_changes_a_length_is_refused() -> None:
+    class Changed(TextSamples):
+        def flat(self) -> None:
+            return None
+
     class Longer(MemoryCache):
-        def lengths(self, shard: Shard) -> np.ndarray:
-            return super().lengths(shard) + np.array([1, -1], dtype=np.int32)
+        def samples(self, shard: Shard) -> ShardSamples:
+            return Changed(["0", "1"], [b"abcde", b"fgh"])
 
     cache = Longer([[b"abcd", b"efgh"]])
     with PlannedStream(plan_by("packed", 8, 2), cache.shards, cache) as stream:
@@ -290,11 +297,17 @@ def test_a_transform_that_changes_a_length_is_refused() -> None:
 
 
 def test_a_shard_that_its_index_does_not_fit_is_in_quarantine() -> None:
-    class Short(MemoryCache):
+    class Other(MemoryCache):
         def samples(self, shard: Shard) -> ShardSamples:
-            return TextSamples(["0"], [b"abcd"])
+            return TextSamples([*"0123456789"][: len(stored)], stored)
 
-    cache = Short([[b"abcd", b"efgh"]])
+    stored = [b"abcd"]
+    _refused(Other([[b"abcd", b"efgh"]]))
+    stored = [b"abcde", b"fgh"]
+    _refused(Other([[b"abcd", b"efgh"]]))
+
+
+def _refused(cache: MemoryCache) -> None:
     with PlannedStream(plan_by("packed", 8, 2), cache.shards, cache, max_bad_share=0.99) as stream:
         with pytest.raises(DataRejected, match="too many"):
             made(stream, 1)

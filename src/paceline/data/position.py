@@ -20,6 +20,7 @@ class Position:
     context: int
     global_batch: int
     seed: int
+    columns: int = 1  # that the rows of a batch are read in; positions kept before had none
     batch: int = 0
     epoch: int = 0
     group: int = 0  # of shards, within the epoch
@@ -36,6 +37,7 @@ class Position:
         """
         if kept is None:
             return self
+        kept = {"columns": 1, **kept}
         names = {each.name for each in fields(self)}
         numbers = names - {"batching"}
         if set(kept) != names or any(
@@ -44,7 +46,7 @@ class Position:
             raise InvalidInput(
                 "not a position in a data stream", got=dict(kept), wanted=f"{sorted(names)}"
             )
-        for name in ("batching", "context", "global_batch", "seed"):
+        for name in ("batching", "context", "global_batch", "seed", "columns"):
             if kept[name] != getattr(self, name):
                 raise InvalidInput(
                     f"position is of a stream with another {name}",

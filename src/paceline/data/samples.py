@@ -42,8 +42,9 @@ class ShardSamples(Protocol):
         """Return the sample's text, UTF-8; raises InvalidInput where the snapshot keeps none."""
         ...
 
-    def flat(self) -> tuple[Array, npt.NDArray[np.int64]]:
-        """Return all samples' tokens end to end, and where each stops (int64[samples])."""
+    def flat(self) -> tuple[Array, npt.NDArray[np.int64]] | None:
+        """Return all samples' tokens end to end, and where each stops (int64[samples]); None where
+        samples are made one by one, each when it is asked for."""
         ...
 
     def close(self) -> None:

@@ -22,9 +22,11 @@ import numpy as np
 from paceline.data.batch import Batch
 from paceline.data.batching import BucketedPlan, CarriedPlan, PackedPlan, Plan, Rows, WindowPlan
 from paceline.data.batching.fill import Filler
+from paceline.data.batching.layout import Taken
 from paceline.data.batching.pieces import Lengths
 from paceline.data.batching.reading import Reader, Shards
-from paceline.data.batching.rows import identity
+from paceline.data.batching.rows import Ints, columns_read, identity, rows_of_batch
+from paceline.data.order import columns_of
 from paceline.data.position import Position
 from paceline.data.snapshot import BYTES, Column, Shard, Snapshot, Split, Vocabulary
 from paceline.errors import InvalidInput, NotReady
@@ -85,8 +87,12 @@ def open_stream(
             wanted="packed, bucketed or carried",
             do="Set data.batching: a window crosses the edges of samples.",
         )
+    columns = settings.columns
+    if not columns and position is not None:  # what it was begun with, whatever is usual by now
+        kept = position.get("columns", 1)
+        columns = kept if type(kept) is int and 0 < kept <= global_batch else 0
     return PlannedStream(
-        batching(settings, context=context, global_batch=global_batch, seed=seed),
+        batching(settings, context=context, global_batch=global_batch, seed=seed, columns=columns),
         snapshot.of_split(split),
         cache,
         vocabulary=snapshot.vocabulary,
@@ -103,16 +109,34 @@ def open_stream(
     )
 
 
-def batching(settings: DataSettings, *, context: int, global_batch: int, seed: int) -> Batching:
-    """Return what makes the plan that ``settings.batching`` names."""
+def batching(
+    settings: DataSettings,
+    *,
+    context: int,
+    global_batch: int,
+    seed: int,
+    columns: int | None = None,
+) -> Batching:
+    """Return what makes the plan that ``settings.batching`` names, its rows read in ``columns``
+    (0: as many as suit the data; None: as ``settings`` say)."""
     kinds: dict[str, Callable[..., Plan]]
     kinds = {"packed": PackedPlan, "bucketed": BucketedPlan, "carried": CarriedPlan}
+    wanted = settings.columns if columns is None else columns
 
     def plan(shards: Sequence[Shard], lengths: Lengths) -> Plan:
         sizes = [each.stream_bytes for each in shards]
+        found = columns_of(wanted, sizes, context, global_batch)
         if settings.batching == "windows":
-            return WindowPlan(sizes, context, global_batch, seed)
-        return kinds[settings.batching](sizes, lengths, context, global_batch, seed)
+            return WindowPlan(sizes, context, global_batch, seed, columns=found)
+        return kinds[settings.batching](
+            sizes,
+            lengths,
+            context,
+            global_batch,
+            seed,
+            columns=found,
+            documents=[each.samples for each in shards],
+        )
 
     return plan
 
@@ -157,6 +181,9 @@ class PlannedStream:
         self.data_wait_s = 0.0
         size = plan.global_batch
         self.rows = range(size * rank // world_size, size * (rank + 1) // world_size)
+        self.columns = columns_read(self.rows, size, plan.columns)
+        self._reader.share = len(self.columns) / plan.columns
+        self._ours = rows_of_batch(self.rows, size, plan.columns)  # of the next rows of the plan
         self._filler = Filler(
             vocabulary, columns, lambda index: shards[index].sha256, token_features
         )
@@ -275,8 +302,8 @@ class PlannedStream:
         )
         rows, start, _ = taken[0]
         width = self.context if rows.width_R is None else int(rows.width_R[start])
-        ours = _of_rows(taken, self.rows)
-        filled = self._filler.fill(ours, width, self._reader.get)
+        ours = _of_rows(taken, self._ours)
+        filled = self._filler.fill(ours, len(self.rows), width, self._reader.get)
         return Batch(
             step=number,
             inputs_BT=filled.inputs_BT,
@@ -310,8 +337,9 @@ class PlannedStream:
         if all(key in self._planned for key in keys):
             return
         self._planned = {key: self._plan(key) for key in keys}
-        indexes = [int(index) for key in keys for index in self.plan.shards(*key)]
-        self._reader.expect(list(dict.fromkeys(indexes)))
+        indexes = [int(each) for key in keys for each in self.plan.shards(*key, self.columns)]
+        planned = [int(each) for key in keys for each in self.plan.shards(*key)]
+        self._reader.expect(list(dict.fromkeys(indexes)), planned)
 
     def _plan(self, key: tuple[int, int]) -> Future[Rows]:
         return self._planned.get(key) or self._planner.submit(self.plan.rows, *key)
@@ -325,14 +353,13 @@ class PlannedStream:
         return (epoch, group + 1) if group + 1 < self.plan.groups else (epoch + 1, 0)
 
 
-def _of_rows(taken: list[tuple[Rows, int, int]], wanted: range) -> list[tuple[Rows, int, int]]:
-    """Return the part of a global batch's rows that ``wanted`` names."""
-    found = []
+def _of_rows(taken: list[tuple[Rows, int, int]], wanted: Ints) -> Taken:
+    """Return the rows ``wanted`` of those ``taken``: which of each group, and where they go."""
     first = 0
+    found = []
     for rows, start, stop in taken:
-        low = max(wanted.start, first)
-        high = min(wanted.stop, first + stop - start)
-        if low < high:
-            found.append((rows, start + low - first, start + high - first))
+        here = np.flatnonzero((wanted >= first) & (wanted < first + stop - start))
+        if len(here):
+            found.append((rows, wanted[here] - first + start, here))
         first += stop - start
     return found

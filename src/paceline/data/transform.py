@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.data.formats.sample import Array, clean_array
 from paceline.data.samples import ShardSamples
@@ -89,10 +88,9 @@ class TransformedSamples:
         """Return the sample's text, as it was before."""
         return self._samples.text_bytes(i)
 
-    def flat(self) -> tuple[Array, npt.NDArray[np.int64]]:
-        """Return all samples' tokens end to end; one bad sample makes this raise."""
-        parts = [self.tokens(i) for i in range(len(self))]
-        return np.concatenate(parts), np.cumsum([len(each) for each in parts], dtype=np.int64)
+    def flat(self) -> None:
+        """Return nothing: samples are made one by one."""
+        return
 
     def close(self) -> None:
         """Let the cache have the shard's place."""

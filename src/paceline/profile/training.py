@@ -35,6 +35,9 @@ class DataSettings(Settings):
     # from each other; bucketed: documents of like length, padded; carried: long documents cut, each
     # row going on where it stopped a batch before.
     batching: Literal["windows", "packed", "bucketed", "carried"] = "windows"
+    # Rows of a global batch are read in so many columns, each from shards of its own: ranks whose
+    # number divides it open their share of the data only. 0: as suits the data.
+    columns: int = Field(default=0, ge=0)
     cache_bytes: int = Field(default=10_000 * MIB, ge=1 * MIB)  # of shards on each node's disk
     prefetch_batches: int = Field(default=4, ge=1, le=1024)
     prefetch_shards: int = Field(default=4, ge=1, le=256)  # fetched at once

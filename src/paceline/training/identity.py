@@ -34,7 +34,7 @@ _NUMBERLESS = {
 _NUMBERS_OF_MESH = {"hook", "powersgd_rank"}
 
 # Of the data settings, how samples of a snapshot become batches; the snapshot's digest is the rest.
-_NUMBERS_OF_DATA = {"batching", "token_features", "missing_features", "transform"}
+_NUMBERS_OF_DATA = {"batching", "columns", "token_features", "missing_features", "transform"}
 
 
 def data_numbers(data: DataSettings) -> dict[str, Any]:

@@ -21,20 +21,33 @@ class BucketedPlan(DocumentPlan):
     """Batches of documents of like length; T differs from batch to batch, the same on all ranks."""
 
     batching = "bucketed"
+    shares = "documents"
 
     def rows(self, epoch: int, group: int) -> Rows:
-        """Return the group's rows: a multiple of the global batch."""
+        """Return the group's rows: a multiple of the global batch.
+
+        Each column sorts its own documents: their lengths are drawn from the same shards' mixture,
+        so that the n-th batch of each is about as long.
+        """
         pieces = self.pieces(epoch, group)
-        size = self.global_batch
-        batches = -(-len(pieces) // size)
+        deep = self.global_batch // self.columns  # rows of a batch in one column
         generator = self.generator(epoch, group)
-        shuffled = generator.permutation(len(pieces))  # among documents of one length
-        by_length = shuffled[np.argsort(-pieces.length_P[shuffled], kind="stable")]
-        batch_order = generator.permutation(batches)
+        parts = self.parts(pieces)
+        batches = max(-(-(each.stop - each.start) // deep) for each in parts)
         rank_P = np.empty(len(pieces), dtype=np.int64)
-        rank_P[by_length] = np.arange(len(pieces))
-        row_P = batch_order[rank_P // size] * size + rank_P % size
+        longest = np.zeros(batches, dtype=np.int64)
+        for part in parts:
+            length_P = pieces.length_P[part]
+            shuffled = generator.permutation(len(length_P))  # among documents of one length
+            by_length = shuffled[np.argsort(-length_P[shuffled], kind="stable")]
+            rank_P[part.start + by_length] = np.arange(len(length_P))
+            heads = length_P[by_length[::deep]]
+            longest[: len(heads)] = np.maximum(longest[: len(heads)], heads)
+        batch_order = generator.permutation(batches)
+        column_P = np.repeat(np.arange(self.columns), [each.stop - each.start for each in parts])
+        row_P = batch_order[rank_P // deep] * self.global_batch
+        row_P += rank_P % deep * self.columns + column_P
         width_of = np.zeros(batches, dtype=np.int64)
-        longest = pieces.length_P[by_length[::size]]
         width_of[batch_order] = np.minimum(-(-longest // WIDTH_STEP) * WIDTH_STEP, self.context)
-        return pieces.rows(row_P, batches * size, width_R=np.repeat(width_of, size))
+        width_R = np.repeat(width_of, self.global_batch)
+        return pieces.rows(row_P, batches * self.global_batch, width_R=width_R)

@@ -4,7 +4,8 @@ Row r of every global batch is lane r: one document after another, each cut ever
 tokens, each beginning at a row's start with fresh state. Documents are dealt to lanes longest
 first, to the lane with least so far, so that lanes of a group end together; lanes that end early
 have empty rows of weight 0. Lanes depend on the global batch and not on the number of ranks, and a
-data rank's rows are the same in every batch: state stays where it is.
+data rank's rows are the same in every batch: state stays where it is. With columns, each column
+has its own lanes and its own documents.
 """
 
 from __future__ import annotations
@@ -25,15 +26,26 @@ class CarriedPlan(DocumentPlan):
     def rows(self, epoch: int, group: int) -> Rows:
         """Return the group's rows: a multiple of the global batch."""
         pieces = self.pieces(epoch, group)
-        size = self.global_batch
-        heads = np.flatnonzero(pieces.position_P == 0)  # one a document
-        parts_D = np.diff(np.append(heads, len(pieces)))
-        step_D, lane_D, steps = deal(parts_D, size, self.generator(epoch, group))
-        step_P = np.repeat(step_D - heads, parts_D) + np.arange(len(pieces))
-        row_P = step_P * size + np.repeat(lane_D, parts_D)
-        carries_R = np.zeros(steps * size, dtype=np.bool_)
+        columns = self.columns
+        lanes = self.global_batch // columns  # of each column
+        generator = self.generator(epoch, group)
+        row_P = np.zeros(len(pieces), dtype=np.int64)
+        most = 0
+        for column, part in enumerate(self.parts(pieces)):
+            position_P = pieces.position_P[part]
+            if not len(position_P):
+                continue
+            heads = np.flatnonzero(position_P == 0)  # one a document
+            parts_D = np.diff(np.append(heads, len(position_P)))
+            step_D, lane_D, steps = deal(parts_D, lanes, generator)
+            step_P = np.repeat(step_D - heads, parts_D) + np.arange(len(position_P))
+            lane_P = np.repeat(lane_D, parts_D)
+            row_P[part] = (step_P * lanes + lane_P) * columns + column
+            most = max(most, steps)
+        count = most * self.global_batch
+        carries_R = np.zeros(count, dtype=np.bool_)
         carries_R[row_P] = pieces.position_P > 0
-        return pieces.rows(row_P, steps * size, carries_R=carries_R)
+        return pieces.rows(row_P, count, carries_R=carries_R)
 
 
 def deal(parts_D: Ints, lanes: int, generator: np.random.Generator) -> tuple[Ints, Ints, int]:

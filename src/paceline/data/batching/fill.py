@@ -1,25 +1,26 @@
 """Copying tokens and features into a plan's rows: from pieces to one rank's arrays.
 
-Shape letters: B rows, T tokens a row, D documents a row.
+What can be said of all pieces at once is (``layout``); one at a time costs one copy of its tokens
+out of the mapped shard. Shape letters: B rows, T tokens a row, P pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.batch import PADDING
-from paceline.data.batching.reading import OpenShard
-from paceline.data.batching.rows import Rows
+from paceline.data.batching.beside import Gathered, Place
+from paceline.data.batching.layout import Layout, Taken, lay_out
+from paceline.data.batching.opened import OpenShard
+from paceline.data.batching.rows import Ints
 from paceline.data.snapshot import Column, Vocabulary
 from paceline.errors import InvalidInput
 
 Array = npt.NDArray[Any]
-Taken = Sequence[tuple[Rows, int, int]]  # rows of a group, the first and one past the last
 Get = Callable[[int], OpenShard | None]  # index of a shard → it, or None: in quarantine
 
 
@@ -68,181 +69,182 @@ class Filler:
         self._columns = columns
         self._name = name  # index of a shard → what it is listed as
 
-    def fill(self, taken: Taken, width: int, get: Get) -> Filled:
-        """Return the arrays of the rows ``taken``, stacked; ``width`` is T."""
-        count = sum(stop - start for _, start, stop in taken)
-        shape = (count, width)
+    def fill(self, taken: Taken, count: int, width: int, get: Get) -> Filled:
+        """Return the arrays of the ``count`` rows ``taken``; ``width`` is T."""
+        layout = lay_out(taken, count, width)
+        kept = layout.kept()
         masked = any(rows.masked for rows, _, _ in taken)
-        placed = any(rows.position_P is not None for rows, _, _ in taken)
-        carried = any(rows.carries_R is not None for rows, _, _ in taken)
-        documents = max((_most_pieces(*each) for each in taken), default=1)
+        skipped: set[str] = set()
+        weights_BT = kept.astype(np.float32)
+        if layout.document_P is None:
+            inputs_BT, targets_BT = self._windows(layout, get, weights_BT, skipped)
+        else:
+            inputs_BT, targets_BT = self._documents(layout, get, weights_BT, skipped)
         filled = Filled(
-            inputs_BT=np.full(shape, self._separator, dtype=self._dtype),
-            targets_BT=np.full(shape, self._separator, dtype=self._dtype),
-            weights_BT=np.zeros(shape, dtype=np.float32),
-            documents_BT=np.full(shape, PADDING, dtype=np.int32) if masked else None,
-            positions_BT=np.zeros(shape, dtype=np.int32) if placed else None,
-            carries_B=np.zeros(count, dtype=np.bool_) if carried else None,
+            inputs_BT=inputs_BT,
+            targets_BT=targets_BT,
+            weights_BT=weights_BT,
+            documents_BT=layout.slots() if masked else None,
+            positions_BT=None if layout.position_P is None else layout.positions(kept),
+            carries_B=_carries(taken, count),
             features={},
+            skipped=skipped,
         )
-        found = _Features(self._columns, self._token_features)
-        scratch = np.empty(width + 1, dtype=self._dtype)
-        row = 0
-        for rows, start, stop in taken:
-            self._fill(filled, found, row, rows, start, stop, get, scratch)
-            if filled.carries_B is not None and rows.carries_R is not None:
-                filled.carries_B[row : row + stop - start] = rows.carries_R[start:stop]
-            row += stop - start
-        filled.features = found.arrays(count, width, documents)
+        if layout.document_P is not None and self._columns:
+            filled.features = self._beside(layout, get, weights_BT)
+        for index in np.unique(layout.shard_P).tolist():
+            if (shard := get(index)) is not None:
+                skipped.update(f"{self._name(index)}#{document}" for document in shard.bad)
         return filled
 
-    def _fill(
-        self,
-        filled: Filled,
-        found: _Features,
-        row: int,
-        rows: Rows,
-        start: int,
-        stop: int,
-        get: Get,
-        scratch: Array,
-    ) -> None:
-        first = rows.first_R1[start : stop + 1].tolist()
-        pieces = slice(first[0], first[-1])
-        shards = rows.shard_P[pieces].tolist()
-        starts = rows.start_P[pieces].tolist()
-        lengths = rows.length_P[pieces].tolist()
-        positions = None if rows.position_P is None else rows.position_P[pieces].tolist()
-        numbers = None if rows.document_P is None else rows.document_P[pieces].tolist()
-        ramp_T = np.arange(filled.inputs_BT.shape[1], dtype=np.int32)
-        piece = 0
-        for edge in first[1:]:
-            column = slot = 0
-            while piece < edge - first[0]:
-                length = lengths[piece]
-                end = column + length
-                position = 0 if positions is None else positions[piece]
-                if filled.documents_BT is not None:
-                    filled.documents_BT[row, column:end] = slot
-                if filled.positions_BT is not None:
-                    places_T = filled.positions_BT[row, column:end]
-                    np.add(ramp_T[:length], position, out=places_T)
-                shard = get(shards[piece])
-                if shard is None:
-                    filled.skipped.add(self._name(shards[piece]))
-                elif numbers is not None:
-                    tokens = shard.tokens(numbers[piece])
-                    if tokens is not None:
-                        _put(filled, row, slice(column, end), tokens, position)
-                else:
-                    self._put_window(filled, row, shard, starts[piece], scratch[: length + 1])
-                if shard is not None:
-                    if self._columns and numbers is not None:
-                        at = Place(row, slot, column, position, length)
-                        if not found.take(shard, numbers[piece], at):
-                            filled.weights_BT[row, column:end] = 0.0
-                    for document in shard.bad:
-                        filled.skipped.add(f"{self._name(shards[piece])}#{document}")
-                column, slot, piece = end, slot + 1, piece + 1
-            row += 1
+    def _documents(
+        self, layout: Layout, get: Get, weights_BT: Array, skipped: set[str]
+    ) -> tuple[Array, Array]:
+        """Return inputs and targets where pieces are documents, or parts of them.
 
-    def _put_window(
-        self, filled: Filled, row: int, shard: OpenShard, start: int, window: Array
-    ) -> None:
-        window[:] = self._separator
-        spoiled = shard.copy(start, window)
-        filled.inputs_BT[row] = window[:-1]
-        filled.targets_BT[row] = window[1:]
-        filled.weights_BT[row] = 1.0
-        for first, stop in spoiled:
-            filled.weights_BT[row, first:stop] = 0.0
+        Targets are a piece's tokens, and the separator where its document ends. Inputs are the
+        targets one place later, but for a piece's first: the separator before its document, or
+        the token before the piece.
+        """
+        assert layout.document_P is not None
+        assert layout.position_P is not None
+        targets = np.full(layout.rows * layout.width, self._separator, dtype=self._dtype)
+        at_P = layout.row_P * layout.width + layout.column_P
+        before: list[tuple[Ints, Array]] = []  # places of inputs, and what stands there
+        for index, these in _by_shard(layout.shard_P):
+            shard = get(index)
+            at, length = at_P[these], layout.length_P[these]
+            if shard is None:
+                skipped.add(self._name(index))
+                _spoil(weights_BT, at, at + length)
+                continue
+            document, position = layout.document_P[these], layout.position_P[these]
+            if shard.flat is None:
+                before += _one_by_one(shard, targets, weights_BT, at, document, position, length)
+                continue
+            first, count = shard.first_D[document], shard.count_D[document]
+            stop = at + np.clip(count - position, 0, length)
+            _copy(targets, shard.flat, at, stop, first + position)
+            going_on = np.flatnonzero((position > 0) & (count > 0))
+            if len(going_on):
+                source = (first + position)[going_on] - 1
+                before.append((at[going_on], shard.flat[source]))
+        targets_BT = targets.reshape(layout.rows, layout.width)
+        inputs = np.empty_like(targets)
+        inputs[1:] = targets[:-1]
+        inputs[:: layout.width] = self._separator
+        inputs[at_P] = self._separator
+        for places, tokens in before:
+            inputs[places] = tokens
+        return inputs.reshape(targets_BT.shape), targets_BT
 
+    def _windows(
+        self, layout: Layout, get: Get, weights_BT: Array, skipped: set[str]
+    ) -> tuple[Array, Array]:
+        """Return inputs and targets where each piece is a row, of whatever documents it meets."""
+        wide = layout.width + 1
+        tokens = np.full(layout.rows * wide, self._separator, dtype=self._dtype)
+        for index, these in _by_shard(layout.shard_P):
+            shard = get(index)
+            row, start = layout.row_P[these], layout.start_P[these]
+            if shard is None:
+                skipped.add(self._name(index))
+                weights_BT[row] = 0.0
+                continue
+            low = np.searchsorted(shard.offsets_D1, start, side="right") - 1
+            high = np.searchsorted(shard.offsets_D1[:-1], start + wide, side="left")
+            count = high - low
+            within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+            document = np.repeat(low, count) + within
+            row, start = np.repeat(row, count), np.repeat(start, count)
+            offset = shard.offsets_D1[document]
+            first = np.maximum(offset + 1, start)  # in the framed stream
+            stop = np.minimum(shard.offsets_D1[document + 1], start + wide)
+            at = row * wide - start
+            if shard.flat is None:
+                some = stop > first
+                for number in np.flatnonzero(some).tolist():
+                    got = shard.tokens(int(document[number]))
+                    low_at, high_at = int(first[number]), int(stop[number])
+                    if got is None:
+                        edge = max(int(offset[number]), int(start[number])) - int(start[number])
+                        weights_BT[row[number], edge : high_at - int(start[number])] = 0.0
+                    elif len(got):
+                        begin = low_at - int(offset[number]) - 1
+                        to = int(at[number])
+                        tokens[to + low_at : to + high_at] = got[begin : begin + high_at - low_at]
+                continue
+            source = shard.first_D[document] + first - offset - 1
+            _copy(tokens, shard.flat, at + first, at + np.maximum(first, stop), source)
+        tokens_BW = tokens.reshape(layout.rows, wide)
+        return tokens_BW[:, :-1].copy(), tokens_BW[:, 1:].copy()
 
-def _put(filled: Filled, row: int, place: slice, tokens: Array, position: int) -> None:
-    """Put a piece of a document, from ``position`` on, in a row full of separators.
-
-    Inputs begin one before targets: with the separator before the document, or the token before
-    the piece. A document's last target is the separator after it. Without tokens all stay so.
-    """
-    targets = tokens[position : position + place.stop - place.start]
-    inputs = tokens[max(0, position - 1) : position + place.stop - place.start - 1]
-    filled.targets_BT[row, place.start : place.start + len(targets)] = targets
-    filled.inputs_BT[row, place.stop - len(inputs) : place.stop] = inputs
-    filled.weights_BT[row, place] = 1.0
-
-
-class Place(NamedTuple):
-    """Where a piece is in its share, and in its document."""
-
-    row: int
-    slot: int  # which of the row's documents
-    column: int
-    position: int  # of its first input in its document
-    length: int
-
-
-class _Features:
-    """The features of a share's pieces, gathered; those of tokens are cut as the tokens are."""
-
-    def __init__(self, columns: Sequence[Column], along: frozenset[str]) -> None:
-        self._columns = columns
-        self._along = along
-        self._taken: dict[str, list[tuple[Place, Array]]] = {each.name: [] for each in columns}
-
-    def take(self, shard: OpenShard, document: int, at: Place) -> bool:
-        """Gather a piece's features; return False where its document is bad."""
-        found = shard.features(document)
-        if found is None:
-            return False
-        for name, taken in self._taken.items():
-            values = found[name]
-            if name in self._along:
-                # The first input is the separator before the document: it has no value.
-                first = max(at.position - 1, 0)
-                lead = 1 if at.position == 0 else 0
-                values = values[first : first + at.length - lead]
-                if len(values) != at.length - lead:
-                    raise InvalidInput(
-                        "a feature is not as long as its sample",
-                        got=len(found[name]),
-                        wanted=f"at least {first + at.length - lead}",
-                        where=f"{shard.shard.sha256}#{document} {name}",
-                        do="data.token_features names features with a value for each token.",
-                    )
-                at_values = at._replace(column=at.column + lead)
-            else:
-                at_values = at
-            taken.append((at_values, values))
-        return True
-
-    def arrays(self, count: int, width: int, documents: int) -> dict[str, Array]:
-        """Return (B, T, …) for features of tokens; else (B, D, …), shorter ones padded with 0."""
-        found: dict[str, Array] = {}
-        for column in self._columns:
-            taken = self._taken[column.name]
-            if column.name in self._along:
-                shape: tuple[int, ...] = (count, width, *_sizes(column.shape[1:]))
-            else:
-                longest = max((len(values) for _, values in taken if values.ndim), default=1)
-                first = (longest,) if column.shape else ()
-                shape = (count, documents, *first, *_sizes(column.shape[1:]))
-            out: Array = np.zeros(shape, dtype=column.dtype)
-            for at, values in taken:
-                if column.name in self._along:
-                    out[at.row, at.column : at.column + len(values)] = values
-                elif values.ndim:
-                    out[at.row, at.slot, : len(values)] = values
-                else:
-                    out[at.row, at.slot] = values
-            found[column.name] = out
-        return found
+    def _beside(self, layout: Layout, get: Get, weights_BT: Array) -> dict[str, Array]:
+        """Return the features of the pieces; one whose sample is bad gets weight 0."""
+        assert layout.document_P is not None
+        assert layout.position_P is not None
+        gathered = Gathered(self._columns, self._token_features)
+        fields = (layout.row_P, layout.slot_P, layout.column_P, layout.position_P, layout.length_P)
+        places = [Place(*each) for each in zip(*(each.tolist() for each in fields), strict=True)]
+        of = zip(layout.shard_P.tolist(), layout.document_P.tolist(), places, strict=True)
+        for index, document, at in of:
+            shard = get(index)
+            if shard is not None and not gathered.take(shard, document, at):
+                weights_BT[at.row, at.column : at.column + at.length] = 0.0
+        return gathered.arrays(layout.rows, layout.width, layout.most_slots)
 
 
-def _sizes(shape: Sequence[int | None]) -> tuple[int, ...]:
-    assert None not in shape, "only a column's first axis may differ"
-    return tuple(each for each in shape if each is not None)
+def _one_by_one(
+    shard: OpenShard,
+    targets: Array,
+    weights_BT: Array,
+    at: Ints,
+    document: Ints,
+    position: Ints,
+    length: Ints,
+) -> Iterator[tuple[Ints, Array]]:
+    """Put each piece's tokens where samples are made one by one (a transform); yield the inputs
+    before pieces that go on. A bad sample's places stay separators, of weight 0."""
+    fields = (at.tolist(), document.tolist(), position.tolist(), length.tolist())
+    for place, number, first, size in zip(*fields, strict=True):
+        tokens = shard.tokens(number)
+        if tokens is None:
+            weights_BT.reshape(-1)[place : place + size] = 0.0
+            continue
+        part = tokens[first : first + size]
+        targets[place : place + len(part)] = part
+        if first and len(tokens):
+            yield np.array([place]), tokens[first - 1 : first]
 
 
-def _most_pieces(rows: Rows, start: int, stop: int) -> int:
-    counts = np.diff(rows.first_R1[start : stop + 1])
-    return max(1, int(counts.max())) if len(counts) else 1
+def _by_shard(shard_P: Ints) -> Iterator[tuple[int, Ints]]:
+    """Yield each shard's index and which pieces are of it, in order."""
+    order = np.argsort(shard_P, kind="stable")
+    edges = np.flatnonzero(np.diff(shard_P[order])) + 1
+    for these in np.split(order, edges):
+        if len(these):
+            yield int(shard_P[these[0]]), these
+
+
+def _copy(out: Array, flat: Array, at: Ints, stop: Ints, source: Ints) -> None:
+    """Copy ``flat`` from ``source`` on to ``out[at:stop]``, piece by piece."""
+    ends = source + stop - at
+    pieces = zip(at.tolist(), stop.tolist(), source.tolist(), ends.tolist(), strict=True)
+    for low, high, first, last in pieces:
+        out[low:high] = flat[first:last]
+
+
+def _spoil(weights_BT: Array, at: Ints, stop: Ints) -> None:
+    flat = weights_BT.reshape(-1)
+    for low, high in zip(at.tolist(), stop.tolist(), strict=True):
+        flat[low:high] = 0.0
+
+
+def _carries(taken: Taken, count: int) -> npt.NDArray[np.bool_] | None:
+    if all(rows.carries_R is None for rows, _, _ in taken):
+        return None
+    carries_B = np.zeros(count, dtype=np.bool_)
+    for rows, ids, places in taken:
+        if rows.carries_R is not None:
+            carries_B[places] = rows.carries_R[ids]
+    return carries_B

@@ -20,12 +20,19 @@ class PackedPlan(DocumentPlan):
     batching = "packed"
 
     def rows(self, epoch: int, group: int) -> Rows:
-        """Return the group's rows, mixed."""
+        """Return the group's rows, mixed; each column packs its own documents, and one with fewer
+        rows than another has empty ones at the end."""
         pieces = self.pieces(epoch, group)
-        row_P = best_fit(pieces.length_P, self.context)
-        count = int(row_P.max()) + 1 if len(row_P) else 0
-        mixed = self.generator(epoch, group).permutation(count)
-        return pieces.rows(mixed[row_P], count, masked=True)
+        generator = self.generator(epoch, group)
+        row_P = np.zeros(len(pieces), dtype=np.int64)
+        most = 0
+        for column, part in enumerate(self.parts(pieces)):
+            packed = best_fit(pieces.length_P[part], self.context)
+            count = int(packed.max()) + 1 if len(packed) else 0
+            mixed = generator.permutation(count)
+            row_P[part] = mixed[packed] * self.columns + column
+            most = max(most, count)
+        return pieces.rows(row_P, most * self.columns, masked=True)
 
 
 def waste(rows: Rows, context: int) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.batching.rows import Ints, Rows
-from paceline.data.order import ShardOrder, group_shards
+from paceline.data.order import ShardOrder, group_shards, shards_for_columns
 
 # Indexes of shards → the lengths of each one's documents, in tokens, separators not counted.
 Lengths = Callable[[Sequence[int]], Sequence[npt.NDArray[Any]]]
@@ -82,13 +82,16 @@ def cut(shards: Sequence[int], lengths: Sequence[npt.NDArray[Any]], context: int
 
 
 class DocumentPlan:
-    """What the plans of whole documents share: groups of shards, and their pieces.
+    """What the plans of whole documents share: groups of shards, their pieces, and whose they are.
 
     Lengths come from the shards' indexes, on every rank the same; one that cannot be read raises
     CorruptData, because ranks that plan from different lengths would train on different batches.
+    ``documents`` (one number a shard) is wanted by plans whose columns share documents out by
+    number; by default they share out tokens.
     """
 
     batching = ""
+    shares = "tokens"  # what columns have equal parts of: "tokens" or "documents"
 
     def __init__(
         self,
@@ -98,12 +101,22 @@ class DocumentPlan:
         global_batch: int,
         seed: int,
         shards_in_group: int | None = None,
+        *,
+        columns: int = 1,
+        documents: Sequence[int] | None = None,
     ) -> None:
         self.context = context
         self.global_batch = global_batch
         self.seed = seed
-        in_group = shards_in_group or group_shards(stream_tokens, context, global_batch)
-        self._order = ShardOrder(len(stream_tokens), seed, in_group)
+        self.columns = columns
+        self._by_number = self.shares == "documents" and documents is not None
+        usual = shards_in_group or group_shards(stream_tokens, context, global_batch)
+        self._order = ShardOrder(
+            documents if self._by_number and documents else [each - 1 for each in stream_tokens],
+            seed,
+            shards_in_group or shards_for_columns(usual, columns, stream_tokens, context),
+            columns,
+        )
         self._lengths = lengths
 
     @property
@@ -111,14 +124,32 @@ class DocumentPlan:
         """Return how many groups an epoch has."""
         return self._order.groups
 
-    def shards(self, epoch: int, group: int) -> Ints:
-        """Return the indexes of the group's shards."""
-        return self._order.group(epoch, group)
+    def shards(self, epoch: int, group: int, columns: range | None = None) -> Ints:
+        """Return the indexes of the group's shards, or of those that ``columns`` read."""
+        return self._order.read_by(epoch, group, columns or range(self.columns))
 
     def pieces(self, epoch: int, group: int) -> Pieces:
         """Return the group's pieces."""
         shards = [int(each) for each in self.shards(epoch, group)]
         return cut(shards, self._lengths(shards), self.context)
+
+    def parts(self, pieces: Pieces) -> list[slice]:
+        """Return each column's pieces: neighbours, whole documents, of the group an equal part.
+
+        A document is of the column that its middle falls in.
+        """
+        if self.columns == 1:
+            return [slice(0, len(pieces))]
+        heads = np.flatnonzero(pieces.position_P == 0)
+        weight_D = np.ones(len(heads), dtype=np.int64)
+        if not self._by_number and len(heads):
+            weight_D = np.add.reduceat(pieces.length_P, heads)
+        ends = np.cumsum(weight_D)
+        total = int(ends[-1]) if len(ends) else 1
+        column_D = np.minimum((2 * ends - weight_D) * self.columns // (2 * total), self.columns - 1)
+        first = np.searchsorted(column_D, np.arange(self.columns + 1))
+        edges = np.append(heads, len(pieces))[first].tolist()
+        return [slice(*edges[each : each + 2]) for each in range(self.columns)]
 
     def generator(self, epoch: int, group: int) -> np.random.Generator:
         """Return the group's own generator."""

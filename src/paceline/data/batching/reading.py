@@ -7,23 +7,21 @@ A shard that cannot be read is put in quarantine and its pieces get weight 0. Kn
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.batching.opened import Array, OpenShard
 from paceline.data.samples import ShardSamples
 from paceline.data.snapshot import Shard
-from paceline.errors import CorruptData, DataRejected, InvalidInput
+from paceline.errors import CorruptData, DataRejected
 
 log = logging.getLogger(__name__)
 
-Array = npt.NDArray[Any]
-
-LENGTHS_AT_ONCE = 4  # for each shard that is opened at once
+LENGTHS_AT_ONCE = 16  # small files, and a plan waits for all of a group's
 
 
 class Shards(Protocol):
@@ -36,108 +34,40 @@ class Shards(Protocol):
     def prefetch(self, shards: Sequence[Shard]) -> None: ...
 
 
-class OpenShard:
-    """One shard's framed token stream: separator, document, separator, …, document, separator."""
-
-    def __init__(self, shard: Shard, samples: ShardSamples, lengths: Array) -> None:
-        self.shard = shard
-        self.samples = samples
-        self.bad: dict[int, str] = {}  # document → why
-        if len(samples) != len(lengths):
-            raise CorruptData(
-                "shard and its index disagree",
-                got=f"{len(samples)} samples",
-                wanted=len(lengths),
-                where=shard.sha256,
-            )
-        offsets = np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64) + 1)])
-        if shard.tokens and int(offsets[-1]) + 1 != shard.stream_bytes:
-            raise CorruptData(
-                "shard is not as long as the snapshot says",
-                got=f"{int(offsets[-1]) + 1} tokens with separators",
-                wanted=shard.stream_bytes,
-                where=shard.sha256,
-            )
-        self._offsets: list[int] = offsets.tolist()  # of each document's separator; and the last
-
-    def copy(self, start: int, out: Array) -> list[tuple[int, int]]:
-        """Copy tokens from ``start`` on into ``out``, which is full of separators already.
-
-        Return the stretches of ``out``, as (first, one past the last), whose document is bad.
-        """
-        offsets = self._offsets
-        document = bisect_right(offsets, start) - 1
-        size, column, spoiled = len(out), 0, []
-        while column < size and document < len(offsets) - 1:
-            inside = start + column - offsets[document]  # 0: its separator
-            count = min(offsets[document + 1] - offsets[document] - inside, size - column)
-            skip = 1 if inside == 0 else 0
-            if count > skip:
-                tokens = self.tokens(document)
-                if tokens is None:
-                    spoiled.append((column, column + count))
-                elif len(tokens):
-                    first = inside + skip - 1
-                    out[column + skip : column + count] = tokens[first : first + count - skip]
-            column += count
-            document += 1
-        return spoiled
-
-    def features(self, document: int) -> dict[str, Array] | None:
-        """Return the document's features, or None where it is bad."""
-        try:
-            return self.samples.features(document)
-        except CorruptData as error:
-            self.bad.setdefault(document, error.what)
-            return None
-
-    def tokens(self, document: int) -> Array | None:
-        """Return the document's tokens, none for one of features only; None where it is bad."""
-        try:
-            tokens = self.samples.tokens(document)
-        except CorruptData as error:
-            self.bad.setdefault(document, error.what)
-            return None
-        wanted = self._offsets[document + 1] - self._offsets[document] - 1
-        if len(tokens) not in (0, wanted):  # 0: a sample of features only
-            raise InvalidInput(
-                "a transform changed a sample's length",
-                got=len(tokens),
-                wanted=f"{wanted}, as its shard's index says",
-                where=f"{self.shard.sha256}#{document}",
-                do="Change lengths when the snapshot is built; batches are planned from them.",
-            )
-        return tokens
-
-
 class Reader:
     """The open shards of one stream; close it. All but ``close`` is for one thread only.
 
-    Raises DataRejected once more than ``max_bad_share`` of the shards is in quarantine.
+    Raises DataRejected once more than ``max_bad_share`` of the shards is in quarantine: of its own
+    ones, where this stream reads but a ``share`` of them (set before it is used).
     """
 
     def __init__(
         self, shards: Sequence[Shard], cache: Shards, *, threads: int, max_bad_share: float
     ) -> None:
         self.shards = shards
+        self.share = 1.0
         self._cache = cache
         self._max_bad_share = max_bad_share
         self._digests = {each.sha256 for each in shards}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="data-open")
-        # Lengths are small files, and a plan waits for all of a group's: apart, and more at once.
-        self._small = ThreadPoolExecutor(
-            LENGTHS_AT_ONCE * threads, thread_name_prefix="data-lengths"
-        )
+        self._small = ThreadPoolExecutor(LENGTHS_AT_ONCE, thread_name_prefix="data-lengths")
+        self._known: dict[int, Array] = {}  # lengths that plans were made from
         self._open: dict[int, Future[OpenShard]] = {}
         self._ready: dict[int, OpenShard | None] = {}  # of those, the ones that came out
 
     def lengths(self, indexes: Sequence[int]) -> list[Array]:
         """Return the lengths of each shard's documents; for the thread that plans ahead."""
-        return list(self._small.map(lambda each: self._lengths(self.shards[each]), indexes))
+        found = list(self._small.map(lambda each: self._lengths(self.shards[each]), indexes))
+        self._known.update(zip(indexes, found, strict=True))
+        return found
 
-    def expect(self, indexes: Sequence[int]) -> None:
-        """Open these shards ahead, in this order, and close all others."""
+    def expect(self, indexes: Sequence[int], planned: Collection[int] = ()) -> None:
+        """Open these shards ahead, in this order, and close all others; of the shards ``planned``
+        and of these, lengths are remembered."""
         wanted = set(indexes)
+        remembered = wanted.union(planned)
+        for index in [each for each in self._known if each not in remembered]:
+            self._known.pop(index, None)
         for index in [each for each in self._open if each not in wanted]:
             self._forget(index)
         # What is being opened is named again: a cache lets go of what it is no longer told of.
@@ -174,14 +104,15 @@ class Reader:
 
     def _submit(self, index: int) -> Future[OpenShard]:
         if index not in self._open:
-            self._open[index] = self._pool.submit(self._opened, self.shards[index])
+            self._open[index] = self._pool.submit(self._opened, index)
         return self._open[index]
 
-    def _opened(self, shard: Shard) -> OpenShard:
+    def _opened(self, index: int) -> OpenShard:
+        shard = self.shards[index]
         try:
             samples = self._cache.samples(shard)
             try:
-                return OpenShard(shard, samples, self._lengths_beside(shard, samples))
+                return OpenShard(shard, samples, self._lengths_beside(index, samples))
             except CorruptData:
                 samples.close()
                 raise
@@ -195,7 +126,14 @@ class Reader:
         with self._cache.samples(shard) as samples:
             return _byte_lengths(samples)
 
-    def _lengths_beside(self, shard: Shard, samples: ShardSamples) -> Array:
+    def _lengths_beside(self, index: int, samples: ShardSamples) -> Array | None:
+        """Return the lengths that the plan was made from; None where none was made from any, and
+        the samples tell them."""
+        if (known := self._known.get(index)) is not None:
+            return known
+        shard = self.shards[index]
+        if shard.tokens and samples.flat() is not None:
+            return None
         if shard.lengths_sha256 is not None:
             return self._cache.lengths(shard)
         return _byte_lengths(samples)
@@ -212,10 +150,13 @@ class Reader:
 
     def _refuse_if_too_many(self, error: CorruptData) -> None:
         bad = len(self._digests & set(self._cache.quarantined))
-        if bad > self._max_bad_share * len(self._digests):
+        ours = self.share * len(self._digests)
+        # one bad shard of two or three is no reason to stop what has others
+        allowed = self._max_bad_share * ours
+        if bad > (allowed if self.share == 1.0 else max(1.0, allowed)):
             raise DataRejected(
                 "too many data shards are corrupt",
-                got=f"{bad} of {len(self._digests)}",
+                got=f"{bad} of {ours:.0f}",
                 wanted=f"at most {self._max_bad_share:.0%}",
                 do="Build the snapshot again from its source.",
             ) from error

@@ -4,6 +4,10 @@ Everything is said in terms of a shard's framed token stream: separator, documen
 document, separator. A document of n tokens is n + 1 inputs there (its separator and its tokens)
 and the n + 1 targets one place later (its tokens and the separator that ends it).
 
+With C columns a group's row number n is of column n mod C: any stretch of rows that begins at a
+multiple of C has as many of each. ``rows_of_batch`` puts the rows of one column side by side, so
+that a rank, whose rows are neighbours, reads few columns.
+
 Shape letters: R rows of a group, P pieces of all its rows.
 """
 
@@ -21,7 +25,10 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """One group's rows, in the order they come; row r holds pieces first_R1[r] to first_R1[r+1]."""
+    """One group's rows, in the order they come; row r holds pieces first_R1[r] to first_R1[r+1].
+
+    A row without pieces is empty: of weight 0.
+    """
 
     first_R1: Ints  # noqa: N815 - arrays carry shape letters; R + 1 of them
     shard_P: Ints  # noqa: N815 - index into the split's shards
@@ -49,14 +56,16 @@ class Plan(Protocol):
     context: int
     global_batch: int
     seed: int
+    columns: int
 
     @property
     def groups(self) -> int:
         """Return how many groups an epoch has."""
         ...
 
-    def shards(self, epoch: int, group: int) -> Ints:
-        """Return the indexes of the group's shards, in the order they should be fetched."""
+    def shards(self, epoch: int, group: int, columns: range | None = None) -> Ints:
+        """Return the indexes of the group's shards, in the order they should be fetched; of those,
+        the ones that ``columns`` read."""
         ...
 
     def rows(self, epoch: int, group: int) -> Rows:
@@ -71,4 +80,19 @@ def identity(plan: Plan) -> dict[str, Any]:
         "context": plan.context,
         "global_batch": plan.global_batch,
         "seed": plan.seed,
+        "columns": plan.columns,
     }
+
+
+def rows_of_batch(wanted: range, global_batch: int, columns: int) -> Ints:
+    """Return which of the ``global_batch`` rows that come next are the rows ``wanted`` of a batch:
+    the first ``global_batch / columns`` rows of a batch are the first column's, and so on."""
+    rows = np.arange(wanted.start, wanted.stop)
+    deep = global_batch // columns
+    return (rows % deep) * columns + rows // deep
+
+
+def columns_read(wanted: range, global_batch: int, columns: int) -> range:
+    """Return the columns that the rows ``wanted`` of a batch are in."""
+    deep = global_batch // columns
+    return range(wanted.start // deep, (wanted.stop - 1) // deep + 1)

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.data.batching.rows import Ints, Rows
-from paceline.data.order import ShardOrder, fewest_shards
+from paceline.data.order import ShardOrder, fewest_shards, shards_for_columns
 from paceline.errors import InvalidInput, InvalidSnapshot
+
+EMPTY = -1
 
 
 class WindowPlan:
@@ -28,12 +30,15 @@ class WindowPlan:
         global_batch: int,
         seed: int,
         shards_in_group: int | None = None,
+        *,
+        columns: int = 1,
     ) -> None:
         if context < 1:
             raise InvalidInput("bad stream settings", got=f"context {context}", wanted="≥ 1")
         self.context = context
         self.global_batch = global_batch
         self.seed = seed
+        self.columns = columns
         self.windows = np.array([max(0, (size - 1) // context) for size in stream_tokens])
         self.tail_tokens = int(sum(stream_tokens)) - int(self.windows.sum()) * context
         self.samples = int(self.windows.sum())  # of one epoch
@@ -44,8 +49,12 @@ class WindowPlan:
                 wanted=f"a shard of at least {context + 1} tokens",
                 do="Use more data, or a smaller model.context.",
             )
+        usual = fewest_shards(stream_tokens)
         self._order = ShardOrder(
-            len(stream_tokens), seed, shards_in_group or fewest_shards(stream_tokens)
+            self.windows.tolist(),
+            seed,
+            shards_in_group or shards_for_columns(usual, columns, stream_tokens, context),
+            columns,
         )
 
     @property
@@ -53,21 +62,31 @@ class WindowPlan:
         """Return how many groups an epoch has."""
         return self._order.groups
 
-    def shards(self, epoch: int, group: int) -> Ints:
-        """Return the indexes of the group's shards."""
-        return self._order.group(epoch, group)
+    def shards(self, epoch: int, group: int, columns: range | None = None) -> Ints:
+        """Return the indexes of the group's shards, or of those that ``columns`` read."""
+        return self._order.read_by(epoch, group, columns or range(self.columns))
 
     def rows(self, epoch: int, group: int) -> Rows:
-        """Return the group's windows, mixed."""
-        packed = np.concatenate(
-            [
-                (int(each) << 32) + np.arange(self.windows[each], dtype=np.int64)
-                for each in self.shards(epoch, group)
-            ]
-        )
-        packed = self._order.generator(epoch, group + 1).permutation(packed)
+        """Return the group's windows, mixed: each column an equal stretch of them, and an empty
+        row at the end where they do not divide."""
+        shards = self.shards(epoch, group)
+        counts = self.windows[shards]
+        first = np.cumsum(counts) - counts
+        total = int(counts.sum())
+        window_P = np.arange(total) - np.repeat(first, counts)
+        packed = (np.repeat(shards, counts) << 32) + window_P
+        generator = self._order.generator(epoch, group + 1)
+        columns = self.columns
+        deep = -(-total // columns)
+        laid = np.full((deep, columns), EMPTY)
+        for column in range(columns):
+            part = packed[total * column // columns : total * (column + 1) // columns]
+            laid[: len(part), column] = generator.permutation(part)
+        in_order = laid.reshape(-1)
+        filled = in_order != EMPTY
+        packed = in_order[filled]
         return Rows(
-            first_R1=np.arange(len(packed) + 1),
+            first_R1=np.concatenate([[0], np.cumsum(filled)]),
             shard_P=packed >> 32,
             start_P=(packed & 0xFFFFFFFF) * self.context,
             length_P=np.full(len(packed), self.context),
