@@ -68,12 +68,14 @@ class State:
     def train_state(self) -> TrainState:
         return TrainState(WholeModel(self.model), self.optimizer, Group())
 
-    def saver(self, generations: Generations, **changes: object) -> Checkpointer:
+    def saver(
+        self, generations: Generations, state: TrainState | None = None, **changes: object
+    ) -> Checkpointer:
         values: dict[str, object] = {"every_steps": 1, "keep": 2, "max_stall_share": 0.99}
         settings = CheckpointSettings.model_validate(values | changes)
         return Checkpointer(
             generations,
-            self.train_state(),
+            state or self.train_state(),
             settings,
             job_id="job",
             config_digest=DIGEST,
@@ -464,8 +466,7 @@ def test_state_of_another_model_or_configuration_is_refused_and_kept(
 def test_what_the_caller_adds_comes_back(generations: Generations, tmp_path: Path) -> None:
     state = State(1).train_state()
     state.extra = {"scale": torch.tensor(1024.0), "growth": 7, "lost": ["a"]}
-    saver = State(0).saver(generations)
-    saver._state = state
+    saver = State(0).saver(generations, state)
     saver.save_last(1, {"batch": 1}, {"loss": 1.0, "bad": float("nan")})
     fresh = State(0).train_state()
     fresh.extra = {"scale": torch.tensor(0.0)}

@@ -15,11 +15,11 @@ from paceline.training.checkpoint.layout import (
     Held,
     chunks_of,
     from_bytes,
+    index_of,
     reads_for,
     share_out,
     to_bytes,
 )
-from paceline.training.checkpoint.saver import index_of
 from paceline.training.checkpoint.staging import Staging
 
 

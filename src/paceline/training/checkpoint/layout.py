@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import TrainingFailed
-from paceline.training.checkpoint.records import Sizes, StoredTensor, key_of
+from paceline.training.checkpoint.records import Index, Sizes, StoredChunk, StoredTensor, key_of
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -141,6 +141,31 @@ def share_out(held: Held) -> list[list[Chunk]]:
         heapq.heapreplace(heap, (load + chunk.bytes, rank))
         written[rank].append(chunk)
     return written
+
+
+def file_of(rank: int, world_size: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def index_of(written: Sequence[Sequence[Chunk]]) -> Index:
+    """Return where each tensor lies when rank i writes ``written[i]``."""
+    found: dict[str, tuple[Chunk, list[StoredChunk]]] = {}
+    for rank, chunks in enumerate(written):
+        file = file_of(rank, len(written))
+        for chunk in chunks:
+            stored = StoredChunk(file=file, offsets=chunk.offsets, sizes=chunk.sizes)
+            found.setdefault(chunk.tensor, (chunk, []))[1].append(stored)
+    return Index(
+        tensors={
+            name: StoredTensor(
+                dtype=chunk.dtype,
+                shape=chunk.shape,
+                chunks=tuple(sorted(chunks, key=lambda each: each.offsets)),
+            )
+            for name, (chunk, chunks) in found.items()
+        }
+    )
 
 
 def _require_tiling(chunks: Mapping[Chunk, object]) -> None:

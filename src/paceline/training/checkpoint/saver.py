@@ -1,41 +1,33 @@
-"""Saving: every rank's part, staged at once, written by a thread, committed by rank 0 at the end.
+"""Saving, as the thread that trains sees it: when, one copy, and what became of it.
 
-``save`` blocks training for one copy into buffers that are used again. A thread hashes and uploads;
-all ranks tell each other their files' hashes; then rank 0 writes index and marker. One save
-is in flight at most: a due save that finds one is put off and counted, so a slow store lengthens
-the interval and never stops training. Every method is called on every rank, in the same order.
+``save`` blocks training for one copy into buffers that are used again; a thread does the rest
+(``writer``). One save is in flight at most: a due save that finds one is put off and counted, so a
+slow store lengthens the interval and never stops training. Every method is called on every rank, in
+the same order.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import logging
 import math
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from paceline.errors import PacelineError, PermanentError, ServiceUnavailable, TrainingFailed
+from paceline.errors import PacelineError, ServiceUnavailable, TrainingFailed
 from paceline.profile import CheckpointSettings
 from paceline.training.checkpoint.exchange import Exchange, agree_on_held
 from paceline.training.checkpoint.generations import Generation, Generations
-from paceline.training.checkpoint.layout import Chunk, chunks_of, share_out
-from paceline.training.checkpoint.records import (
-    Commit,
-    Index,
-    SavedFile,
-    StoredChunk,
-    StoredTensor,
-)
+from paceline.training.checkpoint.layout import chunks_of, index_of, share_out
+from paceline.training.checkpoint.records import Index
 from paceline.training.checkpoint.staging import Staging
 from paceline.training.checkpoint.state import TrainState
+from paceline.training.checkpoint.writer import Ended, Save, Writer
 from paceline.training.interval import Alert, Failures, Interval
 from paceline.wire.training import CheckpointRef
 
@@ -45,51 +37,6 @@ MOST_FAILED = 2  # saves in a row that fail for good (no permission, disk full) 
 MOST_UNANSWERED = 10  # in a row that a store did not answer
 MOST_ALERTS = 100
 CLOSE_S = 5.0
-
-
-@dataclass(frozen=True)
-class _Save:
-    """What one save was asked to keep beside the tensors."""
-
-    generation: Generation
-    position: dict[str, Any]
-    metrics: dict[str, float]
-    extra: dict[str, Any]
-
-
-@dataclass
-class _Ended:
-    """How a save ended; the same on every rank."""
-
-    step: int
-    seconds: float
-    ref: CheckpointRef | None = None
-    kept: tuple[int, ...] = ()
-    error: PacelineError | None = None
-    final: bool = False  # no other save can do better
-
-
-@dataclass
-class _Part:
-    """What one rank tells the others about its part."""
-
-    files: dict[str, SavedFile] = field(default_factory=dict)
-    error: str = ""
-    kind: str = ""  # of the error: final, permanent, temporary
-
-    def to_json(self) -> bytes:
-        files = {name: saved.model_dump() for name, saved in self.files.items()}
-        return json.dumps([files, self.error, self.kind]).encode()
-
-    @classmethod
-    def from_json(cls, raw: bytes) -> _Part:
-        files, error, kind = json.loads(raw)
-        return cls({name: SavedFile(**saved) for name, saved in files.items()}, error, kind)
-
-    def failed(self, error: BaseException, *, final: bool = False) -> None:
-        self.error = error.one_line() if isinstance(error, PacelineError) else repr(error)
-        permanent = isinstance(error, PermanentError) or not isinstance(error, PacelineError)
-        self.kind = "final" if final else "permanent" if permanent else "temporary"
 
 
 class Checkpointer:
@@ -116,24 +63,30 @@ class Checkpointer:
         self.saved: dict[int, CheckpointRef] = {}
         self._generations = generations
         self._state = state
-        self._settings = settings
-        self._identity: dict[str, Any] = {
-            "job_id": job_id,
-            "config_digest": config_digest,
-            "code_version": code_version,
-            "environment": dict(environment or {}),
-        }
         self._deadline_s = deadline_s
         self._clock = clock
         self._interval = Interval(settings, failures or Failures())
         self._exchange = Exchange(state.group, deadline_s)
+        self._writer = Writer(
+            generations,
+            state,
+            self._exchange,
+            {
+                "job_id": job_id,
+                "config_digest": config_digest,
+                "code_version": code_version,
+                "environment": dict(environment or {}),
+            },
+            keep=settings.keep,
+            keep_best=settings.keep_best,
+        )
         self._signature: object = None
         self._staging: Staging | None = None
         self._index = Index(tensors={})
         self._next: int | None = None  # step at which to save, or to ask the clock; on all ranks
         self._waiting = False  # a save was put off and is due at the next step that finds room
         self._thread: threading.Thread | None = None
-        self._ended: _Ended | None = None
+        self._ended: Ended | None = None
         self._error: PacelineError | None = None
         self._failed_in_row = 0
         self._unreported: list[CheckpointRef] = []
@@ -204,7 +157,7 @@ class Checkpointer:
         self._waiting = False
         self._next = int(following)
         self._state.position = dict(position)
-        save = _Save(
+        save = Save(
             Generation(step, int(number)),
             copy.deepcopy(dict(position)),  # both go on changing while the thread writes
             {name: value for name, value in metrics.items() if math.isfinite(value)},
@@ -213,7 +166,7 @@ class Checkpointer:
             ),
         )
         self._thread = threading.Thread(
-            target=self._run, args=(save, self._staging), name="checkpoint-writer", daemon=True
+            target=self._write, args=(save, self._staging), name="checkpoint-writer", daemon=True
         )
         self._thread.start()
         now = self._clock()
@@ -275,89 +228,9 @@ class Checkpointer:
         self._staging = Staging(written[group.rank], pin=pin)
         self._signature = signature
 
-    # ── in the thread ────────────────────────────────────────────────────────────────────────────
-
-    def _run(self, save: _Save, staging: Staging) -> None:
-        began = time.perf_counter()
-        try:
-            ended = self._write(save, staging)
-        except PacelineError as error:  # another rank is gone: there is nobody to agree with
-            ended = _Ended(save.generation.step, 0.0, error=error, final=True)
-        except Exception as error:
-            log.exception("checkpoint writer failed step=%d", save.generation.step)
-            wrapped = TrainingFailed("checkpoint writer failed", got=repr(error))
-            wrapped.__cause__ = error
-            ended = _Ended(save.generation.step, 0.0, error=wrapped, final=True)
-        ended.seconds = time.perf_counter() - began
-        self._ended = ended
-
-    def _write(self, save: _Save, staging: Staging) -> _Ended:
-        step = save.generation.step
-        part = _Part()
-        if staging.chunks:
-            try:
-                staging.require_finite(step)
-            except TrainingFailed as error:
-                part.failed(error, final=True)
-            else:
-                self._upload(save, staging, part)
-        parts = [_Part.from_json(raw) for raw in self._exchange.all(part.to_json())]
-        failed = _failure_of(step, parts)
-        if failed is not None:
-            return failed
-        verdict = b""
-        if self._state.group.rank == 0:
-            verdict = self._commit(save, parts)
-        kind, *rest = json.loads(self._exchange.all(verdict)[0])
-        if kind != "committed":
-            return _failure_of(step, [_Part(error=rest[0], kind=kind)]) or _Ended(step, 0.0)
-        return _Ended(step, 0.0, ref=CheckpointRef(**rest[0]), kept=tuple(rest[1]))
-
-    def _upload(self, save: _Save, staging: Staging, part: _Part) -> None:
-        group = self._state.group
-        name = file_of(group.rank, group.world_size)
-        saved = SavedFile(sha256=hashlib.sha256(staging.view).hexdigest(), bytes=staging.bytes)
-        try:
-            self._generations.put_file(save.generation, name, staging.path, saved)
-            part.files[name] = saved
-        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, whatever it is
-            log.warning("checkpoint part failed step=%d error=%s", save.generation.step, error)
-            part.failed(error)
-
-    def _commit(self, save: _Save, parts: Sequence[_Part]) -> bytes:
-        """Write the marker and return what became of it, as JSON."""
-        generations, generation = self._generations, save.generation
-        files = {name: saved for part in parts for name, saved in part.files.items()}
-        try:
-            commit = Commit(
-                **self._identity,
-                step=generation.step,
-                position=save.position,
-                world_size=self._state.group.world_size,
-                layout=self._state.layout(),
-                metrics=save.metrics,
-                extra=save.extra,
-                files=files,
-            )
-            commit = generations.commit(generation, commit, self._index)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for a word
-            log.warning("checkpoint was not committed step=%d error=%s", generation.step, error)
-            part = _Part()
-            part.failed(error)
-            return json.dumps([part.kind, part.error]).encode()
-        ref = CheckpointRef(
-            step=generation.step,
-            url=generations.url_of(generation),
-            digest=commit.digest,
-            bytes=commit.bytes,
-        )
-        steps = sorted({generation.step, *self.saved})
-        try:
-            kept = generations.collect(self._settings.keep, self._settings.keep_best, generation)
-            steps = sorted({each.step for each in kept})
-        except PacelineError as error:  # the save stands; the next one collects
-            log.warning("old checkpoints were not collected error=%s", error)
-        return json.dumps(["committed", ref.model_dump(), steps]).encode()
+    def _write(self, save: Save, staging: Staging) -> None:
+        """Be the thread of one save."""
+        self._ended = self._writer.run(save, staging, self._index)
 
     # ── back in the thread that trains ───────────────────────────────────────────────────────────
 
@@ -390,7 +263,7 @@ class Checkpointer:
             self._failed_in_row = 0
             self.saved[ended.step] = ended.ref
             self._unreported.append(ended.ref)
-            for step in set(self.saved) - set(ended.kept):
+            for step in set(self.saved) - set(self.saved if ended.kept is None else ended.kept):
                 del self.saved[step]
             return None
         self._failed_in_row += 1
@@ -408,39 +281,3 @@ class Checkpointer:
     def _raise(self) -> None:
         error, self._error = self._error, None
         raise error or TrainingFailed("another rank could not save", where=self._generations.url)
-
-
-def file_of(rank: int, world_size: int) -> str:
-    """Return the name of a rank's file."""
-    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
-def index_of(written: Sequence[Sequence[Chunk]]) -> Index:
-    """Return where each tensor lies when rank i writes ``written[i]``."""
-    found: dict[str, tuple[Chunk, list[StoredChunk]]] = {}
-    for rank, chunks in enumerate(written):
-        file = file_of(rank, len(written))
-        for chunk in chunks:
-            stored = StoredChunk(file=file, offsets=chunk.offsets, sizes=chunk.sizes)
-            found.setdefault(chunk.tensor, (chunk, []))[1].append(stored)
-    return Index(
-        tensors={
-            name: StoredTensor(
-                dtype=chunk.dtype,
-                shape=chunk.shape,
-                chunks=tuple(sorted(chunks, key=lambda each: each.offsets)),
-            )
-            for name, (chunk, chunks) in found.items()
-        }
-    )
-
-
-def _failure_of(step: int, parts: Sequence[_Part]) -> _Ended | None:
-    """Return how a save ends in which some ranks failed, or None where none did."""
-    errors = [(rank, part) for rank, part in enumerate(parts) if part.error]
-    if not errors:
-        return None
-    rank, worst = min(errors, key=lambda e: ("final", "permanent", "temporary").index(e[1].kind))
-    kind = ServiceUnavailable if worst.kind == "temporary" else TrainingFailed
-    error = kind("checkpoint was not saved", got=worst.error, where=f"step {step}, rank {rank}")
-    return _Ended(step, 0.0, error=error, final=worst.kind == "final")

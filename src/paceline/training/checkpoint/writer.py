@@ -1,0 +1,187 @@
+"""What a thread does of a save while training goes on: hash, upload, agree, commit.
+
+Every rank writes its own file; all tell each other what came of it; rank 0 writes index and marker,
+and its word is everyone's. A failure of any rank, of any kind, reaches all of them: nobody is left
+waiting. Knows no clock and no interval.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.errors import PacelineError, PermanentError, ServiceUnavailable, TrainingFailed
+from paceline.training.checkpoint.exchange import Exchange
+from paceline.training.checkpoint.generations import Generation, Generations
+from paceline.training.checkpoint.layout import file_of
+from paceline.training.checkpoint.records import Commit, Index, SavedFile
+from paceline.training.checkpoint.staging import Staging
+from paceline.training.checkpoint.state import TrainState
+from paceline.wire.training import CheckpointRef
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Save:
+    """What one save was asked to keep beside the tensors."""
+
+    generation: Generation
+    position: dict[str, Any]
+    metrics: dict[str, float]
+    extra: dict[str, Any]
+
+
+@dataclass
+class Ended:
+    """How a save ended; the same on every rank."""
+
+    step: int
+    seconds: float  # in the background
+    ref: CheckpointRef | None = None
+    kept: Sequence[int] | None = None  # steps that still have one; None: nobody knows
+    error: PacelineError | None = None
+    final: bool = False  # no other save can do better
+
+
+@dataclass
+class _Part:
+    """What one rank tells the others about its part."""
+
+    files: dict[str, SavedFile] = field(default_factory=dict)
+    error: str = ""
+    kind: str = ""  # of the error: final, permanent, temporary
+
+    def to_json(self) -> bytes:
+        files = {name: saved.model_dump() for name, saved in self.files.items()}
+        return json.dumps([files, self.error, self.kind]).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> _Part:
+        files, error, kind = json.loads(raw)
+        return cls({name: SavedFile(**saved) for name, saved in files.items()}, error, kind)
+
+    def failed(self, error: BaseException, *, final: bool = False) -> None:
+        self.error = error.one_line() if isinstance(error, PacelineError) else repr(error)
+        permanent = isinstance(error, PermanentError) or not isinstance(error, PacelineError)
+        self.kind = "final" if final else "permanent" if permanent else "temporary"
+
+
+class Writer:
+    """Writes one rank's part of each save; ``kept`` are the generations to keep."""
+
+    def __init__(
+        self,
+        generations: Generations,
+        state: TrainState,
+        exchange: Exchange,
+        identity: Mapping[str, Any],
+        *,
+        keep: int,
+        keep_best: int,
+    ) -> None:
+        """``identity``: what every marker says of the job and its code."""
+        self._generations = generations
+        self._state = state
+        self._exchange = exchange
+        self._identity = dict(identity)
+        self._keep, self._keep_best = keep, keep_best
+
+    def run(self, save: Save, staging: Staging, index: Index) -> Ended:
+        """Write ``save`` and return how it ended; raises nothing."""
+        began = time.perf_counter()
+        try:
+            ended = self._write(save, staging, index)
+        except PacelineError as error:  # another rank is gone: there is nobody to agree with
+            ended = Ended(save.generation.step, 0.0, error=error, final=True)
+        except Exception as error:
+            log.exception("checkpoint writer failed step=%d", save.generation.step)
+            wrapped = TrainingFailed("checkpoint writer failed", got=repr(error))
+            wrapped.__cause__ = error
+            ended = Ended(save.generation.step, 0.0, error=wrapped, final=True)
+        ended.seconds = time.perf_counter() - began
+        return ended
+
+    def _write(self, save: Save, staging: Staging, index: Index) -> Ended:
+        step = save.generation.step
+        part = _Part()
+        if staging.chunks:
+            try:
+                staging.require_finite(step)
+            except TrainingFailed as error:
+                part.failed(error, final=True)
+            else:
+                self._upload(save, staging, part)
+        parts = [_Part.from_json(raw) for raw in self._exchange.all(part.to_json())]
+        failed = _failure_of(step, parts)
+        if failed is not None:
+            return failed
+        verdict = b""
+        if self._state.group.rank == 0:
+            verdict = self._commit(save, parts, index)
+        kind, *rest = json.loads(self._exchange.all(verdict)[0])
+        if kind != "committed":
+            return _failure_of(step, [_Part(error=rest[0], kind=kind)]) or Ended(step, 0.0)
+        return Ended(step, 0.0, ref=CheckpointRef(**rest[0]), kept=rest[1])
+
+    def _upload(self, save: Save, staging: Staging, part: _Part) -> None:
+        group = self._state.group
+        name = file_of(group.rank, group.world_size)
+        saved = SavedFile(sha256=hashlib.sha256(staging.view).hexdigest(), bytes=staging.bytes)
+        try:
+            self._generations.put_file(save.generation, name, staging.path, saved)
+            part.files[name] = saved
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, whatever it is
+            log.warning("checkpoint part failed step=%d error=%s", save.generation.step, error)
+            part.failed(error)
+
+    def _commit(self, save: Save, parts: Sequence[_Part], index: Index) -> bytes:
+        """Write the marker and return what became of it, as JSON."""
+        generations, generation = self._generations, save.generation
+        files = {name: saved for part in parts for name, saved in part.files.items()}
+        try:
+            commit = Commit(
+                **self._identity,
+                step=generation.step,
+                position=save.position,
+                world_size=self._state.group.world_size,
+                layout=self._state.layout(),
+                metrics=save.metrics,
+                extra=save.extra,
+                files=files,
+            )
+            commit = generations.commit(generation, commit, index)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for a word
+            log.warning("checkpoint was not committed step=%d error=%s", generation.step, error)
+            part = _Part()
+            part.failed(error)
+            return json.dumps([part.kind, part.error]).encode()
+        ref = CheckpointRef(
+            step=generation.step,
+            url=generations.url_of(generation),
+            digest=commit.digest,
+            bytes=commit.bytes,
+        )
+        steps: list[int] | None = None
+        try:
+            kept = generations.collect(self._keep, self._keep_best, generation)
+            steps = sorted({each.step for each in kept})
+        except PacelineError as error:  # the save stands; the next one collects
+            log.warning("old checkpoints were not collected error=%s", error)
+        return json.dumps(["committed", ref.model_dump(), steps]).encode()
+
+
+def _failure_of(step: int, parts: Sequence[_Part]) -> Ended | None:
+    """Return how a save ends in which some ranks failed, or None where none did."""
+    errors = [(rank, part) for rank, part in enumerate(parts) if part.error]
+    if not errors:
+        return None
+    rank, worst = min(errors, key=lambda e: ("final", "permanent", "temporary").index(e[1].kind))
+    kind = ServiceUnavailable if worst.kind == "temporary" else TrainingFailed
+    error = kind("checkpoint was not saved", got=worst.error, where=f"step {step}, rank {rank}")
+    return Ended(step, 0.0, error=error, final=worst.kind == "final")
