@@ -2,7 +2,7 @@
 ``paceline.training.loop`` beside a plain loop in nanoGPT's style, interleaved, on the same device.
 
     python benchmarks/mfu.py [--batch 8] [--context 2048] [--steps 10] [--pairs 5]
-    python benchmarks/mfu.py --tiny        # a tiny model on the CPU: does the script work?
+    python benchmarks/mfu.py --quick [--compile]   # a tiny model on the CPU: does it work?
 
 MFU counts as PaLM's does (``paceline.training.numbers.flops``) against the matmul peak measured in
 the same process. Without a GPU it says that it was not run, and why.
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import queue
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,7 +31,7 @@ from paceline.data import Batch
 from paceline.models import ModelConfig, config_for, count_parameters, new_model
 from paceline.profile import TrainingSettings
 from paceline.training.group import Group
-from paceline.training.loop import Progress, train
+from paceline.training.loop import Progress, StepReport, train
 from paceline.training.mesh import Mesh, MeshSpec
 from paceline.training.numbers import Numbers, flops_per_token, matmul_peak
 from paceline.training.parallel import parallelise
@@ -38,6 +40,7 @@ from paceline.training.workload import TransformerWorkload
 
 RESULT = Path(__file__).resolve().parent / "results" / "mfu.json"
 VOCABULARY = 50_304
+STEP_S = 1800.0  # the first one compiles
 
 
 @dataclass
@@ -96,10 +99,7 @@ class Case:
 
 
 def ours(case: Case) -> Iterator[None]:
-    """A step of our loop each time it is asked for; the loop runs on a thread of its own."""
-    import queue
-    import threading
-
+    """A step of our loop each time it is asked for; between them its thread stands still."""
     settings = TrainingSettings(
         ranks=1,
         steps=10**9,
@@ -114,11 +114,19 @@ def ours(case: Case) -> Iterator[None]:
     parallel = parallelise(model, mesh, settings, workload)
     wanted: queue.Queue[bool] = queue.Queue(1)
     done: queue.Queue[BaseException | None] = queue.Queue(1)
+    over = threading.Event()
 
-    def stop() -> bool:
-        return not wanted.get()
+    def rest() -> None:
+        if not wanted.get():
+            over.set()
+
+    def stepped(_: StepReport) -> None:
+        if not over.is_set():
+            done.put(None)
+            rest()
 
     def work() -> None:
+        rest()
         try:
             train(
                 parallel,
@@ -130,8 +138,8 @@ def ours(case: Case) -> Iterator[None]:
                 progress=Progress(),
                 device=case.device,
                 numbers=Numbers.of(settings, parallel, Group(), case.device, config=case.config),
-                on_step=lambda _: done.put(None),
-                should_stop=stop,
+                on_step=stepped,
+                should_stop=over.is_set,
             )
         except BaseException as error:  # noqa: BLE001 - raised where it was asked for
             done.put(error)
@@ -141,15 +149,14 @@ def ours(case: Case) -> Iterator[None]:
     try:
         while True:
             wanted.put(True)
-            failed = done.get(timeout=1800)
+            failed = done.get(timeout=STEP_S)
             if failed is not None:
                 raise failed
             yield
     finally:
-        wanted.put(False)
         if thread.is_alive():
-            done.get(timeout=1800)
-            thread.join(60)
+            wanted.put(False)
+            thread.join(STEP_S)
 
 
 def plain(case: Case) -> Iterator[None]:
@@ -238,10 +245,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--tiny", "--quick", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="with --tiny: compile, as on a GPU")
     asked = parser.parse_args(arguments)
     result: dict[str, Any] = {"benchmark": "mfu"}
     if asked.tiny:
-        case = Case(config_for(20_000, 32), 2, torch.device("cpu"), compile=False)
+        case = Case(config_for(20_000, 32), 2, torch.device("cpu"), compile=asked.compile)
         result |= {"run": True, "tiny": True, **measure(case, steps=2, pairs=2)}
     elif torch.cuda.is_available():
         case = Case(billion(asked.context), asked.batch, torch.device("cuda"), compile=True)

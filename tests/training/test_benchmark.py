@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -47,3 +48,22 @@ def test_mfu_says_that_it_was_not_run_and_why(capsys: pytest.CaptureFixture[str]
     result = module.main([])
     assert not result["run"]
     assert "no GPU here" in result["why"]
+
+
+def test_nothing_of_ours_runs_while_the_other_loop_is_timed() -> None:
+    module = loaded("mfu")
+    case = module.Case(module.config_for(20_000, 32), 2, module.torch.device("cpu"), compile=False)
+    handed: list[int] = []
+
+    class Counted(module.OneBatch):
+        def next(self) -> object:
+            handed.append(len(handed))
+            return super().next()
+
+    module.OneBatch = Counted
+    steps = module.ours(case)
+    for number in range(1, 4):
+        next(steps)
+        time.sleep(0.05)  # a loop that went on would have asked for its next batch by now
+        assert len(handed) == number
+    steps.close()
