@@ -7,6 +7,7 @@ Parts, all on one corpus of lognormal lengths (a median of 245 bytes) behind a r
 - waste: share of places without a token: packed, bucketed, padding to batch max, padding to cap;
 - wait: how long a training loop of a small model waits for data, with 50 ms put before the server;
 - resume: epochs begun on 2 ranks and ended on 1, 3 and 4: batches identical, nothing twice or lost;
+- nodes: what 1, 2 and 4 nodes of a rank each fetch in an epoch, beside the data's size;
 - peers: documents a second from a warm disk into batches, beside webdataset, litdata and
   mosaicml-streaming (``make peers``), each in its own format, each with its best number of workers.
 
@@ -72,10 +73,12 @@ class Size:
     steps: int  # of the training loop
     parameters: int
     rounds: int  # of the comparison with peers
+    nodes: tuple[int, ...]
+    columns: int  # that those read
 
 
-FULL = Size(40_000, 256, 16, 32 * 1024, 600, 200_000, 5)
-QUICK = Size(200, 64, 6, 8 * 1024, 20, 20_000, 1)
+FULL = Size(40_000, 256, 16, 32 * 1024, 600, 200_000, 5, (1, 2, 4, 8), 16)
+QUICK = Size(200, 64, 6, 4 * 1024, 20, 20_000, 1, (1, 2, 3), 6)
 
 
 @dataclass(frozen=True)
@@ -87,23 +90,30 @@ class Site:
     size: Size
     root: Path
     owned: contextlib.ExitStack
+    stores: dict[int | None, ObjectStore] = dataclasses.field(default_factory=dict)
 
     def store(self, port: int | None = None) -> ObjectStore:
-        """A store that asks the server, or the proxy at ``port``."""
+        """A store that asks the server, or the proxy at ``port``; its client is made, as that of a
+        rank, which has read the snapshot's record by then."""
         url = self.s3.endpoint_url if port is None else f"http://127.0.0.1:{port}"
-        return ObjectStore(
-            endpoint_url=url, access_key=self.s3.access_key, secret_key=self.s3.secret_key
-        )
+        if port not in self.stores:
+            self.stores[port] = ObjectStore(
+                endpoint_url=url, access_key=self.s3.access_key, secret_key=self.s3.secret_key
+            )
+            self.stores[port].warm_up()
+        return self.stores[port]
 
     def cache(self, name: str, port: int | None = None) -> ShardCache:
         """A cache on this disk; a new name is an empty one. The site closes it."""
         where = self.root / "caches" / name
         return self.owned.enter_context(ShardCache(self.snapshot, self.store(port), where))
 
-    def stream(self, kind: str, cache: ShardCache, **changes: Any) -> PlannedStream:
+    def stream(
+        self, kind: str, cache: ShardCache, columns: int = 0, **changes: Any
+    ) -> PlannedStream:
         """The training stream of one way of batching."""
         shape = {"context": self.size.context, "global_batch": self.size.batch, "seed": 1}
-        settings = DataSettings.model_validate({"batching": kind})
+        settings = DataSettings.model_validate({"batching": kind, "columns": columns})
         return open_stream(self.snapshot, "train", cache, settings, **(shape | changes))
 
     def documents(self) -> list[bytes]:
@@ -322,6 +332,30 @@ def pieces_of(batch: Any, row: int) -> list[bytes]:
     return found
 
 
+# ------------------------------------------------------------------------------------- nodes
+
+
+def nodes(at: Site, kind: str) -> dict[str, Any]:
+    """Read an epoch on so many nodes, each with a cache of its own; return the bytes of shards that
+    they fetched together, and the busiest one, as shares of the data."""
+    whole = sum(each.bytes for each in at.snapshot.of_split("train"))
+    found: dict[str, Any] = {}
+    for columns in (1, at.size.columns):
+        for world in at.size.nodes:
+            fetched = []
+            for rank in range(world):
+                cache = at.cache(f"nodes-{kind}-{columns}-{world}-{rank}")
+                with at.stream(kind, cache, columns, rank=rank, world_size=world) as stream:
+                    while stream.position["epoch"] == 0:
+                        stream.next()
+                fetched.append(cache.fetched_bytes / whole)
+            found[f"{world} nodes, {columns} columns"] = {
+                "together": round(sum(fetched), 3),
+                "busiest": round(max(fetched), 3),
+            }
+    return found
+
+
 # ------------------------------------------------------------------------------------- peers
 
 
@@ -429,7 +463,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--peers", type=Path, default=PEERS_PYTHON)
-    parser.add_argument("--only", nargs="*", default=["waste", "wait", "resume", "peers"])
+    parser.add_argument("--only", nargs="*", default=["waste", "wait", "resume", "nodes", "peers"])
     asked = parser.parse_args(arguments)
     size = QUICK if asked.quick else FULL
     result: dict[str, Any] = {"benchmark": "data_stream", "quick": asked.quick, **vars(size)}
@@ -444,6 +478,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         if "resume" in asked.only:
             kinds = KINDS[:2] if asked.quick else KINDS
             result["resume"] = {each: resume(at, each) for each in kinds}
+        if "nodes" in asked.only:
+            kinds = KINDS[1:2] if asked.quick else KINDS
+            result["nodes"] = {each: nodes(at, each) for each in kinds}
         if "peers" in asked.only and not asked.quick:
             result["peers"] = peers(at, asked.peers, size.rounds)
     if asked.out is not None:

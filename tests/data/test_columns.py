@@ -223,7 +223,12 @@ def test_columns_cost_little_room() -> None:
             ).rows(0, 0)
             found[kind, columns] = waste(rows, 1024)
     assert found["packed", 8] <= 0.005, found
-    assert found["bucketed", 8] <= found["bucketed", 1] + 0.02, found
+    assert found["carried", 8] <= found["carried", 1] + 0.02, found
+    # the n-th longest of 2,000 documents is not alike in all columns: only for whoever asks for it
+    assert found["bucketed", 8] <= found["bucketed", 1] + 0.05, found
+    shards = MemoryCache([[b"x" * 60_000] * 20] * 40).shards
+    for kind, columns in (("packed", 12), ("windows", 12), ("bucketed", 1)):
+        assert plan_by(kind, 64, 12)(shards, lambda _: []).columns == columns
 
 
 def test_columns_are_a_matter_of_the_data_and_not_of_the_ranks() -> None:

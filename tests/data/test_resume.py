@@ -45,6 +45,15 @@ def union(parts: list[Batch]) -> list[object]:
     return [parts[0].step, parts[0].global_tokens, *(joined(name) for name in names)]
 
 
+def union_of(batch: Batch) -> list[object]:
+    """One share as plain data."""
+    names = ("inputs_BT", "targets_BT", "weights_BT", "documents_BT", "positions_BT", "carries_B")
+    arrays = [getattr(batch, name) for name in names]
+    kinds = [None if each is None else (each.dtype.name, each.shape) for each in arrays]
+    values = [None if each is None else each.tolist() for each in arrays]
+    return [batch.step, batch.global_tokens, batch.rows, batch.skipped, *kinds, *values]
+
+
 def run(kind: str, world: int, count: int, position=None, **changes) -> tuple[list, dict]:
     """``count`` global batches on ``world`` ranks, and where rank 0 stands then."""
     ranks = [
@@ -105,6 +114,24 @@ def test_epochs_resumed_on_1_3_and_4_ranks_have_nothing_twice_and_nothing_missin
     tails = CONTEXT * len(CONTENTS) if kind == "windows" else 0
     assert less <= tails
     assert more <= BATCH * CONTEXT, "the last batch goes on into the next epoch"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_made_several_at_once_are_those_made_one_by_one(kind) -> None:
+    for skip in ({}, {5, 6, 17}):
+        with opened(kind, rank=1, world_size=3, skip=skip) as ahead:
+            found = [ahead.next() for _ in range(55)]
+            position = ahead.position
+        with opened(kind, rank=1, world_size=3, skip=skip) as single:
+            at = Position(**single.position)
+            for batch in found:
+                wanted, at = single.make(at)
+                assert union_of(batch) == union_of(wanted)
+        assert at.to_json() == position
+        kept = union_of(found[1])
+        found[0].inputs_BT[:] = 7
+        found[0].weights_BT[:] = 7
+        assert union_of(found[1]) == kept, "a batch has its arrays to itself"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,3 +19,8 @@ def test_the_benchmark_runs_and_finds_nothing_twice_and_nothing_missing(capsys) 
     wait = result["wait"]["packed"]
     assert wait["requests"] > 0, "through the proxy"
     assert 0 <= wait["wait_share"] <= 1
+    found = result["nodes"]["packed"]
+    assert found["3 nodes, 1 columns"]["together"] > 2.9, "each node fetches everything"
+    assert found["1 nodes, 6 columns"] == {"together": 1.0, "busiest": 1.0}
+    shards = result["shards"]
+    assert found["3 nodes, 6 columns"]["together"] <= 1 + 3 * 2 / shards

@@ -241,10 +241,12 @@ class DiskCache:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             until = time.monotonic() + ROOM_DEADLINE_S
+            pause_s = POLL_S / 16  # it is held for tens of microseconds, but for a listing
             while not _lock(descriptor, fcntl.LOCK_EX):
                 if time.monotonic() > until:
                     raise NotReady("the cache's directory stays locked", where=path)
-                time.sleep(POLL_S)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, POLL_S)
             yield descriptor
         finally:
             os.close(descriptor)

@@ -6,13 +6,11 @@ more of these than fit in memory. SQLite without durability: the file is gone wi
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
-
+from paceline.data.arrays import packed, unpacked
 from paceline.data.formats.sample import Array
 from paceline.errors import InvalidInput
 
@@ -70,7 +68,7 @@ class Catalog:
         """Keep the features of the sample called ``key``; more of one sample may follow, from
         another file. Raises InvalidInput where one of them is there already."""
         held = self._base.execute("SELECT arrays FROM features WHERE key = ?", (key,)).fetchone()
-        before = _unpacked(held[0]) if held else {}
+        before = unpacked(held[0]) if held else {}
         if twice := sorted(set(before) & set(arrays)):
             raise InvalidInput(
                 "features of a sample are given twice",
@@ -81,29 +79,10 @@ class Catalog:
         self._base.execute(
             "INSERT INTO features(key, arrays) VALUES (?, ?) "
             "ON CONFLICT(key) DO UPDATE SET arrays = excluded.arrays",
-            (key, _packed({**before, **arrays})),
+            (key, packed({**before, **arrays})),
         )
 
     def features(self, key: str) -> dict[str, Array] | None:
         """Return the features kept for ``key``, or None."""
         held = self._base.execute("SELECT arrays FROM features WHERE key = ?", (key,)).fetchone()
-        return _unpacked(held[0]) if held else None
-
-
-def _packed(arrays: Mapping[str, Array]) -> bytes:
-    names = sorted(arrays)
-    head = json.dumps([[each, arrays[each].dtype.name, arrays[each].shape] for each in names])
-    raw = head.encode()
-    return b"".join(
-        [len(raw).to_bytes(4, "little"), raw, *(arrays[each].tobytes() for each in names)]
-    )
-
-
-def _unpacked(raw: bytes) -> dict[str, Array]:
-    end = 4 + int.from_bytes(raw[:4], "little")
-    found, at = {}, end
-    for name, dtype, shape in json.loads(raw[4:end]):
-        count = int(np.prod(shape, dtype=np.int64))
-        found[name] = np.frombuffer(raw, dtype, count, at).reshape(shape)
-        at += found[name].nbytes
-    return found
+        return unpacked(held[0]) if held else None

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.splits import require_columns
 from paceline.errors import InvalidInput
 
 SHUFFLE_SHARDS = 16  # in a group, where shards are of a usual size
@@ -23,6 +24,8 @@ GROUP_BATCHES = 16  # at least, so that lengths in a bucket are alike and lanes 
 MAX_GROUP_SHARDS = 1024
 MAX_GROUP_TOKENS = 1 << 28  # 0.5 M documents: planned in 0.2 to 0.4 s and 100 MB
 MOST_COLUMNS = 16  # unless a profile asks for more: a shard each, in a group of a usual size
+AT_ONCE_BYTES = 16 * 1024 * 1024
+MOST_AT_ONCE = 16  # as many as there are connections
 COLUMN_ROWS = 512  # of a group, in each column: what packing leaves over is about a row in each
 
 
@@ -132,14 +135,7 @@ def columns_of(wanted: int, tokens: Sequence[int], context: int, global_batch: i
     are. Raises InvalidInput where ``wanted`` does not divide the batch.
     """
     if wanted:
-        if global_batch % wanted:
-            raise InvalidInput(
-                "columns do not divide the global batch",
-                got=f"{wanted} columns, {global_batch} sequences",
-                wanted="a divisor",
-                where="data.columns",
-                do="Set data.columns to a divisor of training.batch_sequences, or to 0.",
-            )
+        require_columns(wanted, global_batch)
         return wanted
     mean = sum(tokens) // max(1, len(tokens))
     shards = min(group_shards(tokens, context, global_batch), len(tokens) // 2)
@@ -156,3 +152,10 @@ def shards_for_columns(usual: int, columns: int, tokens: Sequence[int], context:
     mean = max(1, sum(tokens) // max(1, len(tokens)))
     enough = min(-(-COLUMN_ROWS * columns * context // mean), MAX_GROUP_SHARDS)
     return max(usual, columns, enough)
+
+
+def opened_at_once(wanted: int, sizes: Sequence[int]) -> int:
+    """Return how many shards of so many bytes are fetched and opened at once: ``wanted``, and more
+    where they are so small that waiting for the store is most of the time."""
+    mean = max(1, sum(sizes) // max(1, len(sizes)))
+    return max(wanted, min(MOST_AT_ONCE, AT_ONCE_BYTES // mean))

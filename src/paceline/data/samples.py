@@ -6,7 +6,7 @@ file's memory and costs nothing, and JSONL (version 1), which is parsed once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,6 +45,11 @@ class ShardSamples(Protocol):
     def flat(self) -> tuple[Array, npt.NDArray[np.int64]] | None:
         """Return all samples' tokens end to end, and where each stops (int64[samples]); None where
         samples are made one by one, each when it is asked for."""
+        ...
+
+    def expect(self, samples: Sequence[int]) -> None:
+        """Say which samples are read next; what is made when it is read is begun now, and kept
+        until the next call."""
         ...
 
     def close(self) -> None:
@@ -87,6 +92,9 @@ class TextSamples:
         """Return all texts' bytes end to end, and where each stops."""
         ends = np.cumsum([len(each) for each in self._texts], dtype=np.int64)
         return np.frombuffer(b"".join(self._texts), dtype=np.uint8), ends
+
+    def expect(self, samples: Sequence[int]) -> None:
+        """Do nothing: they are here."""
 
     def close(self) -> None:
         """Do nothing: the texts are in memory."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from paceline.data.samples import ShardSamples
-    from paceline.data.transform import Transform
+    from paceline.data.transform import Transform, Transforms
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,8 @@ class ShardCache:
 
     ``quarantined`` names what was found bad: a shard by its digest, a sample by ``digest#number``.
     ``limit_bytes``: of the whole directory, which the processes of a node share. ``ahead``: shards
-    that are fetched and not yet asked for, at most. ``transform``: see ``data.transform``.
+    that are fetched and not yet asked for, at most. ``transform`` or, where it does not run on the
+    thread that reads, ``transforms``, which are closed with this: see ``data.transform``.
     Raises InvalidSnapshot at once where ``purpose`` (or ``project``) is not the snapshot's.
     """
 
@@ -66,6 +67,7 @@ class ShardCache:
         limit_bytes: int = LIMIT_BYTES,
         ahead: int = 4,
         transform: Transform | None = None,
+        transforms: Transforms | None = None,
         purpose: str | None = None,
         project: str | None = None,
     ) -> None:
@@ -76,10 +78,14 @@ class ShardCache:
         self.hits = self.fetched = self.fetched_bytes = 0
         self.verify_s = 0.0
         self._store = store_at(snapshot.url, store)
-        self._transform = transform
+        self._transforms = transforms
+        if transform is not None:
+            from paceline.data.transform import Here
+
+            self._transforms = Here(transform)
         self._ahead = ahead
         self._disk = DiskCache(directory, limit_bytes)
-        self._fetcher = Fetcher(self._store, connections=min(MOST_CONNECTIONS, 2 * ahead + 2))
+        self._fetcher = Fetcher(self._store, MOST_CONNECTIONS)
         self._pool = ThreadPoolExecutor(ahead, thread_name_prefix="shard-ahead")
         self._lock = threading.Lock()
         self._coming: deque[Shard] = deque()
@@ -98,6 +104,8 @@ class ShardCache:
             running, self._running = self._running, {}
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._fetcher.close()
+        if self._transforms is not None:
+            self._transforms.close()
         for each in running.values():
             each.add_done_callback(_let_go)
 
@@ -112,14 +120,18 @@ class ShardCache:
         What was fetched ahead is here at once. Close what it returns when it is read.
         """
         samples = self._plain(shard)
-        if self._transform is None:
+        if self._transforms is None:
             return samples
         from paceline.data.transform import TransformedSamples
 
         def bad(i: int, why: str) -> NoReturn:
             raise self._bad_sample(shard, i, why)
 
-        return TransformedSamples(samples, self._transform, bad)
+        prefix = f"{shard.sha256}#"
+        with self._lock:
+            named = [each for each in self.quarantined.items() if each[0].startswith(prefix)]
+        known = {int(name.removeprefix(prefix)): why for name, why in named}
+        return TransformedSamples(samples, self._transforms, bad, known)
 
     def lengths(self, shard: Shard) -> npt.NDArray[np.int32]:
         """Return each sample's length in tokens (without tokens: of its first feature's first

@@ -1,9 +1,12 @@
-"""Which split a sample belongs to: a pure function of its key and the snapshot's seed."""
+"""How data is shared out: which split a sample belongs to (a pure function of its key and the
+snapshot's seed), and whether rows can be read in so many columns. Knows no numpy."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+
+from paceline.errors import InvalidInput
 
 
 def in_held_out(key: str, share: float, seed: int) -> bool:
@@ -26,3 +29,16 @@ def draw(key: str, seed: int) -> float:
     """Return a number in [0, 1) that is the key's own under this seed."""
     digest = hashlib.sha256(f"split:{seed}:{key}".encode()).digest()
     return int.from_bytes(digest[:8]) / 2**64
+
+
+def require_columns(columns: int, global_batch: int) -> None:
+    """Raise InvalidInput unless ``columns`` divide the rows of a global batch; 0: any number may be
+    chosen."""
+    if columns and global_batch % columns:
+        raise InvalidInput(
+            "columns do not divide the global batch",
+            got=f"{columns} columns, {global_batch} sequences",
+            wanted="a divisor",
+            where="data.columns",
+            do="Set data.columns to a divisor of training.batch_sequences, or to 0.",
+        )

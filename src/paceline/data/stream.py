@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -22,17 +22,20 @@ import numpy as np
 from paceline.data.batch import Batch
 from paceline.data.batching import BucketedPlan, CarriedPlan, PackedPlan, Plan, Rows, WindowPlan
 from paceline.data.batching.fill import Filler
-from paceline.data.batching.layout import Taken
+from paceline.data.batching.layout import Share
 from paceline.data.batching.pieces import Lengths
 from paceline.data.batching.reading import Reader, Shards
 from paceline.data.batching.rows import Ints, columns_read, identity, rows_of_batch
-from paceline.data.order import columns_of
+from paceline.data.order import columns_of, opened_at_once
 from paceline.data.position import Position
 from paceline.data.snapshot import BYTES, Column, Shard, Snapshot, Split, Vocabulary
 from paceline.errors import InvalidInput, NotReady
 from paceline.profile import DataSettings
 
 NEXT_DEADLINE_S = 1800.0  # for one batch: the guard's deadline of a step ends the rank long before
+# Batches are made several at once where they are small: so many places, so many batches.
+PLACES_AT_ONCE = 1 << 17
+MOST_AT_ONCE = 32
 Transform = Callable[[Batch], Batch]
 Batching = Callable[[Sequence[Shard], Lengths], Plan]
 
@@ -104,7 +107,9 @@ def open_stream(
         skip=skip,
         transform=transform,
         prefetch_batches=settings.prefetch_batches,
-        prefetch_shards=settings.prefetch_shards,
+        prefetch_shards=opened_at_once(
+            settings.prefetch_shards, [each.bytes for each in snapshot.of_split(split)]
+        ),
         max_bad_share=settings.max_bad_share,
     )
 
@@ -122,6 +127,8 @@ def batching(
     kinds: dict[str, Callable[..., Plan]]
     kinds = {"packed": PackedPlan, "bucketed": BucketedPlan, "carried": CarriedPlan}
     wanted = settings.columns if columns is None else columns
+    if settings.batching == "bucketed":
+        wanted = wanted or 1  # n-th longest documents of several columns are not alike enough
 
     def plan(shards: Sequence[Shard], lengths: Lengths) -> Plan:
         sizes = [each.stream_bytes for each in shards]
@@ -139,6 +146,15 @@ def batching(
         )
 
     return plan
+
+
+@dataclass(frozen=True, eq=False)
+class _Planned:
+    """A batch before it is filled: this rank's share, the whole batch's weight, what comes next."""
+
+    share: Share
+    tokens: float
+    after: Position
 
 
 class PlannedStream:
@@ -226,19 +242,7 @@ class PlannedStream:
 
     def make(self, position: Position) -> tuple[Batch, Position]:
         """Return this rank's share of the batch at ``position``, and the position after it."""
-        self._look_ahead(position)
-        passed: list[str] = []
-        while position.batch in self._skip:
-            taken, after = self._take(position)
-            passed.append(self._listed(position.batch, taken))
-            position = after
-        taken, after = self._take(position)
-        batch = self._filled(position.batch, taken)
-        if passed:
-            batch = replace(batch, skipped=(*batch.skipped, *passed))
-            if batch.carries_B is not None:  # the model has not seen what these rows would go on
-                batch = replace(batch, carries_B=np.zeros_like(batch.carries_B))
-        return (batch if self._transform is None else self._transform(batch)), after
+        return self._some(position, 1)[0]
 
     def close(self) -> None:
         """Stop the thread that makes batches ahead."""
@@ -260,10 +264,13 @@ class PlannedStream:
 
     def _produce(self) -> None:
         position = self._position
+        at_once = 1  # the first batch is wanted soon
         try:
             while not self._stop.is_set():
-                batch, position = self.make(position)
-                self._put((batch, position))
+                for batch, after in self._some(position, at_once):
+                    self._put((batch, after))
+                    position = after
+                at_once = min(2 * at_once, MOST_AT_ONCE)
         except BaseException as error:  # noqa: BLE001 - handed to the thread that asked
             self._put(error)
 
@@ -296,27 +303,70 @@ class PlannedStream:
         after = replace(position, batch=position.batch + 1, epoch=epoch, group=group, item=item)
         return taken, after
 
-    def _filled(self, number: int, taken: list[tuple[Rows, int, int]]) -> Batch:
-        tokens = sum(
-            int(rows.tokens_R1[stop] - rows.tokens_R1[start]) for rows, start, stop in taken
+    def _some(self, position: Position, most: int) -> list[tuple[Batch, Position]]:
+        """Return this rank's shares of at least one and at most so many batches from ``position``
+        on, each with the position after it: of more than one, all are of one group."""
+        self._look_ahead(position)
+        passed: list[str] = []
+        while position.batch in self._skip:
+            taken, after = self._take(position)
+            passed.append(self._listed(position.batch, taken))
+            position = after
+        planned = self._ahead_in_group(position, most)
+        filled = self._filler.fill(
+            [each.share for each in planned], len(self.rows), self._reader.get
         )
-        rows, start, _ = taken[0]
-        width = self.context if rows.width_R is None else int(rows.width_R[start])
-        ours = _of_rows(taken, self._ours)
-        filled = self._filler.fill(ours, len(self.rows), width, self._reader.get)
-        return Batch(
-            step=number,
-            inputs_BT=filled.inputs_BT,
-            targets_BT=filled.targets_BT,
-            weights_BT=filled.weights_BT,
-            rows=self.rows,
-            global_tokens=float(tokens),
-            documents_BT=filled.documents_BT,
-            positions_BT=filled.positions_BT,
-            carries_B=filled.carries_B,
-            features=filled.features,
-            skipped=tuple(sorted(filled.skipped)),
-        )
+        found = []
+        for number, (plan, arrays) in enumerate(zip(planned, filled, strict=True)):
+            batch = Batch(
+                step=position.batch + number,
+                inputs_BT=arrays.inputs_BT,
+                targets_BT=arrays.targets_BT,
+                weights_BT=arrays.weights_BT,
+                rows=self.rows,
+                global_tokens=plan.tokens,
+                documents_BT=arrays.documents_BT,
+                positions_BT=arrays.positions_BT,
+                carries_B=arrays.carries_B,
+                features=arrays.features,
+                skipped=tuple(sorted(arrays.skipped)),
+            )
+            if passed and not number:
+                batch = replace(batch, skipped=(*batch.skipped, *passed))
+                if batch.carries_B is not None:  # the model has not seen what these rows go on from
+                    batch = replace(batch, carries_B=np.zeros_like(batch.carries_B))
+            found.append((batch if self._transform is None else self._transform(batch), plan.after))
+        return found
+
+    def _ahead_in_group(self, position: Position, most: int) -> list[_Planned]:
+        """Return what the next batches are made of; more than one only within a group, and none
+        that is to be passed over."""
+        rows, size = self._rows(position.epoch, position.group), self.global_batch
+        most = max(0, min((len(rows) - position.item) // size, most))
+        edges = position.item + size * np.arange(most + 1)
+        widths = np.full(most, self.context)
+        if rows.width_R is not None:
+            widths = rows.width_R[edges[:-1]]
+        fit = int(np.searchsorted(np.cumsum(widths) * len(self.rows), PLACES_AT_ONCE, side="right"))
+        fit = next((n for n in range(1, fit) if position.batch + n in self._skip), fit)
+        if fit <= 1:
+            taken, after = self._take(position)
+            tokens = sum(int(each.tokens_R1[to] - each.tokens_R1[at]) for each, at, to in taken)
+            of, start, _ = taken[0]
+            width = self.context if of.width_R is None else int(of.width_R[start])
+            return [_Planned(Share(_of_rows(taken, self._ours), width), float(tokens), after)]
+        places_B = np.arange(len(self.rows))
+        tokens_K = np.diff(rows.tokens_R1[edges[: fit + 1]]).tolist()
+        return [
+            _Planned(
+                Share([(rows, start + self._ours, places_B)], width),
+                float(tokens),
+                replace(position, batch=position.batch + number, item=start + size),
+            )
+            for number, (start, width, tokens) in enumerate(
+                zip(edges[:fit].tolist(), widths[:fit].tolist(), tokens_K, strict=True), start=1
+            )
+        ]
 
     def _listed(self, number: int, taken: list[tuple[Rows, int, int]]) -> str:
         """Return the samples of a batch that is passed over, by shard."""
@@ -353,7 +403,7 @@ class PlannedStream:
         return (epoch, group + 1) if group + 1 < self.plan.groups else (epoch + 1, 0)
 
 
-def _of_rows(taken: list[tuple[Rows, int, int]], wanted: Ints) -> Taken:
+def _of_rows(taken: list[tuple[Rows, int, int]], wanted: Ints) -> list[tuple[Rows, Ints, Ints]]:
     """Return the rows ``wanted`` of those ``taken``: which of each group, and where they go."""
     first = 0
     found = []

@@ -1,16 +1,17 @@
 """A user's own step between a shard and a batch: ``module:function``, sample → sample.
 
-It runs on the thread that makes batches, never on the one that trains, and must be pure: the same
-sample gives the same result on every read, or a resumed job would see other data. It may change
-anything but how many tokens there are, because batches were planned by that. A sample whose
-transform raises, or gives something else, is bad: it is named with the reason, and passed over.
+It runs on the thread that makes batches, or in processes of its own (``apart``), never on the
+thread that trains, and must be pure: the same sample gives the same result on every read, or a
+resumed job would see other data. It may change anything but how many tokens there are, because
+batches were planned by that. A sample whose transform raises, or gives something else, is bad: it
+is named with the reason, and passed over.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -59,15 +60,63 @@ def load_transform(name: str, sources: Sequence[str]) -> Transform | None:
     return transform
 
 
+class TransformFailed(Exception):
+    """A sample's transform gave nothing; the message says why, for whoever looks at the sample."""
+
+
+class Transforms(Protocol):
+    """Where transforms run."""
+
+    def start(self, given: dict[str, Any]) -> Callable[[], dict[str, Array]]:
+        """Begin with one sample, ``given`` as a transform is; return what waits for its arrays,
+        tokens among them if they were returned, and raises TransformFailed."""
+        ...
+
+    def close(self) -> None:
+        """End what was begun."""
+        ...
+
+
+class Here:
+    """Transforms on the thread that asks for their results."""
+
+    def __init__(self, transform: Transform) -> None:
+        self._transform = transform
+
+    def start(self, given: dict[str, Any]) -> Callable[[], dict[str, Array]]:
+        """Return what runs the transform."""
+        return lambda: applied(self._transform, given)
+
+    def close(self) -> None:
+        """Do nothing: nothing runs."""
+
+
+def applied(transform: Transform, given: dict[str, Any]) -> dict[str, Array]:
+    """Return the arrays that ``transform`` makes of a sample; raises TransformFailed."""
+    try:
+        returned = dict(transform(given))
+        return {name: clean_array(each) for name, each in returned.items() if name != KEY}
+    except Exception as error:  # a user's function raises what it likes
+        why = f"its transform failed: {type(error).__name__}: {error}"
+        raise TransformFailed(why[:300]) from error
+
+
 class TransformedSamples:
     """The samples of a shard, each as its transform gives it; ``bad(i, why)`` raises CorruptData
     and remembers the sample."""
 
     def __init__(
-        self, samples: ShardSamples, transform: Transform, bad: Callable[[int, str], NoReturn]
+        self,
+        samples: ShardSamples,
+        transforms: Transforms,
+        bad: Callable[[int, str], NoReturn],
+        known: Mapping[int, str] | None = None,
     ) -> None:
-        self._samples, self._transform, self._bad = samples, transform, bad
-        self._last: tuple[int, Array, dict[str, Array]] | None = None
+        """``known``: samples that are bad as is known already, and why; they are not tried."""
+        self._samples, self._transforms, self._bad = samples, transforms, bad
+        self._failed = dict(known or {})
+        self._coming: dict[int, Callable[[], dict[str, Array]]] = {}
+        self._made: dict[int, tuple[Array, dict[str, Array]]] = {}
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -92,6 +141,13 @@ class TransformedSamples:
         """Return nothing: samples are made one by one."""
         return
 
+    def expect(self, samples: Sequence[int]) -> None:
+        """Begin with these samples, in this order, and forget all others."""
+        coming, made = self._coming, self._made
+        self._made = {i: made[i] for i in samples if i in made}
+        wanted = [i for i in samples if i not in made and i not in self._failed]
+        self._coming = {i: coming.get(i) or self._start(i) for i in wanted}
+
     def close(self) -> None:
         """Let the cache have the shard's place."""
         self._samples.close()
@@ -102,23 +158,30 @@ class TransformedSamples:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _of(self, i: int) -> tuple[Array, dict[str, Array]]:
-        if self._last is None or self._last[0] != i:
-            self._last = (i, *self._apply(i))
-        return self._last[1:]
-
-    def _apply(self, i: int) -> tuple[Array, dict[str, Array]]:
+    def _start(self, i: int) -> Callable[[], dict[str, Array]]:
         tokens = self._samples.tokens(i)
-        given = {KEY: self.key(i), TOKENS: tokens, **self._samples.features(i)}
-        try:
-            returned = dict(self._transform(given))
-            arrays = {name: clean_array(each) for name, each in returned.items() if name != KEY}
-            found = arrays.pop(TOKENS, tokens)
-        except Exception as error:  # noqa: BLE001 - a user's function raises what it likes
-            self._bad(i, f"its transform failed: {type(error).__name__}: {error}"[:300])
+        return self._transforms.start(
+            {KEY: self.key(i), TOKENS: tokens, **self._samples.features(i)}
+        )
+
+    def _of(self, i: int) -> tuple[Array, dict[str, Array]]:
+        if i not in self._made:
+            if i in self._failed:
+                self._bad(i, self._failed[i])
+            result = self._coming.pop(i, None) or self._start(i)
+            try:
+                self._made[i] = self._checked(i, result())
+            except TransformFailed as error:
+                self._failed[i] = str(error)
+                self._bad(i, str(error))
+        return self._made[i]
+
+    def _checked(self, i: int, arrays: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
+        tokens = self._samples.tokens(i)
+        found = arrays.pop(TOKENS, tokens)
         if found.shape != tokens.shape or found.dtype.kind not in "iu":
             got = f"{found.dtype.name}{list(found.shape)}"
-            self._bad(i, f"its transform gave tokens {got} for {len(tokens)} integers")
+            raise TransformFailed(f"its transform gave tokens {got} for {len(tokens)} integers")
         if len(found) and (int(found.min()) < 0 or int(found.max()) > np.iinfo(tokens.dtype).max):
-            self._bad(i, "its transform gave tokens outside the vocabulary")
+            raise TransformFailed("its transform gave tokens outside the vocabulary")
         return found.astype(tokens.dtype, copy=False), arrays

@@ -57,7 +57,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> Loaded:
     import torch
 
     from paceline.data import ShardCache, load_snapshot, require_purpose
-    from paceline.data.transform import load_transform
+    from paceline.data.apart import open_transforms
 
     keep_memory()
     torch.set_num_threads(job.settings.threads_per_rank)
@@ -83,7 +83,12 @@ def load(job: TrainJob, worker_id: str, rank: int) -> Loaded:
         node / "cache",
         limit_bytes=job.data.cache_bytes,
         ahead=job.data.prefetch_shards,
-        transform=load_transform(job.data.transform, runtime.profile.security.code_sources),
+        transforms=open_transforms(
+            job.data.transform,
+            runtime.profile.security.code_sources,
+            processes=job.data.transform_processes,
+            deadline_s=job.data.transform_deadline_s,
+        ),
         purpose=job.purpose,
         project=job.data.project,
     )

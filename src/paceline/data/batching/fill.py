@@ -1,12 +1,12 @@
 """Copying tokens and features into a plan's rows: from pieces to one rank's arrays.
 
 What can be said of all pieces at once is (``layout``); one at a time costs one copy of its tokens
-out of the mapped shard. Shape letters: B rows, T tokens a row, P pieces.
+out of the mapped shard. Shape letters: B rows, T tokens a row, P pieces, N places of all rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.batching.beside import Gathered, Place
-from paceline.data.batching.layout import Layout, Taken, lay_out
+from paceline.data.batching.layout import Layout, Share, lay_out
 from paceline.data.batching.opened import OpenShard
 from paceline.data.batching.rows import Ints
 from paceline.data.snapshot import Column, Vocabulary
@@ -69,36 +69,46 @@ class Filler:
         self._columns = columns
         self._name = name  # index of a shard → what it is listed as
 
-    def fill(self, taken: Taken, count: int, width: int, get: Get) -> Filled:
-        """Return the arrays of the ``count`` rows ``taken``; ``width`` is T."""
-        layout = lay_out(taken, count, width)
-        kept = layout.kept()
-        masked = any(rows.masked for rows, _, _ in taken)
-        skipped: set[str] = set()
-        weights_BT = kept.astype(np.float32)
+    def fill(self, shares: Sequence[Share], count: int, get: Get) -> list[Filled]:
+        """Return the arrays of each of ``shares``, of ``count`` rows: parts of larger ones, no
+        place of which is in two."""
+        layout = lay_out(shares, count)
+        masked = any(rows.masked for rows, _, _ in shares[0].taken)
+        weights_N = layout.weights()
+        bad: list[tuple[int, str]] = []  # row, and whose places in it have no weight
+        _expect(layout, get)
         if layout.document_P is None:
-            inputs_BT, targets_BT = self._windows(layout, get, weights_BT, skipped)
+            inputs_N, targets_N = self._windows(layout, get, weights_N, bad)
         else:
-            inputs_BT, targets_BT = self._documents(layout, get, weights_BT, skipped)
-        filled = Filled(
-            inputs_BT=inputs_BT,
-            targets_BT=targets_BT,
-            weights_BT=weights_BT,
-            documents_BT=layout.slots() if masked else None,
-            positions_BT=None if layout.position_P is None else layout.positions(kept),
-            carries_B=_carries(taken, count),
-            features={},
-            skipped=skipped,
-        )
+            inputs_N, targets_N = self._documents(layout, get, weights_N, bad)
+        documents_N = layout.slots() if masked else None
+        positions_N = None if layout.position_P is None else layout.positions()
+        beside: list[dict[str, Array]] = [{}] * len(shares)
         if layout.document_P is not None and self._columns:
-            filled.features = self._beside(layout, get, weights_BT)
-        for index in np.unique(layout.shard_P).tolist():
-            if (shard := get(index)) is not None:
-                skipped.update(f"{self._name(index)}#{document}" for document in shard.bad)
-        return filled
+            beside = self._beside(layout, get, weights_N, bad, count)
+        skipped: list[set[str]] = [set() for _ in shares]
+        for row, name in bad:
+            skipped[row // count].add(name)
+        found = []
+        for number, share in enumerate(shares):
+            edges = layout.begin_B1[[number * count, (number + 1) * count]].tolist()
+            part, shape = slice(*edges), (count, share.width)
+            found.append(
+                Filled(
+                    inputs_BT=inputs_N[part].reshape(shape),
+                    targets_BT=targets_N[part].reshape(shape),
+                    weights_BT=weights_N[part].reshape(shape),
+                    documents_BT=None if documents_N is None else documents_N[part].reshape(shape),
+                    positions_BT=None if positions_N is None else positions_N[part].reshape(shape),
+                    carries_B=_carries(share, count),
+                    features=beside[number],
+                    skipped=skipped[number],
+                )
+            )
+        return found
 
     def _documents(
-        self, layout: Layout, get: Get, weights_BT: Array, skipped: set[str]
+        self, layout: Layout, get: Get, weights_N: Array, bad: list[tuple[int, str]]
     ) -> tuple[Array, Array]:
         """Return inputs and targets where pieces are documents, or parts of them.
 
@@ -108,122 +118,135 @@ class Filler:
         """
         assert layout.document_P is not None
         assert layout.position_P is not None
-        targets = np.full(layout.rows * layout.width, self._separator, dtype=self._dtype)
-        at_P = layout.row_P * layout.width + layout.column_P
+        targets = np.full(int(layout.begin_B1[-1]), self._separator, dtype=self._dtype)
         before: list[tuple[Ints, Array]] = []  # places of inputs, and what stands there
-        for index, these in _by_shard(layout.shard_P):
+        for index, these in layout.by_shard:
             shard = get(index)
-            at, length = at_P[these], layout.length_P[these]
+            at, length = layout.at_P[these], layout.length_P[these]
             if shard is None:
-                skipped.add(self._name(index))
-                _spoil(weights_BT, at, at + length)
+                self._pass_over(layout, weights_N, bad, these, self._name(index))
                 continue
             document, position = layout.document_P[these], layout.position_P[these]
-            if shard.flat is None:
-                before += _one_by_one(shard, targets, weights_BT, at, document, position, length)
+            if shard.flat is not None:
+                first, count = shard.first_D[document], shard.count_D[document]
+                stop = at + np.minimum(count - position, length)
+                _copy(targets, shard.flat, at, stop, first + position)
+                going_on = np.flatnonzero((position > 0) & (count > 0))
+                if len(going_on):
+                    source = (first + position)[going_on] - 1
+                    before.append((at[going_on], shard.flat[source]))
                 continue
-            first, count = shard.first_D[document], shard.count_D[document]
-            stop = at + np.clip(count - position, 0, length)
-            _copy(targets, shard.flat, at, stop, first + position)
-            going_on = np.flatnonzero((position > 0) & (count > 0))
-            if len(going_on):
-                source = (first + position)[going_on] - 1
-                before.append((at[going_on], shard.flat[source]))
-        targets_BT = targets.reshape(layout.rows, layout.width)
+            for piece, number in zip(these.tolist(), document.tolist(), strict=True):
+                tokens = shard.tokens(number)
+                if tokens is None:
+                    name = f"{self._name(index)}#{number}"
+                    self._pass_over(layout, weights_N, bad, np.array([piece]), name)
+                    continue
+                place, skip = int(layout.at_P[piece]), int(layout.position_P[piece])
+                part = tokens[skip : skip + int(layout.length_P[piece])]
+                targets[place : place + len(part)] = part
+                if skip and len(tokens):
+                    before.append((np.array([place]), tokens[skip - 1 : skip]))
         inputs = np.empty_like(targets)
         inputs[1:] = targets[:-1]
-        inputs[:: layout.width] = self._separator
-        inputs[at_P] = self._separator
-        for places, tokens in before:
-            inputs[places] = tokens
-        return inputs.reshape(targets_BT.shape), targets_BT
+        inputs[layout.begin_B1[:-1]] = self._separator  # of rows that hold nothing, too
+        inputs[layout.at_P] = self._separator
+        for places, found in before:
+            inputs[places] = found
+        return inputs, targets
 
     def _windows(
-        self, layout: Layout, get: Get, weights_BT: Array, skipped: set[str]
+        self, layout: Layout, get: Get, weights_N: Array, bad: list[tuple[int, str]]
     ) -> tuple[Array, Array]:
         """Return inputs and targets where each piece is a row, of whatever documents it meets."""
-        wide = layout.width + 1
-        tokens = np.full(layout.rows * wide, self._separator, dtype=self._dtype)
-        for index, these in _by_shard(layout.shard_P):
+        width, rows = int(layout.width_B[0]), len(layout.width_B)
+        wide = width + 1
+        tokens = np.full(rows * wide, self._separator, dtype=self._dtype)
+        for index, these in layout.by_shard:
             shard = get(index)
-            row, start = layout.row_P[these], layout.start_P[these]
             if shard is None:
-                skipped.add(self._name(index))
-                weights_BT[row] = 0.0
+                self._pass_over(layout, weights_N, bad, these, self._name(index))
                 continue
-            low = np.searchsorted(shard.offsets_D1, start, side="right") - 1
-            high = np.searchsorted(shard.offsets_D1[:-1], start + wide, side="left")
-            count = high - low
-            within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
-            document = np.repeat(low, count) + within
-            row, start = np.repeat(row, count), np.repeat(start, count)
+            of, document = shard.met(layout.start_P[these], wide)
+            row, start = layout.row_P[these][of], layout.start_P[these][of]
             offset = shard.offsets_D1[document]
             first = np.maximum(offset + 1, start)  # in the framed stream
-            stop = np.minimum(shard.offsets_D1[document + 1], start + wide)
-            at = row * wide - start
-            if shard.flat is None:
-                some = stop > first
-                for number in np.flatnonzero(some).tolist():
-                    got = shard.tokens(int(document[number]))
-                    low_at, high_at = int(first[number]), int(stop[number])
-                    if got is None:
-                        edge = max(int(offset[number]), int(start[number])) - int(start[number])
-                        weights_BT[row[number], edge : high_at - int(start[number])] = 0.0
-                    elif len(got):
-                        begin = low_at - int(offset[number]) - 1
-                        to = int(at[number])
-                        tokens[to + low_at : to + high_at] = got[begin : begin + high_at - low_at]
+            stop = np.maximum(np.minimum(shard.offsets_D1[document + 1], start + wide), first)
+            at, to = row * wide + first - start, row * wide + stop - start
+            if shard.flat is not None:
+                _copy(tokens, shard.flat, at, to, shard.first_D[document] + first - offset - 1)
                 continue
-            source = shard.first_D[document] + first - offset - 1
-            _copy(tokens, shard.flat, at + first, at + np.maximum(first, stop), source)
-        tokens_BW = tokens.reshape(layout.rows, wide)
-        return tokens_BW[:, :-1].copy(), tokens_BW[:, 1:].copy()
+            for number in np.flatnonzero(stop > first).tolist():
+                its = int(document[number])
+                got = shard.tokens(its)
+                skip, size = int((first - offset)[number]) - 1, int((to - at)[number])
+                if got is not None:
+                    tokens[int(at[number]) : int(to[number])] = got[skip : skip + size]
+                    continue
+                bad.append((int(row[number]), f"{self._name(index)}#{its}"))
+                edge = max(int((offset - start)[number]), 0)
+                begin = int(row[number]) * width
+                end = min(int((stop - start)[number]), width)
+                weights_N[begin + edge : begin + end] = 0.0
+        tokens_BW = tokens.reshape(rows, wide)
+        return tokens_BW[:, :-1].reshape(-1), tokens_BW[:, 1:].reshape(-1)
 
-    def _beside(self, layout: Layout, get: Get, weights_BT: Array) -> dict[str, Array]:
-        """Return the features of the pieces; one whose sample is bad gets weight 0."""
+    def _beside(
+        self,
+        layout: Layout,
+        get: Get,
+        weights_N: Array,
+        bad: list[tuple[int, str]],
+        count: int,
+    ) -> list[dict[str, Array]]:
+        """Return the features of each share's pieces; one whose sample is bad gets weight 0."""
         assert layout.document_P is not None
         assert layout.position_P is not None
-        gathered = Gathered(self._columns, self._token_features)
-        fields = (layout.row_P, layout.slot_P, layout.column_P, layout.position_P, layout.length_P)
-        places = [Place(*each) for each in zip(*(each.tolist() for each in fields), strict=True)]
+        shares = len(layout.width_B) // count
+        gathered = [Gathered(self._columns, self._token_features) for _ in range(shares)]
+        slots = [1] * shares
+        fields = (layout.slot_P, layout.column_P, layout.position_P, layout.length_P)
+        places = zip(layout.row_P.tolist(), *(each.tolist() for each in fields), strict=True)
         of = zip(layout.shard_P.tolist(), layout.document_P.tolist(), places, strict=True)
-        for index, document, at in of:
+        for piece, (index, document, (row, slot, *place)) in enumerate(of):
+            share = row // count
+            slots[share] = max(slots[share], slot + 1)
             shard = get(index)
-            if shard is not None and not gathered.take(shard, document, at):
-                weights_BT[at.row, at.column : at.column + at.length] = 0.0
-        return gathered.arrays(layout.rows, layout.width, layout.most_slots)
+            if shard is None:
+                continue
+            if not gathered[share].take(shard, document, Place(row % count, slot, *place)):
+                name = f"{self._name(index)}#{document}"
+                self._pass_over(layout, weights_N, bad, np.array([piece]), name)
+        return [
+            each.arrays(count, int(layout.width_B[number * count]), slots[number])
+            for number, each in enumerate(gathered)
+        ]
+
+    def _pass_over(
+        self,
+        layout: Layout,
+        weights_N: Array,
+        bad: list[tuple[int, str]],
+        pieces: Ints,
+        name: str,
+    ) -> None:
+        """Give pieces that cannot be read weight 0, and name them."""
+        bad += [(row, name) for row in dict.fromkeys(layout.row_P[pieces].tolist())]
+        at = layout.at_P[pieces]
+        for low, high in zip(at.tolist(), (at + layout.length_P[pieces]).tolist(), strict=True):
+            weights_N[low:high] = 0.0
 
 
-def _one_by_one(
-    shard: OpenShard,
-    targets: Array,
-    weights_BT: Array,
-    at: Ints,
-    document: Ints,
-    position: Ints,
-    length: Ints,
-) -> Iterator[tuple[Ints, Array]]:
-    """Put each piece's tokens where samples are made one by one (a transform); yield the inputs
-    before pieces that go on. A bad sample's places stay separators, of weight 0."""
-    fields = (at.tolist(), document.tolist(), position.tolist(), length.tolist())
-    for place, number, first, size in zip(*fields, strict=True):
-        tokens = shard.tokens(number)
-        if tokens is None:
-            weights_BT.reshape(-1)[place : place + size] = 0.0
+def _expect(layout: Layout, get: Get) -> None:
+    """Let what makes samples begin with all that are wanted before the first is waited for."""
+    for index, these in layout.by_shard:
+        shard = get(index)
+        if shard is None or shard.flat is not None:
             continue
-        part = tokens[first : first + size]
-        targets[place : place + len(part)] = part
-        if first and len(tokens):
-            yield np.array([place]), tokens[first - 1 : first]
-
-
-def _by_shard(shard_P: Ints) -> Iterator[tuple[int, Ints]]:
-    """Yield each shard's index and which pieces are of it, in order."""
-    order = np.argsort(shard_P, kind="stable")
-    edges = np.flatnonzero(np.diff(shard_P[order])) + 1
-    for these in np.split(order, edges):
-        if len(these):
-            yield int(shard_P[these[0]]), these
+        if layout.document_P is not None:
+            shard.expect(layout.document_P[these])
+        else:
+            shard.expect(shard.met(layout.start_P[these], int(layout.width_B[0]) + 1)[1])
 
 
 def _copy(out: Array, flat: Array, at: Ints, stop: Ints, source: Ints) -> None:
@@ -234,17 +257,11 @@ def _copy(out: Array, flat: Array, at: Ints, stop: Ints, source: Ints) -> None:
         out[low:high] = flat[first:last]
 
 
-def _spoil(weights_BT: Array, at: Ints, stop: Ints) -> None:
-    flat = weights_BT.reshape(-1)
-    for low, high in zip(at.tolist(), stop.tolist(), strict=True):
-        flat[low:high] = 0.0
-
-
-def _carries(taken: Taken, count: int) -> npt.NDArray[np.bool_] | None:
-    if all(rows.carries_R is None for rows, _, _ in taken):
+def _carries(share: Share, count: int) -> npt.NDArray[np.bool_] | None:
+    if all(rows.carries_R is None for rows, _, _ in share.taken):
         return None
     carries_B = np.zeros(count, dtype=np.bool_)
-    for rows, ids, places in taken:
+    for rows, ids, places in share.taken:
         if rows.carries_R is not None:
             carries_B[places] = rows.carries_R[ids]
     return carries_B

@@ -1,14 +1,19 @@
-"""Where each piece of a share lies, and what follows from that alone: weights, masks, positions.
+"""Where each piece of some shares lies, and what follows from that: weights, masks, positions.
 
-Whole arrays at a time: a batch costs tens of calls, not some for each of its documents.
+The shares of several batches are laid out at once, whole arrays at a time: a batch of few documents
+costs no more calls than its part of that. Places are numbered through all rows of all shares, row
+after row, which may differ in width from share to share.
 
-Shape letters: P pieces, B rows, T tokens of a row.
+Shape letters: P pieces, B rows of all shares, N places of all rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,18 +21,25 @@ import numpy.typing as npt
 from paceline.data.batch import PADDING
 from paceline.data.batching.rows import Ints, Rows
 
-# rows of a group, which of them, and the row of the share that each of those is
-Taken = Sequence[tuple[Rows, Ints, Ints]]
+Array = npt.NDArray[Any]
 Ints32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
-    """The pieces of a share, row after row; pieces of a row follow each other without a gap."""
+class Share:
+    """One rank's rows of one batch: of each group's rows, which, and which row of the share each
+    is; ``width`` is T."""
 
-    rows: int  # B
-    width: int  # T
-    shard_P: Ints  # noqa: N815 - arrays carry shape letters
+    taken: Sequence[tuple[Rows, Ints, Ints]]
+    width: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The pieces of all shares, row after row; pieces of a row follow each other without a gap."""
+
+    width_B: Ints  # noqa: N815 - arrays carry shape letters
+    shard_P: Ints  # noqa: N815
     start_P: Ints  # noqa: N815 - in the shard's framed stream
     length_P: Ints  # noqa: N815
     document_P: Ints | None  # noqa: N815 - None: pieces cross documents
@@ -39,62 +51,97 @@ class Layout:
     def __len__(self) -> int:
         return len(self.length_P)
 
-    @property
-    def most_slots(self) -> int:
-        """Return how many pieces the row with most of them has, at least 1."""
-        return int(self.slot_P.max()) + 1 if len(self) else 1
+    @cached_property
+    def begin_B1(self) -> Ints:  # noqa: N802
+        """Return the first place of each row, and how many places there are."""
+        return np.concatenate([[0], np.cumsum(self.width_B)])
 
-    def kept(self) -> npt.NDArray[np.bool_]:
-        """Return (B, T): True where a piece is."""
-        used_B = np.bincount(self.row_P, weights=self.length_P, minlength=self.rows)
-        kept: npt.NDArray[np.bool_] = np.arange(self.width) < used_B[:, None]
-        return kept
+    @cached_property
+    def at_P(self) -> Ints:  # noqa: N802
+        """Return each piece's first place."""
+        return self.begin_B1[self.row_P] + self.column_P
+
+    @cached_property
+    def by_shard(self) -> list[tuple[int, Ints]]:
+        """Return each shard's index and which pieces are of it, in order."""
+        if not len(self):
+            return []
+        order = np.argsort(self.shard_P, kind="stable")
+        sorted_P = self.shard_P[order]
+        edges = [0, *(np.flatnonzero(sorted_P[1:] != sorted_P[:-1]) + 1).tolist(), len(order)]
+        return [(int(sorted_P[low]), order[low:high]) for low, high in pairwise(edges)]
+
+    def weights(self) -> npt.NDArray[np.float32]:
+        """Return (N): 1 where a piece is."""
+        used_B = self._used_B
+        flags = np.tile(np.array([1, 0], dtype=np.float32), len(used_B))
+        return np.repeat(flags, np.stack([used_B, self.width_B - used_B], axis=1).reshape(-1))
 
     def slots(self) -> Ints32:
-        """Return (B, T): which piece of the row is there, or PADDING."""
+        """Return (N): which piece of the row is there, or PADDING."""
         return self._spread(self.slot_P, PADDING)
 
-    def positions(self, kept: npt.NDArray[np.bool_]) -> Ints32:
-        """Return (B, T): the place in its document of what is there, 0 where nothing is."""
+    def positions(self) -> Ints32:
+        """Return (N): the place in its document of what is there, 0 where nothing is."""
         assert self.position_P is not None
-        spread = self._spread(self.position_P - self.row_P * self.width - self.column_P, 0)
-        spread += np.arange(spread.size, dtype=np.int32).reshape(spread.shape)
-        spread *= kept
-        return spread
+        found = np.arange(int(self.begin_B1[-1]), dtype=np.int32)
+        found += self._spread(self.position_P - self.at_P, 0)
+        begin, used = self.begin_B1, self._used_B
+        for row in np.flatnonzero(used < self.width_B).tolist():
+            found[begin[row] + used[row] : begin[row + 1]] = 0
+        return found
+
+    @cached_property
+    def _used_B(self) -> Ints:  # noqa: N802
+        used = np.bincount(self.row_P, weights=self.length_P, minlength=len(self.width_B))
+        return used.astype(np.int64)
+
+    @cached_property
+    def _stretches(self) -> tuple[Ints, Ints]:
+        """Return where each piece stands among pieces and what is left of rows, and the lengths of
+        all these: a row's pieces, then what is left of it."""
+        piece = np.arange(len(self)) + self.row_P
+        rows = np.arange(len(self.width_B))
+        left = np.searchsorted(self.row_P, rows, side="right") + rows
+        lengths = np.empty(len(self) + len(rows), dtype=np.int64)
+        lengths[piece] = self.length_P
+        lengths[left] = self.width_B - self._used_B
+        return piece, lengths
 
     def _spread(self, value_P: Ints, rest: int) -> Ints32:
-        """Return (B, T): each piece's value in all its places, ``rest`` in those of none."""
-        ends_B = np.searchsorted(self.row_P, np.arange(self.rows), side="right")
-        used_B = np.bincount(self.row_P, weights=self.length_P, minlength=self.rows)
-        left_B = self.width - used_B.astype(np.int64)
-        values = np.insert(value_P.astype(np.int32), ends_B, np.int32(rest))
-        lengths = np.insert(self.length_P, ends_B, left_B)
-        return np.repeat(values, lengths).reshape(self.rows, self.width)
+        """Return (N): each piece's value in all its places, ``rest`` in those of none."""
+        piece, lengths = self._stretches
+        values = np.full(len(lengths), rest, dtype=np.int32)
+        values[piece] = value_P
+        return np.repeat(values, lengths)
 
 
-def lay_out(taken: Taken, count: int, width: int) -> Layout:
-    """Return the layout of a share of ``count`` rows of ``width`` places."""
-    parts = [_laid(*each) for each in taken]
+def lay_out(shares: Sequence[Share], count: int) -> Layout:
+    """Return the layout of ``shares`` of ``count`` rows each, one after the other."""
+    groups: dict[int, list[tuple[Rows, Ints, Ints]]] = {}
+    for number, share in enumerate(shares):
+        for rows, ids, places in share.taken:
+            groups.setdefault(id(rows), []).append((rows, ids, places + number * count))
+    parts = [_laid(parts[0][0], *_joined(parts)) for parts in groups.values()]
+    fields: Any = parts[0]
+    if len(parts) > 1:
+        whole = [None if each[0] is None else np.concatenate(each) for each in zip(*parts)]  # noqa: B905
+        order = np.argsort(whole[_ROW], kind="stable")
+        fields = [None if each is None else each[order] for each in whole]
+    return Layout(np.repeat([each.width for each in shares], count), *fields)
+
+
+_ROW = 5  # which of the fields of _laid
+
+
+def _joined(parts: Sequence[tuple[Rows, Ints, Ints]]) -> tuple[Ints, Ints]:
     if len(parts) == 1:
-        return Layout(count, width, *parts[0])
-    whole = [
-        None
-        if columns[0] is None
-        else np.concatenate([each for each in columns if each is not None])
-        for columns in zip(*parts, strict=True)
-    ]
-    row_P = whole[5]
-    assert row_P is not None
-    order = np.argsort(row_P, kind="stable")
-    fields = [None if each is None else each[order] for each in whole]
-    return Layout(count, width, *fields)  # type: ignore[arg-type] # as in _laid, one by one
+        return parts[0][1:]
+    return np.concatenate([each[1] for each in parts]), np.concatenate([each[2] for each in parts])
 
 
-_Fields = tuple[Ints, Ints, Ints, Ints | None, Ints | None, Ints, Ints, Ints]
-
-
-def _laid(rows: Rows, ids: Ints, places: Ints) -> _Fields:
-    """Return a layout's fields for rows ``ids`` of a group, at ``places`` of the share."""
+def _laid(rows: Rows, ids: Ints, places: Ints) -> tuple[Array | None, ...]:
+    """Return a layout's fields, but for widths, of rows ``ids`` of a group at rows ``places``."""
     first_R = rows.first_R1[ids]
     count_R = rows.first_R1[ids + 1] - first_R
     before_R = np.cumsum(count_R) - count_R

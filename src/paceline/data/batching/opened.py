@@ -60,6 +60,20 @@ class OpenShard:
                 where=shard.sha256,
             )
 
+    def expect(self, documents: Ints) -> None:
+        """Say which documents come next, in this order; begins with those that must be made."""
+        if self.flat is None:
+            self.samples.expect(list(dict.fromkeys(documents.tolist())))
+
+    def met(self, start_P: Ints, size: int) -> tuple[Ints, Ints]:
+        """Return, of stretches of ``size`` tokens of the framed stream, each document that each
+        one meets: the number of the stretch, and the document's."""
+        low = np.searchsorted(self.offsets_D1, start_P, side="right") - 1
+        high = np.searchsorted(self.offsets_D1[:-1], start_P + size, side="left")
+        count = high - low
+        within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+        return np.repeat(np.arange(len(start_P)), count), np.repeat(low, count) + within
+
     def features(self, document: int) -> dict[str, Array] | None:
         """Return the document's features, or None where it is bad."""
         try:

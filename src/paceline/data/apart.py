@@ -1,0 +1,260 @@
+"""Transforms in processes of their own: several at once, none under this interpreter's lock.
+
+Each process is a fresh interpreter that has imported the user's function and nothing of this one's
+state; samples go to it and come back as bytes over its pipes, one at a time. It ends with its pipe:
+nothing stays behind when the rank is killed. Results come in the order that they are asked for,
+whoever made them, and are what the function gives on the thread that makes batches.
+
+A sample that takes longer than the deadline, or that ends its process twice (once may have been an
+accident), is bad, with that for a reason; its process is replaced. Too many of these are no longer
+about samples, and raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from paceline.data.arrays import packed, unpacked
+from paceline.data.formats.sample import Array
+from paceline.data.transform import KEY, Here, TransformFailed, Transforms, load_transform
+from paceline.errors import DataRejected, InvalidInput, WorkerLost
+
+START_DEADLINE_S = 120.0  # the user's module may import a great deal
+MOST_LOST = 8  # processes of one stream that hung or died
+END_DEADLINE_S = 2.0
+LENGTH_BYTES = 8
+READY, DONE, FAILED = b"r", b"d", b"f"
+
+
+def open_transforms(
+    name: str, sources: Sequence[str], *, processes: int, deadline_s: float
+) -> Transforms | None:
+    """Return where the transform called ``name`` runs: in so many processes, or for 0 of them on
+    the thread that asks (without a deadline); None where there is none. See ``load_transform``.
+    """
+    transform = load_transform(name, sources)
+    if transform is None:
+        return None
+    if not processes:
+        return Here(transform)
+    return Apart(name, sources, processes=processes, deadline_s=deadline_s)
+
+
+class Apart:
+    """A transform called ``module:function`` in so many ``processes``; close it.
+
+    Processes start with the first sample, each kept by a thread of this one. Raises what
+    ``load_transform`` does, here and now.
+    """
+
+    def __init__(
+        self, name: str, sources: Sequence[str], *, processes: int, deadline_s: float
+    ) -> None:
+        if processes < 1 or deadline_s <= 0:
+            raise InvalidInput(
+                "bad processes for a transform",
+                got=f"{processes} processes, {deadline_s} s",
+                wanted="at least 1, and a deadline above 0",
+            )
+        load_transform(name, sources)
+        self.lost = 0  # processes that hung or died
+        self._name, self._deadline_s = name, deadline_s
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._children: list[_Child] = []
+        self._closed = False
+        self._pool = ThreadPoolExecutor(processes, thread_name_prefix="transform")
+
+    def start(self, given: dict[str, Any]) -> Callable[[], dict[str, Array]]:
+        """Queue one sample; see ``transform.Transforms``. Raises WorkerLost after ``close``."""
+        key = str(given[KEY])
+        arrays = {name: np.asarray(each) for name, each in given.items() if name != KEY}
+        try:
+            future = self._pool.submit(self._run, key, packed(arrays))
+        except RuntimeError as error:
+            raise WorkerLost("a transform's processes are closed", where=self._name) from error
+
+        def result() -> dict[str, Array]:
+            try:
+                return future.result()
+            except CancelledError as error:
+                raise WorkerLost("a transform's processes are closed", where=self._name) from error
+
+        return result
+
+    def close(self) -> None:
+        """End the processes, whatever they do; samples that wait raise WorkerLost."""
+        with self._lock:
+            self._closed = True
+            children, self._children = self._children, []
+        for each in children:
+            each.kill()  # its thread sees that, and closes its pipes
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for each in children:
+            each.end()
+
+    def __enter__(self) -> Apart:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, key: str, arrays: bytes) -> dict[str, Array]:
+        """Return one sample's result; on a thread of the pool, which has a process of its own."""
+        request = b"".join([len(raw := key.encode()).to_bytes(LENGTH_BYTES, "little"), raw, arrays])
+        for attempt in (1, 2):
+            child = self._child()
+            try:
+                kind, answer = child.ask(request, self._deadline_s)
+            except TimeoutError as error:
+                self._replace(child, key, "hung")
+                raise TransformFailed(
+                    f"its transform did not end within {self._deadline_s:g} s"
+                ) from error
+            except (OSError, EOFError) as error:
+                code = self._replace(child, key, "died")
+                if attempt == 2:
+                    raise TransformFailed(
+                        f"its transform ended its process, twice: {_how(code)}"
+                    ) from error
+                continue
+            if kind == FAILED:
+                raise TransformFailed(answer.decode(errors="replace"))
+            return unpacked(answer)
+        raise AssertionError("unreachable")
+
+    def _child(self) -> _Child:
+        child: _Child | None = getattr(self._local, "child", None)
+        if child is None:
+            with self._lock:
+                if self._closed:
+                    raise WorkerLost("a transform's processes are closed", where=self._name)
+                child = _Child(self._name)
+                self._children.append(child)
+            child.wait_until_ready()
+            self._local.child = child
+        return child
+
+    def _replace(self, child: _Child, key: str, what: str) -> int:
+        """End a process that is of no more use; return its exit code."""
+        self._local.child = None
+        code = child.end()
+        with self._lock:
+            if self._closed:
+                raise WorkerLost("a transform's processes are closed", where=self._name)
+            if child in self._children:
+                self._children.remove(child)
+            self.lost += 1
+            lost = self.lost
+        if lost > MOST_LOST:
+            raise DataRejected(
+                "a transform loses its processes",
+                got=f"{lost} hung or died, the last one {what} with sample {key!r}",
+                wanted=f"at most {MOST_LOST}",
+                where=self._name,
+                do="Run the transform on that sample; see data.transform_deadline_s.",
+            )
+        return code
+
+
+class _Child:
+    """One process, and this side of its pipes; for one thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        path = os.pathsep.join(each for each in sys.path if each)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.data.apart_child", name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._in, False)
+
+    def wait_until_ready(self) -> None:
+        """Return once the user's module is imported; raises WorkerLost with the reason."""
+        try:
+            kind, answer = self._receive(time.monotonic() + START_DEADLINE_S)
+        except (TimeoutError, OSError, EOFError) as error:
+            raise WorkerLost(
+                "a transform's process did not start",
+                got=_how(self.end()),
+                wanted=f"ready within {START_DEADLINE_S:.0f} s",
+                where=self._name,
+            ) from error
+        if kind != READY:
+            self.end()
+            raise WorkerLost(
+                "a transform's process did not start",
+                got=answer.decode(errors="replace"),
+                where=self._name,
+            )
+
+    def ask(self, request: bytes, deadline_s: float) -> tuple[bytes, bytes]:
+        """Return the kind of the answer and the answer; raises TimeoutError, OSError, EOFError."""
+        until_s = time.monotonic() + deadline_s
+        self._send(request, until_s)
+        return self._receive(until_s)
+
+    def kill(self) -> None:
+        """Kill the process; any thread may."""
+        self._process.kill()
+
+    def end(self) -> int:
+        """Close the pipes and return the process's exit code; it is killed unless it ends."""
+        for each in (self._process.stdin, self._process.stdout):
+            assert each is not None
+            with contextlib.suppress(OSError):  # what was not sent any more is of no interest
+                each.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(END_DEADLINE_S)
+        self._process.kill()
+        return self._process.wait(END_DEADLINE_S)
+
+    def _send(self, data: bytes, until_s: float) -> None:
+        view = memoryview(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+        while view:
+            _wait(self._in, select.POLLOUT, until_s)
+            view = view[os.write(self._in, view[: 1 << 16]) :]
+
+    def _receive(self, until_s: float) -> tuple[bytes, bytes]:
+        size = int.from_bytes(self._read(LENGTH_BYTES, until_s), "little")
+        answer = self._read(size, until_s)
+        return answer[:1], answer[1:]
+
+    def _read(self, size: int, until_s: float) -> bytes:
+        parts = []
+        while size:
+            _wait(self._out, select.POLLIN, until_s)
+            part = os.read(self._out, min(size, 1 << 20))
+            if not part:
+                raise EOFError
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+
+def _wait(descriptor: int, event: int, until_s: float) -> None:
+    """Return when there is something to read or room to write; raises TimeoutError."""
+    waiting = select.poll()  # select knows no descriptors above 1,023, and shards are many
+    waiting.register(descriptor, event)
+    if not waiting.poll(1000 * max(0.0, until_s - time.monotonic())):
+        raise TimeoutError
+
+
+def _how(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,212 @@
+"""Transforms in processes of their own: the same data in the same order, and bad ones named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.data import Batch, ShardCache, Snapshot, build_snapshot, open_stream
+from paceline.data.apart import Apart, open_transforms
+from paceline.data.transform import Here, TransformFailed, load_transform
+from paceline.errors import AccessDenied, DataRejected, InvalidInput, WorkerLost
+from paceline.objects import DiskStore
+from paceline.profile import DataSettings
+
+MODULE = "tests.data.transforms"
+
+
+@pytest.fixture
+def on_disk(texts: Path, tmp_path: Path) -> Snapshot:
+    settings = DataSettings(
+        max_bytes=200_000, shard_bytes=8192, held_out_share=0.1, purpose="tests", seed=3
+    )
+    return build_snapshot(str(texts), DiskStore.url_of(tmp_path / "store"), settings, DiskStore())
+
+
+def apart(name: str, processes: int = 1, deadline_s: float = 60.0) -> Apart:
+    return Apart(f"{MODULE}:{name}", [MODULE], processes=processes, deadline_s=deadline_s)
+
+
+def epoch_of(
+    snapshot: Snapshot, where: Path, transforms: Apart | Here, kind: str
+) -> tuple[list[Batch], dict[str, str]]:
+    how = DataSettings.model_validate({"batching": kind})
+    with (
+        ShardCache(snapshot, DiskStore(), where, transforms=transforms) as cache,
+        open_stream(
+            snapshot, "train", cache, how, context=256, global_batch=8, seed=1, world_size=1
+        ) as stream,
+    ):
+        found = []
+        while stream.position["epoch"] == 0:
+            found.append(stream.next())
+        return found, dict(cache.quarantined)
+
+
+def keys_of(snapshot: Snapshot, quarantined: dict[str, str], where: Path) -> dict[str, str]:
+    """The reason for each bad sample, by its key."""
+    found = {}
+    with ShardCache(snapshot, DiskStore(), where) as cache:
+        for shard in snapshot.shards:
+            with cache.samples(shard) as samples:
+                for i in range(len(samples)):
+                    if (why := quarantined.get(f"{shard.sha256}#{i}")) is not None:
+                        found[samples.key(i)] = why
+    assert len(found) == len(quarantined)
+    return found
+
+
+def same(first: list[Batch], second: list[Batch]) -> bool:
+    names = ("inputs_BT", "targets_BT", "weights_BT", "documents_BT", "positions_BT")
+    return len(first) == len(second) and all(
+        one.skipped == other.skipped
+        and all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
+        for one, other in zip(first, second, strict=True)
+    )
+
+
+def test_processes_give_the_batches_that_the_thread_gives(
+    on_disk: Snapshot, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    transform = load_transform(f"{MODULE}:shout", [MODULE])
+    assert transform is not None
+    wanted, why = epoch_of(on_disk, tmp_path / "cache", Here(transform), "packed")
+    found, why_too = epoch_of(on_disk, tmp_path / "cache", apart("shout", 2), "packed")
+    assert same(found, wanted)
+    assert why == why_too
+    named = keys_of(on_disk, why, tmp_path / "cache")
+    assert set(named) <= {"file-03.txt", "file-05.txt"}
+    assert "KeyError" in named["file-03.txt"]
+    assert any((each.inputs_BT == ord("L")).any() for each in found)
+    assert "that talks" in capfd.readouterr().err, "not among the answers"
+
+
+def test_a_sample_goes_and_comes_as_it_is() -> None:
+    transform = load_transform(f"{MODULE}:described", [MODULE])
+    assert transform is not None
+    sample = {
+        "key": "ключ",
+        "tokens": np.arange(7, dtype=np.uint32),
+        "score": np.float32(1.5),
+        "table": np.ones((2, 0, 3), dtype=np.float16),
+        "large": np.arange(300_000, dtype=np.int64),
+    }
+    for array in sample.values():
+        if isinstance(array, np.ndarray):
+            array.flags.writeable = False
+    here = Here(transform).start(sample)()
+    with apart("described") as processes:
+        waiting = [processes.start({**sample, "key": str(n)}) for n in range(5)]
+        for result in [processes.start(sample), *reversed(waiting)]:
+            there = result()
+            assert set(there) == set(here)
+            for name, array in here.items():
+                assert (there[name].dtype, there[name].shape) == (array.dtype, array.shape)
+                assert np.array_equal(there[name], array)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("hang", "did not end within 0.5 s"), ("die", "ended its process, twice: exit code 3")],
+)
+def test_a_sample_that_hangs_or_kills_its_process_is_named_and_passed_over(
+    on_disk: Snapshot, tmp_path: Path, name: str, why: str
+) -> None:
+    processes = apart(name, 2, 0.5 if name == "hang" else 60.0)
+    found, quarantined = epoch_of(on_disk, tmp_path / "cache", processes, "bucketed")
+    named = keys_of(on_disk, quarantined, tmp_path / "cache")
+    assert list(named) == ["file-03.txt"]
+    assert why in named["file-03.txt"]
+    assert processes.lost == (1 if name == "hang" else 2)
+    (listed,) = {line for each in found for line in each.skipped}
+    assert listed in quarantined
+    lost = sum(each.global_tokens - float(each.weights_BT.sum()) for each in found)
+    assert lost > 0, "its places have weight 0"
+
+
+def test_a_process_that_dies_once_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCIDENT", str(tmp_path / "met"))
+    with apart("accident") as processes:
+        for key in ("file-01.txt", "file-03.txt", "file-04.txt"):
+            result = processes.start({"key": key, "tokens": np.arange(3, dtype=np.uint8)})()
+            assert result["tokens"].tolist() == [0, 1, 2]
+    assert processes.lost == 1
+
+
+def test_what_loses_process_after_process_stops_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.data.apart.MOST_LOST", 1)
+    bad = {"key": "file-03.txt", "tokens": np.arange(3, dtype=np.uint8)}
+    with apart("hang", deadline_s=0.2) as processes:
+        with pytest.raises(TransformFailed, match="did not end"):
+            processes.start(bad)()
+        with pytest.raises(DataRejected, match=r"loses its processes.*file-03\.txt"):
+            processes.start(bad)()
+
+
+def test_closing_ends_a_process_that_hangs_and_whoever_waits_is_told() -> None:
+    processes = apart("hang", deadline_s=600.0)
+    waiting = [
+        processes.start({"key": "file-03.txt", "tokens": np.arange(3, dtype=np.uint8)})
+        for _ in range(2)
+    ]
+    while not processes._children:
+        time.sleep(0.005)
+    child = processes._children[0]
+    processes.close()
+    assert child._process.returncode is not None
+    for result in waiting:
+        with pytest.raises(WorkerLost):
+            result()
+    with pytest.raises(WorkerLost, match="closed"):
+        processes.start({"key": "", "tokens": np.arange(3, dtype=np.uint8)})
+
+
+def test_a_process_does_not_outlive_its_rank() -> None:
+    code = f"""
+import numpy as np, time
+from paceline.data.apart import Apart
+apart = Apart("{MODULE}:hang", ["{MODULE}"], processes=1, deadline_s=600)
+apart.start({{"key": "file-03.txt", "tokens": np.arange(3, dtype=np.uint8)}})
+while not apart._children:
+    time.sleep(0.005)
+print(apart._children[0]._process.pid, flush=True)
+time.sleep(600)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, text=True
+    ) as rank:
+        assert rank.stdout is not None
+        child = int(rank.stdout.readline())
+        rank.send_signal(signal.SIGKILL)
+    until = time.monotonic() + 20
+    while Path(f"/proc/{child}/exe").exists() and _is_running(child):
+        assert time.monotonic() < until, "it goes on without its rank"
+        time.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_bad_names_and_numbers_are_refused_before_anything_starts() -> None:
+    assert open_transforms("", [], processes=2, deadline_s=1) is None
+    assert isinstance(open_transforms(f"{MODULE}:die", [MODULE], processes=0, deadline_s=1), Here)
+    with pytest.raises(AccessDenied, match="not allowed"):
+        open_transforms(f"{MODULE}:die", ["elsewhere"], processes=2, deadline_s=1)
+    with pytest.raises(InvalidInput, match="no such transform"):
+        open_transforms(f"{MODULE}:nothing", [MODULE], processes=2, deadline_s=1)
+    with pytest.raises(InvalidInput, match="bad processes"):
+        Apart(f"{MODULE}:die", [MODULE], processes=0, deadline_s=1)
