@@ -39,9 +39,10 @@ from paceline.training.loop import Progress, train
 from paceline.training.mesh import Mesh, MeshSpec, open_mesh
 from paceline.training.parallel import parallelise
 from paceline.training.recipe import new_optimizer
+from paceline.training.relaxed import SERVING
 from paceline.training.relaxed.averaging import Averaged, local_sgd
 from paceline.training.relaxed.claims import FileClaims
-from paceline.training.relaxed.ranks import SERVING, run_asynchronous
+from paceline.training.relaxed.ranks import run_asynchronous
 from paceline.training.relaxed.server import listen
 from paceline.training.workload import TransformerWorkload
 

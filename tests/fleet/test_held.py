@@ -67,6 +67,21 @@ def test_a_node_whose_process_ends_says_so_once_and_can_start_again(connected: F
         assert "node-1" in pids_of(hear(nodes, lambda heard: bool(pids_of(heard))))
 
 
+def test_a_dropped_process_is_followed_by_another_that_is_heard(connected: Fleet) -> None:
+    with connected.open_nodes(NODES, ARGV, wait_s=20) as nodes:
+        first = pids_of(hear(nodes, lambda heard: len(pids_of(heard)) == 2))
+        nodes.hear(0.0)  # a question about it is on its way
+        nodes.drop("node-1")
+        assert nodes.tell_all({"node-0": {"do": "say"}, "node-1": {"do": "say"}}) == {
+            "node-1": "no process runs there"
+        }
+        assert nodes.start("node-1")
+        heard = hear(nodes, lambda heard: "node-1" in pids_of(heard))
+        assert pids_of(heard)["node-1"] != first["node-1"]
+        assert not [each for each in heard if each.lost]
+        eventually(lambda: not psutil.pid_exists(first["node-1"]))
+
+
 def test_a_lost_dask_worker_is_a_lost_node_until_it_is_back(connected: Fleet) -> None:
     worker = connected.run_on("node-1", os.getpid, timeout_s=20)
     with connected.open_nodes(NODES, ARGV, wait_s=20) as nodes:

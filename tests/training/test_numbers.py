@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import platform
 import random
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -233,13 +235,21 @@ def report(**changes: Any) -> StepReport:
 
 
 def test_prometheus_reads_a_rank_and_finds_it_by_its_file(tmp_path: Path) -> None:
-    with Exporter({"job_id": "job-1", "rank": "3"}, tmp_path) as exporter:
+    killed = {"labels": {"__tmp_pid": str(2**30), "__tmp_host": platform.node()}}
+    elsewhere = {"labels": {"__tmp_pid": str(2**30), "__tmp_host": "another-host"}}
+    for name, entry in (("job-0-0", killed), ("job-0-1", elsewhere)):
+        (tmp_path / f"{name}.json").write_text(json.dumps([entry]))
+    labels = {"job_id": "job-1", "rank": "0"}
+    with Exporter(labels, tmp_path, step_deadline_s=60.0) as exporter:
+        assert not (tmp_path / "job-0-0.json").exists(), "a killed rank's goes with the next one"
+        (tmp_path / "job-0-1.json").unlink()
         exporter.take(report(figures={"mfu": 0.4, "utilisation": 0.9}))
         change = AlertChange("data-starvation", True, 0.5, "starves")
         slow = (Straggler(2, 0.3, 0.1),)
-        exporter.take(report(step=8, taken=False, alerts=(change,), slow=slow))
-        (entry,) = json.loads((tmp_path / "job-1-3.json").read_text())
-        assert entry["labels"] == {"job_id": "job-1", "rank": "3"}
+        exporter.take(report(step=8, taken=False, alerts=(change,), slow=slow), quarantined=2)
+        (entry,) = json.loads((tmp_path / "job-1-0.json").read_text())
+        shown = {name: each for name, each in entry["labels"].items() if not name.startswith("__")}
+        assert shown == labels, "what begins with __ never becomes a label of a series"
         with urllib.request.urlopen(f"http://{entry['targets'][0]}/metrics", timeout=10) as page:
             families = {
                 each.name: each for each in text_string_to_metric_families(page.read().decode())
@@ -247,7 +257,7 @@ def test_prometheus_reads_a_rank_and_finds_it_by_its_file(tmp_path: Path) -> Non
 
     def value(name: str) -> float:
         (sample,) = families[f"paceline_training_{name}"].samples
-        assert sample.labels.items() >= {"job_id": "job-1", "rank": "3"}.items()
+        assert sample.labels.items() >= labels.items()
         return sample.value
 
     assert value("step") == 8
@@ -256,9 +266,23 @@ def test_prometheus_reads_a_rank_and_finds_it_by_its_file(tmp_path: Path) -> Non
     assert value("tokens") == 200
     assert value("mfu_ratio") == 0.4, "figures that are not in a report stay"
     assert value("loss_nats") == 2.5
+    assert value("quarantined_shards") == 2
+    assert value("step_deadline_seconds") == 60
+    assert time.time() - 60 < value("last_step_timestamp_seconds") <= time.time()
     assert value("alert") == 1
     assert value("straggler_factor") == pytest.approx(3.0)
     assert list(tmp_path.iterdir()) == [], "the file goes with the rank"
+
+
+def test_what_is_the_gangs_comes_from_rank_0_alone() -> None:
+    def names(rank: str) -> set[str]:
+        metrics = RankMetrics({"job_id": "job-1", "rank": rank})
+        metrics.take(report(figures={"mfu": 0.4}))
+        return {each.name for each in metrics.collect()}
+
+    gangs = {"loss_nats", "gradient_norm", "learning_rate", "tokens"}
+    assert names("0") - names("1") == {f"paceline_training_{each}" for each in gangs}
+    assert "paceline_training_mfu_ratio" in names("1")
 
 
 def test_a_cleared_alert_is_no_longer_shown() -> None:

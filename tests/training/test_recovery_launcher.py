@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.errors import Cancelled, InvalidInput
-from paceline.training import Deadlines, GangMember, GangResult, Gangs, LocalLauncher
+from paceline.errors import Cancelled, InvalidInput, WorkerLost
+from paceline.training import Deadlines, GangMember, GangResult, Gangs, LocalLauncher, local
 from paceline.training.local import launcher_argv
 from paceline.training.preemption import MetadataWatcher, open_watcher
 
@@ -177,6 +177,21 @@ def test_a_killed_launcher_takes_its_ranks_along_and_is_a_lost_node(kept: LocalL
         assert story.result.failed_worker == "b"
         assert gone([each["pid"] for each in story.started().values()])
         assert run(gangs, {"all": {}}, attempt=2).result.ok, "the node is started again"
+
+
+def test_a_frozen_launcher_takes_no_orders_within_a_deadline_and_can_be_replaced(
+    kept: LocalLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "TELL_PATIENCE_S", 0.3)
+    with opened(kept) as gangs:
+        gangs.prepare(["a", "b"])
+        os.kill(kept.launcher_pids["b"], signal.SIGSTOP)
+        padding = {"do": "dismiss", "padding": "x" * 40_000}
+        with pytest.raises(WorkerLost, match="does not read its orders"):
+            for _ in range(4):
+                kept.tell("b", padding)
+        gangs.lose("b", "frozen")
+        assert run(gangs, {"all": {}}).result.ok, "started anew"
 
 
 def test_a_killed_driver_leaves_nothing(tmp_path) -> None:

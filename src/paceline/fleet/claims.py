@@ -74,11 +74,18 @@ def claimed(
             calls.gather(CLAIM_DEADLINE_S)
 
 
-def call(fleet: Any, worker_id: str, address: str, fn: Callable[..., Any], *args: Any) -> Any:
+def call(
+    fleet: Any,
+    worker_id: str,
+    address: str,
+    fn: Callable[..., Any],
+    *args: Any,
+    deadline_s: float = CLAIM_DEADLINE_S,
+) -> Any:
     """Return ``fn(*args)`` as run on the node, outside of its slots; raises its own error."""
     calls = fleet._calls(slot=False)
     calls.submit(worker_id, address, fn, *args)
-    answer = calls.gather(CLAIM_DEADLINE_S)[worker_id]
+    answer = calls.gather(deadline_s)[worker_id]
     if isinstance(answer, BaseException):
         raise answer
     return answer

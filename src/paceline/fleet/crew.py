@@ -26,6 +26,7 @@ PRESENCE_EVERY_S = 0.5
 NEWS_WAIT_S = 0.5
 NEWS_PATIENCE_S = 15.0  # a node that does not answer for this long is frozen or cut off
 RESULT_TIMEOUT_S = 10.0
+PAUSE_S = 5.0  # between two looks: we were stopped or busy ourselves, and nobody else is to blame
 
 
 class Calls:
@@ -128,6 +129,14 @@ def _died(key: str, address: str) -> WorkerLost:
     )
 
 
+@dataclass
+class _Question:
+    """Asked of a node and not yet answered: since when, and about which processes."""
+
+    since: float
+    ids: frozenset[str]
+
+
 @dataclass(eq=False)
 class Member:
     """A process of a crew."""
@@ -153,7 +162,8 @@ class Crew:
         self.members = list(members)
         self._fleet = fleet
         self._asking: Calls = fleet._calls(slot=False)
-        self._asked: dict[str, float] = {}  # address → since when
+        self._asked: dict[str, _Question] = {}  # by address
+        self._looked_at = time.monotonic()
 
     def start(self, deadline_s: float) -> None:
         """Start every process, or none. Raises what kept one from starting."""
@@ -163,6 +173,10 @@ class Crew:
         answers = calls.gather(deadline_s)
         for member in self.members:
             answer = answers[member.order.process_id]
+            if isinstance(answer, OSError):  # no room, no descriptors, no more processes
+                raise WorkerLost(
+                    "the node cannot start a process", got=answer, where=member.worker_id
+                ) from answer
             if isinstance(answer, BaseException):
                 raise answer
             member.pid = answer
@@ -170,15 +184,20 @@ class Crew:
     def follow(self, wait_s: float) -> list[tuple[Member, str]]:
         """Wait at most ``wait_s`` for news; return the lines that came, in each member's order."""
         now = time.monotonic()
+        if (paused := now - self._looked_at) > PAUSE_S:
+            for question in self._asked.values():
+                question.since += paused
         for address, members in self._by_address(living=True).items():
             if address not in self._asked:
                 cursors = {each.order.process_id: each.news.cursor for each in members}
                 self._asking.submit(address, address, remote.news, cursors, NEWS_WAIT_S)
-                self._asked[address] = now
+                self._asked[address] = _Question(now, frozenset(cursors))
         lines: list[tuple[Member, str]] = []
         for address, answer in self._asking.some(wait_s).items():
-            self._asked.pop(address, None)
+            asked = self._asked.pop(address).ids
             for member in self._by_address(living=True).get(address, []):
+                if member.order.process_id not in asked:
+                    continue  # it came after the question, in the place of one that ended
                 if isinstance(answer, BaseException):
                     member.lost = str(answer)
                     continue
@@ -186,16 +205,19 @@ class Crew:
                 for line in member.news.lines:
                     member.last_line = line
                     lines.append((member, line))
-        for address, since in self._asked.items():
-            if time.monotonic() - since > NEWS_WAIT_S + NEWS_PATIENCE_S:
+        self._looked_at = time.monotonic()
+        for address, question in self._asked.items():
+            if self._looked_at - question.since > NEWS_WAIT_S + NEWS_PATIENCE_S:
                 for member in self._by_address(living=True).get(address, []):
-                    member.lost = f"the node has not answered for {NEWS_PATIENCE_S:.0f} s"
+                    if member.order.process_id in question.ids:
+                        member.lost = f"the node has not answered for {NEWS_PATIENCE_S:.0f} s"
         return lines
 
-    def end(self, grace_s: float) -> None:
+    def end(self, grace_s: float, patience_s: float | None = None) -> None:
         """End every process that may still run, and learn its last words.
 
-        Never raises: a node that cannot be asked loses its processes by itself (lease and guards).
+        ``patience_s``: for the answers; by default what ending may take. Never raises: a node that
+        cannot be asked loses its processes by itself (lease and guards).
         """
         calls = self._fleet._calls(slot=False)
         for address, members in self._by_address(living=False).items():
@@ -207,7 +229,8 @@ class Crew:
             if ids:
                 calls.submit(address, address, remote.end, ids, grace_s)
         try:
-            answers = calls.gather(grace_s + remote.KILL_PATIENCE_S + NEWS_PATIENCE_S)
+            most_s = grace_s + remote.KILL_PATIENCE_S + NEWS_PATIENCE_S
+            answers = calls.gather(most_s if patience_s is None else patience_s)
         except Exception:
             log.exception("processes could not be ended by hand; their leases will")
             answers = {}

@@ -28,6 +28,10 @@ from paceline.fleet.remote import Order
 log = logging.getLogger(__name__)
 
 END_GRACE_S = 5.0
+# Whoever waits longer for a node that may be frozen does not ask the others for news meanwhile, and
+# their leases (30 s) lapse.
+DROP_PATIENCE_S = 3.0
+START_PATIENCE_S = 3.0
 # A thread in a process that forks spoils it; numpy's library would start some at import.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
@@ -54,15 +58,30 @@ class HeldNodes:
 
     def tell(self, worker_id: str, order: Mapping[str, Any]) -> None:
         """Write ``order`` as a line to the node's process; raises WorkerLost."""
-        member = self._member(worker_id)
-        try:
+        if why := self.tell_all({worker_id: order}):
+            raise WorkerLost("the node takes no order", got=why[worker_id], where=worker_id)
+
+    def tell_all(self, orders: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Tell each node its order, all at once; return why, by node, where one took none."""
+        calls = self._fleet._calls(slot=False)
+        untold: dict[str, str] = {}
+        for worker_id, order in orders.items():
+            if (member := self._members.get(worker_id)) is None:
+                untold[worker_id] = "no process runs there"
+                continue
             text = json.dumps(order) + "\n"
             process_id = member.order.process_id
-            call(self._fleet, worker_id, member.address, remote.tell, process_id, text)
-        except PacelineError as error:
-            raise WorkerLost(
-                "the node takes no order", got=error.one_line(), where=worker_id
-            ) from error
+            calls.submit(worker_id, member.address, remote.tell, process_id, text)
+        try:
+            answers = calls.gather(CLAIM_DEADLINE_S)
+        except PacelineError as error:  # the scheduler is gone: nobody was reached for sure
+            answers = {each: error for each in orders if each not in untold}
+        for worker_id, answer in answers.items():
+            if isinstance(answer, PacelineError):
+                untold[worker_id] = answer.one_line()
+            elif isinstance(answer, BaseException):
+                untold[worker_id] = repr(answer)
+        return untold
 
     def hear(self, timeout_s: float) -> list[Heard]:
         """Return what was said, as soon as something was, and [] after ``timeout_s``."""
@@ -97,6 +116,34 @@ class HeldNodes:
         address = self._fleet._addresses().get(worker_id)
         if address is None:
             return False
+        try:
+            holder = call(
+                self._fleet, worker_id, address, remote.claim, self._job_id,
+                deadline_s=START_PATIENCE_S,
+            )  # fmt: skip
+            if holder:
+                log.warning("node is held by another worker=%s holder=%s", worker_id, holder)
+                return False
+            self.start_all({worker_id: address})
+        except PacelineError as error:
+            log.warning("node's process was not started worker=%s why=%s", worker_id, error)
+            return False
+        return True
+
+    def start_all(self, addresses: Mapping[str, str]) -> None:
+        """Start the processes of nodes that are claimed, all at once; raises what kept one from it
+        (then none runs)."""
+        members = [self._new(each, address) for each, address in addresses.items()]
+        crew = Crew(self._fleet, members)
+        try:
+            crew.start(LAUNCH_DEADLINE_S)
+        except BaseException:
+            crew.end(0.0, DROP_PATIENCE_S)
+            raise
+        self._members |= {each.worker_id: each for each in members}
+        self._following.members += members
+
+    def _new(self, worker_id: str, address: str) -> Member:
         self._count += 1
         order = Order(
             process_id=f"{self._job_id}-{worker_id}-{self._count}",
@@ -107,24 +154,13 @@ class HeldNodes:
             gang_id=self._job_id,
             listens=True,
         )
-        member = Member(worker_id, order, address)
-        try:
-            if holder := call(self._fleet, worker_id, address, remote.claim, self._job_id):
-                log.warning("node is held by another worker=%s holder=%s", worker_id, holder)
-                return False
-            Crew(self._fleet, [member]).start(LAUNCH_DEADLINE_S)
-        except PacelineError as error:
-            log.warning("node's process was not started worker=%s why=%s", worker_id, error)
-            return False
-        self._members[worker_id] = member
-        self._following.members.append(member)
-        return True
+        return Member(worker_id, order, address)
 
     def drop(self, worker_id: str) -> None:
-        """End the node's process by force."""
+        """End the node's process by force; one that cannot be reached ends with its lease."""
         if (member := self._members.pop(worker_id, None)) is not None:
             self._following.members.remove(member)
-            Crew(self._fleet, [member]).end(0.0)
+            Crew(self._fleet, [member]).end(0.0, DROP_PATIENCE_S)
 
     def close(self) -> None:
         """End every node's process."""
@@ -159,9 +195,7 @@ def open_nodes(
     with claimed(fleet, job_id, wanted, wait_s, cancel, on_wait=on_wait):
         nodes = HeldNodes(fleet, job_id, argv)
         try:
-            for worker_id in wanted:
-                if not nodes.start(worker_id):
-                    raise WorkerLost("node is away", where=worker_id)
+            nodes.start_all(wanted)
             yield nodes
         finally:
             nodes.close()

@@ -190,13 +190,25 @@ def claim(gang_id: str) -> str | None:
     """Give this node to ``gang_id`` and return None, or return the gang that has it.
 
     A claim lapses ``LEASE_S`` after its gang was last heard of. (Dask's own MultiLock is never
-    given back when its holder is killed.)
+    given back when its holder is killed.) What a gang left running is killed first, and the node
+    is its until that is gone: two gangs never write side by side.
     """
     global _gate  # noqa: PLW0603 - one gate a worker process
     with _changed:
         now = time.monotonic()
         if _gate is not None and _gate[0] != gang_id and now < _gate[1]:
             return _gate[0]
+        left = [
+            each
+            for each in _processes.values()
+            if each.gang_id not in (None, gang_id) and each.exit_code is None
+        ]
+        for process in left:
+            process.ending = True
+            process.guarded.kill()
+        if left:
+            _changed.notify_all()
+            return left[0].gang_id
         _gate = (gang_id, now + LEASE_S)
         return None
 

@@ -14,12 +14,14 @@ from pydantic import ValidationError
 from paceline.errors import TrainingFailed
 from paceline.objects import join_url
 from paceline.training.gang import GangResult
+from paceline.training.history import History
 from paceline.training.ledger import Ledger
-from paceline.training.roster import Roster
+from paceline.training.roster import FORGOTTEN_S, Roster
 from paceline.wire.training import Failures, RankEvent, Restart, TrainJob, TrainResult
 
 Kind = Literal["failed", "hung", "lost", "preempted", "bad-step", "returned"]
 
+REASONS_TOLD = 5  # of how attempts ended, in one error
 DIVERGED = "TrainingFailed"
 BAD_STEP = "BadStep"
 # Errors that the next attempt would meet again; anything else may be the machine's.
@@ -43,6 +45,8 @@ class Restarting:
     preempted: bool = False
     kind: Kind = "failed"
     stacks_url: str = ""
+    reason: str = ""
+    reached: int = 0  # its last step
 
     @property
     def counts(self) -> bool:
@@ -53,14 +57,16 @@ class Restarting:
 class Account:
     """The account of one job."""
 
-    def __init__(self, job: TrainJob, now: float) -> None:
+    def __init__(self, job: TrainJob, now: float, before: History | None = None) -> None:
         self._job = job
+        self._before = before or History()
         self._started = now
         self._attempt = self._ranks = 0
-        self._step = 0
+        self._step = self._reached = 0
         self._resumed = 0
         self._first_resumed: int | None = None
         self._restarts: list[Restart] = []
+        self._fallen: dict[int, tuple[int, float]] = {}  # rank → its restart, and since when
         self._open: Restarting | None = None
         self._said: dict[int, dict[str, Any]] = {}
         self._diverged_at: int | None = None
@@ -70,12 +76,40 @@ class Account:
         self._shards: Counter[str] = Counter()
         self._stalled = self._waited = 0.0
         self.counted = 0  # restarts that count against the job's
-        self.skipped: set[int] = set(job.skip_batches)
+        self._counted_at: list[float] = []
+        self.skipped: set[int] = {*job.skip_batches, *self._before.skipped_batches}
         self.progressed = False
+
+    def fell(self, rank: int, worker_id: str, kind: Kind, reason: str, now: float) -> None:
+        """Note that one rank of a loose gang fell, while the others went on: no step is lost."""
+        self._said.pop(rank, None)
+        if kind in ("failed", "hung", "lost"):
+            self.counted += 1
+        self._fallen[rank] = (len(self._restarts), now)
+        self._restarts.append(
+            Restart(
+                attempt=self._attempt,
+                failed_rank=rank,
+                worker_id=worker_id,
+                reason=reason[:2000],
+                resumed_step=self._reached,
+                lost_steps=0,
+                seconds=0.0,  # until its place makes a step again
+                kind=kind,
+                ranks=self._ranks,
+            )
+        )
+
+    def _rose(self, rank: int, now: float) -> None:
+        number, fell_at = self._fallen.pop(rank)
+        again = {"seconds": now - fell_at}
+        self._restarts[number] = self._restarts[number].model_copy(update=again)
 
     def begin(self, attempt: int, ranks: int) -> None:
         """Another attempt starts, of so many ranks."""
         self._attempt, self._ranks = attempt, ranks
+        self._reached = 0
+        self._fallen = {}
         self._said = {}
         self._result = None
         self._asked = None
@@ -96,6 +130,8 @@ class Account:
             return None
         if event.event == "failed":
             self._said[event.rank] = {"step": event.step, **event.data}
+        if event.event == "step" and event.rank in self._fallen:
+            self._rose(event.rank, now)
         if event.rank == 0:
             self._of_first(event, now)
         return event
@@ -119,6 +155,7 @@ class Account:
             self._waited, self._stalled = waited, stalled
             self._close(now)
             self.progressed = True
+            self._reached = event.step
             self._step = max(self._step, event.step)
         elif event.event == "result":
             self._close(now)
@@ -131,13 +168,17 @@ class Account:
         """Note that the attempt failed; raises TrainingFailed where another cannot do better."""
         now = ended.seen_at
         self._close(now)
-        ended.kind = self._kind(ended)
+        ended.kind, ended.reached = self._kind(ended), self._reached
+        asked = self._asked is not None and self._asked[0] == ended.kind
+        ended.reason = self._asked[1] if self._asked and asked else ended.outcome.reason
         if ended.outcome.stopped:
             self._ledger.stopping(now)
         else:
             self._ledger.noticed(now)
         self._open = ended
-        self.counted += ended.counts
+        if ended.counts:
+            self.counted += 1
+            self._counted_at = [*(e for e in self._counted_at if now - e < FORGOTTEN_S), now]
         if ended.kind == "bad-step":
             self._pass_over()
             return
@@ -161,9 +202,12 @@ class Account:
             return "hung"
         if outcome.stopped:
             return self._asked[0] if self._asked is not None else "preempted"
-        if outcome.lost:
+        if outcome.lost - outcome.preempted:
             return "lost"
-        return "preempted" if ended.preempted else "failed"
+        if ended.preempted:
+            return "preempted"
+        # Told to stop, it was too slow to save: the steps are lost, but nothing failed.
+        return self._asked[0] if outcome.overdue and self._asked is not None else "failed"
 
     def _pass_over(self) -> None:
         bad = {
@@ -183,10 +227,38 @@ class Account:
             )
         self.skipped |= bad.keys()
 
+    @property
+    def recent(self) -> int:
+        """Return how many failures count against ``max_restarts``: those of the last day."""
+        return len(self._counted_at)
+
+    @property
+    def failures(self) -> int:
+        """Return how many failures the job had, those under earlier drivers included."""
+        return self._before.failures + self.counted
+
+    def running_s(self, now: float) -> float:
+        """Return for how long the job has run, under earlier drivers too."""
+        return self._before.running_s + now - self._started
+
+    def history(self, now: float, roster: Roster) -> History:
+        """Return what the next driver of this job should know."""
+        return History(
+            attempts=max(self._before.attempts, self._attempt),
+            failures=self.failures,
+            running_s=self.running_s(now),
+            hosts=self._before.with_hosts(roster.failures),
+            shards=self._before.with_shards(self._shards),
+            skipped_batches=tuple(sorted(self.skipped)),
+        )
+
     def reasons(self) -> str:
-        """Return why each attempt ended."""
-        last = [self._open.outcome.reason] if self._open else []
-        return "; ".join([*(each.reason for each in self._restarts), *last])
+        """Return why the last attempts ended."""
+        last = [self._open.reason] if self._open else []
+        all_of_them = [*(each.reason for each in self._restarts), *last]
+        told = all_of_them[-REASONS_TOLD:]
+        more = len(all_of_them) - len(told)
+        return "; ".join([*([f"({more} before)"] if more else []), *told])
 
     def result(self, now: float, roster: Roster, ranks: int) -> TrainResult:
         """Return the account of a gang that ended well."""
@@ -208,9 +280,9 @@ class Account:
                 "ranks": ranks,
                 "ledger": self._ledger.finished(now).model_dump(),
                 "failures": Failures(
-                    job=self.counted,
-                    hosts=dict(roster.failures),
-                    shards=dict(self._shards),
+                    job=self.failures,
+                    hosts=self._before.with_hosts(roster.failures),
+                    shards=self._before.with_shards(self._shards),
                     left_out=tuple(sorted(roster.left_out)),
                 ).model_dump(),
             }
@@ -221,15 +293,14 @@ class Account:
             return
         ended, self._open = self._open, None
         outcome = ended.outcome
-        asked = "" if self._asked is None else self._asked[1]
         self._restarts.append(
             Restart(
                 attempt=self._attempt,
                 failed_rank=outcome.failed_rank,
                 worker_id=outcome.failed_worker,
-                reason=(outcome.reason or asked)[:2000],
+                reason=ended.reason[:2000],
                 resumed_step=self._resumed,
-                lost_steps=max(0, self._step - self._resumed),
+                lost_steps=max(0, ended.reached - self._resumed),
                 seconds=now - ended.seen_at,
                 kind=ended.kind,
                 ranks=self._ranks,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import NotReady, WorkerLost
-from paceline.training.ports import GangMember, GangResult, Heard, OnLine
+from paceline.errors import Cancelled, PacelineError
+from paceline.training.ports import GangMember, GangResult, OnLine
 from paceline.training.watch import STOPPED_EXIT
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ TICK_S = 0.25
 LAUNCH_DEADLINE_S = 30.0  # for a launcher to fork its ranks, all their imports done
 END_DEADLINE_S = 15.0
 NODE_SILENCE_S = 15.0  # a launcher beats twice a second; one that does not is frozen or cut off
+PAUSE_S = 5.0  # between two looks: it was us who did not listen (stopped, or busy elsewhere)
 STOPPED_S = 2.0  # a rank in state T for so long is frozen, not looked at by a debugger
 
 
@@ -44,6 +45,7 @@ class Fault:
     rank: RankState | None
     what: str
     hung: bool = False
+    overdue: bool = False
 
 
 class Attempt:
@@ -58,68 +60,76 @@ class Attempt:
         self._attempt = attempt
         self._on_event = on_event
         self._workers = list(dict.fromkeys(each.member.worker_id for each in ranks.values()))
+        self._ordered: set[str] = set()  # nodes that were told to start ranks
         self._begun: set[str] = set()
         self._over: set[str] = set()
         self._store: tuple[str, int] | None = None
         self._ended = 0
-        self._stopping = False
+        self._stopping: float | None = None  # seconds of grace that the ranks were given
+        self._store_error = ""
+        self._looked_at = time.monotonic()
 
     def start(self, text: str) -> Fault | None:
         """Start all ranks; return why not, where one node could not."""
         ready = self._gangs.prepare(self._workers)
         if away := [each for each in self._workers if each not in ready]:
-            self._mark_lost(away[0])
-            return Fault(self._first_on(away[0]), "could not be started: its node is away")
+            for each in away:
+                if each not in self._gangs.lost:
+                    self._gangs.lose(each, "its node is away")
+                self._mark_lost(each)
+            return self._not_started(away[0])
         head = self._workers[0]
-        host = self._nodes.host(head)
-        try:
-            self._nodes.tell(head, {"do": "store", "host": host, "job": self._gangs.id})
-            self._await(lambda: self._store is not None, "the rendezvous store")
-            assert self._store is not None
-            for worker in self._workers:
-                mine = [each for each in self._ranks.values() if each.member.worker_id == worker]
-                self._nodes.tell(worker, self._order(mine, text))
-            self._await(lambda: self._begun >= set(self._workers), "its ranks")
-        except (WorkerLost, NotReady) as error:
-            lost = next((each for each in self._workers if each not in self._gangs.ready), head)
-            return Fault(self._first_on(lost), f"could not be started: {error.one_line()}")
-        return None
+        store = {"do": "store", "host": self._nodes.host(head), "job": self._gangs.id}
+        return (
+            self._tell({head: store})
+            or self._await(lambda: set() if self._store else {head}, "the rendezvous store")
+            or self._tell({each: self._order(self._on(each), text) for each in self._workers})
+            or self._await(lambda: set(self._workers) - self._begun, "its ranks")
+        )
 
     def follow(self) -> Fault | None:
         """Follow the ranks to their end; return the fault that ended the gang, if one did."""
         stop_at: float | None = None
+        self._looked_at = time.monotonic()
         while len(self._over) < len(self._workers):
             self._hear(TICK_S)
-            if (fault := self._failed()) is not None:
-                self._gangs.check_cancel()
+            if (fault := self._failed() or self._late()) is not None:
+                self._check_cancel()
                 return fault
-            cancel = self._gangs.cancel
-            cancelled = cancel is not None and cancel.is_set()
-            if (cancelled or self._gangs.asked) and not self._stopping:
-                self._stopping = True
-                grace = self._gangs.grace_s
+            grace = self._grace()
+            if grace is not None and (self._stopping is None or grace < self._stopping):
+                self._stopping = grace
                 stop_at = time.monotonic() + grace + END_DEADLINE_S
-                self._tell_all({"do": "stop", "grace_s": grace})
+                self._tell(
+                    {each: stop_order(grace) for each in self._workers if each not in self._over}
+                )
             if stop_at is not None and time.monotonic() > stop_at:
-                self._gangs.check_cancel()
-                return Fault(None, "did not stop as asked")
-            if not self._stopping and (fault := self._late()) is not None:
-                return fault
-        self._gangs.check_cancel()
+                self._check_cancel()
+                return Fault(None, "did not stop as asked", overdue=True)
+        self._check_cancel()
         return self._failed()
 
     def end(self, *, stacks: bool, grace_s: float) -> None:
         """End every rank, and hear their last words; a launcher that is silent is ended too."""
-        self._tell_all({"do": "stop", "grace_s": grace_s, "stacks": stacks})
+        self._over |= set(self._workers) - self._ordered  # nothing of this attempt runs there
+        stop = stop_order(grace_s, stacks=stacks)
+        self._tell({each: stop for each in self._workers if each not in self._over})
         until = time.monotonic() + END_DEADLINE_S
         while len(self._over) < len(self._workers) and time.monotonic() < until:
-            self._hear(TICK_S)
+            try:
+                self._hear(TICK_S)
+            except PacelineError as error:  # then nothing is known of any node
+                log.warning("nodes cannot be heard: %s", error)
+                break
         for worker in self._workers:
             if worker not in self._over:
                 log.warning("launcher does not answer worker=%s", worker)
-                self._nodes.drop(worker)
-                self._gangs.note(Heard(worker, lost="its launcher does not answer"))
-                self._mark_lost(worker)
+                self._lose(worker, "its launcher does not answer")
+
+    def abandon(self) -> None:
+        """End every rank at once, whoever listens: an error is on its way."""
+        self._on_event = None  # it may be the one who raised
+        self.end(stacks=False, grace_s=0.0)
 
     def blame(self) -> Fault | None:
         """Return the rank that failed first, by all that is known now."""
@@ -147,6 +157,7 @@ class Attempt:
             failed_worker=None if member is None else member.worker_id,
             reason=reason,
             hung=fault.hung,
+            overdue=fault.overdue,
             stderr=stderr,
             preempted=frozenset(self._gangs.preempted),
             lost=lost,
@@ -197,10 +208,10 @@ class Attempt:
             if self._on_event is not None:
                 self._on_event(dict(line))
         elif kind == "store":
-            if line.get("port"):
+            if line.get("port") and worker == self._workers[0]:  # not a late word of another head
                 self._store = (str(line["host"]), int(line["port"]))
-            else:
-                raise NotReady("no rendezvous store", got=line.get("error"), where=worker)
+            elif worker == self._workers[0]:
+                self._store_error = str(line.get("error"))
         elif line.get("attempt") != self._attempt:
             return
         elif kind == "started":
@@ -242,21 +253,19 @@ class Attempt:
             return (0 if violent else 2 if each.code in (75, STOPPED_EXIT) else 1, each.order)
 
         guilty = min(failed, key=first)
+        if self._stopping is not None and all(each.killed for each in failed):
+            what = f"did not stop within its grace of {self._stopping:.0f} s and was killed"
+            return Fault(guilty, what, overdue=True)
         if guilty.code is None:
-            return Fault(guilty, "was lost with its node")
+            why = self._gangs.why_lost.get(guilty.member.worker_id, "")
+            return Fault(guilty, "was lost with its node" + (f": {why}" if why else ""))
         if guilty.code < 0:
             return Fault(guilty, f"was killed by signal {-guilty.code}")
         return Fault(guilty, f"exited with {guilty.code}")
 
     def _late(self) -> Fault | None:
-        now = time.monotonic()
-        for worker in self._workers:
-            silent = now - self._gangs.beaten.get(worker, now)
-            if worker not in self._over and silent > NODE_SILENCE_S:
-                self._nodes.drop(worker)
-                self._gangs.note(Heard(worker, lost="silent"))
-                self._mark_lost(worker)
-                return Fault(self._first_on(worker), "was lost with its node: it fell silent")
+        if (worker := self._lose_silent()) is not None:
+            return Fault(self._first_on(worker), "was lost with its node: it fell silent")
         living = [each for each in self._ranks.values() if not each.over and each.state]
         if not any(self._is_late(each.state) for each in living):
             return None
@@ -271,6 +280,22 @@ class Attempt:
                 each.state["since_s"],
             ),
         )
+        return self._hung(guilty)
+
+    def _lose_silent(self) -> str | None:
+        """Give up the first node that fell silent, if one did, and return it."""
+        now = time.monotonic()
+        if (paused := now - self._looked_at) > PAUSE_S:
+            self._gangs.beaten = {at: beat + paused for at, beat in self._gangs.beaten.items()}
+        self._looked_at = now
+        for worker in self._workers:
+            silent = now - self._gangs.beaten.get(worker, now)
+            if worker not in self._over and silent > NODE_SILENCE_S:
+                self._lose(worker, "it fell silent")
+                return worker
+        return None
+
+    def _hung(self, guilty: RankState) -> Fault:
         state = guilty.state
         phase, since = state["phase"], state["since_s"]
         how = " (it is stopped)" if state["stopped"] else ""
@@ -288,24 +313,71 @@ class Attempt:
         frozen = state["stopped"] and state["silent_s"] > min(STOPPED_S, deadline)
         return bool(frozen) or late > deadline or state["silent_s"] > deadline
 
+    # -- stopping, losing, waiting
+
+    def _grace(self) -> float | None:
+        """Return how long the ranks may take to save and end, where they are to stop."""
+        gangs = self._gangs
+        wanted = []
+        if gangs.cancel is not None and gangs.cancel.is_set():
+            wanted.append(gangs.grace_s)
+        if gangs.asked:  # nobody is in a hurry: as long as any save may take
+            wanted.append(gangs.deadlines.checkpoint_s)
+        if gangs.preempted or any(each.code == STOPPED_EXIT for each in self._ranks.values()):
+            # One that had nothing to save yet is gone already, and the others wait for it.
+            wanted.append(gangs.notice_grace_s)
+        return min(wanted, default=None)
+
+    def _check_cancel(self) -> None:
+        """Raise Cancelled where the caller asked for it; says who could not save."""
+        try:
+            self._gangs.check_cancel()
+        except Cancelled as cancelled:
+            unsaved = [r for r, each in self._ranks.items() if each.code not in (0, STOPPED_EXIT)]
+            if not unsaved:
+                raise
+            got = f"ranks {unsaved} had not saved within {self._gangs.grace_s:.0f} s"
+            raise Cancelled(cancelled.what, got=got, where=cancelled.where) from None
+
+    def _on(self, worker: str) -> list[RankState]:
+        return [each for each in self._ranks.values() if each.member.worker_id == worker]
+
     def _first_on(self, worker: str) -> RankState:
-        return next(each for each in self._ranks.values() if each.member.worker_id == worker)
+        return self._on(worker)[0]
 
-    def _tell_all(self, order: Mapping[str, Any]) -> None:
-        for worker in self._workers:
-            if worker not in self._over:
-                try:
-                    self._nodes.tell(worker, order)
-                except WorkerLost as error:
-                    self._gangs.note(Heard(worker, lost=error.one_line()))
-                    self._mark_lost(worker)
+    def _not_started(self, worker: str) -> Fault:
+        why = self._gangs.why_lost.get(worker, "its node was lost")
+        return Fault(self._first_on(worker), f"could not be started: {why}")
 
-    def _await(self, true: Callable[[], bool], what: str) -> None:
+    def _lose(self, worker: str, why: str) -> None:
+        self._gangs.lose(worker, why)
+        self._mark_lost(worker)
+
+    def _tell(self, orders: Mapping[str, Mapping[str, Any]]) -> Fault | None:
+        """Tell nodes their orders; who takes none is lost, and the first of them is the fault."""
+        self._ordered |= {each for each, order in orders.items() if order["do"] == "start"}
+        untold = self._nodes.tell_all(orders) if orders else {}
+        for worker, why in untold.items():
+            self._lose(worker, why)
+        return self._not_started(next(iter(untold))) if untold else None
+
+    def _await(self, missing: Callable[[], set[str]], what: str) -> Fault | None:
+        """Wait until no node is ``missing``; return the fault where one is lost or too late."""
         until = time.monotonic() + LAUNCH_DEADLINE_S
-        while not true():
+        while waited := missing():
             self._hear(TICK_S)
             self._gangs.check_cancel()
             if lost := [each for each in self._workers if each not in self._gangs.ready]:
-                raise WorkerLost("a node was lost while the gang started", where=lost[0])
-            if time.monotonic() > until:
-                raise NotReady(f"a launcher did not start {what} in time", wanted=LAUNCH_DEADLINE_S)
+                return self._not_started(lost[0])
+            if self._store_error:
+                return Fault(self._first_on(self._workers[0]), f"got no store: {self._store_error}")
+            if time.monotonic() > until and (waited := missing()):
+                for worker in waited:
+                    self._lose(worker, f"it did not start {what} within {LAUNCH_DEADLINE_S:.0f} s")
+                return self._not_started(min(waited))
+        return None
+
+
+def stop_order(grace_s: float, *, stacks: bool = False) -> dict[str, Any]:
+    """Return what has a node end its ranks."""
+    return {"do": "stop", "grace_s": grace_s, "stacks": stacks}

@@ -15,28 +15,25 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
-from paceline.data import Snapshot, load_snapshot, require_purpose
-from paceline.data.transform import require_allowed
 from paceline.errors import (
     Conflict,
     InvalidInput,
-    InvalidSnapshot,
+    PacelineError,
     SourceMissing,
     TemporaryError,
     TrainingFailed,
 )
-from paceline.models import ModelConfig, read_config, require_tokenizer
-from paceline.models.files import CONFIG_FILE
 from paceline.objects import ObjectStore, join_url, open_store
 from paceline.profile import load_runtime
 from paceline.training.account import Account, Restarting
-from paceline.training.code_ref import require_code
+from paceline.training.admission import admit
 from paceline.training.gang import Deadlines, GangMember, GangResult, Gangs, Launcher, OnLine
+from paceline.training.history import read_history, write_history
 from paceline.training.identity import config_digest
 from paceline.training.local import launcher_argv
-from paceline.training.mesh import MeshSpec
-from paceline.training.parallel import require_layout
-from paceline.training.relaxed import require_gang
+from paceline.training.loose import Keeper
+from paceline.training.relaxed import is_asynchronous
+from paceline.training.replacing import Replacing
 from paceline.training.roster import Lineup, Roster, shrunk
 from paceline.wire.base import canonical_json
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
@@ -46,6 +43,9 @@ log = logging.getLogger(__name__)
 RESULT_FILE = "result.json"
 RANK = "paceline.training.rank:main"
 MAX_BACKOFF_S = 5.0
+MOST_IDLE = 20  # attempts in a row without one step, whoever asked for their ends
+SPARE_BACKOFF_S = 300.0  # at most, between two spares that replace ones that ended
+LOOK_S = 3.0  # at a checkpoint, for nodes that returned; the gang is not heard meanwhile
 CANCEL_GRACE_S = 10.0
 
 
@@ -53,9 +53,16 @@ class GangRunner(Protocol):
     """What the driver needs of ``Gangs``."""
 
     spares: dict[str, str]
+    ready: set[str]
 
     def run_gang(
-        self, members: Sequence[GangMember], text: str, attempt: int, on_event: OnLine | None
+        self,
+        members: Sequence[GangMember],
+        text: str,
+        attempt: int,
+        on_event: OnLine | None,
+        *,
+        keeper: Keeper | None = None,
     ) -> GangResult: ...
     def keep_spare(self, name: str, worker_id: str, env: dict[str, str], text: str) -> None: ...
     def call_back(self, worker_id: str) -> bool: ...
@@ -83,11 +90,7 @@ def run_job(
     store = store or open_store(load_runtime(job.state_dir))
     if (finished := stored_result(job, store)) is not None:
         return finished
-    require_data(job, workers[0], load_snapshot(job.snapshot_url, store))
-    require_mesh(job, workers[0])
-    require_gang(job.settings)
-    runtime = load_runtime(job.state_dir)
-    require_code(job, runtime, load_snapshot(job.snapshot_url, store).vocabulary.vocab_size)
+    admit(job, workers[0], store)
     guard = job.settings.guard
     deadlines = Deadlines(
         start_s=guard.start_deadline_s,
@@ -99,45 +102,9 @@ def run_job(
     ) as nodes:
         gangs = Gangs(nodes, deadlines, cancel=cancel, grace_s=min(guard.grace_s, CANCEL_GRACE_S))
         gangs.watch_for_preemption(guard.preemption, guard.grace_s)
+        if (finished := stored_result(job, store)) is not None:
+            return finished  # by the one who had the nodes while we waited for them
         return drive(job, workers, gangs, store, on_event)
-
-
-def require_mesh(job: TrainJob, worker_id: str) -> None:
-    """Raise InvalidInput where the job's mesh cannot work, before any rank is started.
-
-    The base model's own shape is looked at where its node's disk is this machine's.
-    """
-    settings = job.settings
-    mesh = MeshSpec.of(settings.mesh, settings.ranks)
-    require_layout(mesh, settings, _base_config(job, worker_id), job.data)
-
-
-def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
-    """Raise InvalidSnapshot or InvalidInput where the job may not, or cannot, learn from
-    ``snapshot``: labelled for something else, tokenised by another tokenizer than the base
-    model's, or without any tokens for it."""
-    require_purpose(snapshot, job.purpose, job.data.project)
-    require_allowed(job.data.transform, load_runtime(job.state_dir).profile.security.code_sources)
-    config = _base_config(job, worker_id)
-    if config is None:
-        return  # another machine's disk, or a user's own model: each rank looks
-    if not snapshot.tokens:
-        raise InvalidSnapshot(
-            "snapshot has no tokens for a transformer",
-            got=f"columns {', '.join(each.name for each in snapshot.columns)}",
-            wanted="text or tokens",
-            where=snapshot.url,
-            do="Name the text's field (data.text_field), or train a model of your own (code_ref).",
-        )
-    vocabulary = snapshot.vocabulary
-    require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
-
-
-def _base_config(job: TrainJob, worker_id: str) -> ModelConfig | None:
-    base = load_runtime(job.state_dir).node_dir(worker_id) / "store" / "models"
-    directory = base / job.model_id / job.version
-    known = not job.settings.code_ref and (directory / CONFIG_FILE).exists()
-    return read_config(directory) if known else None
 
 
 def drive(
@@ -170,6 +137,9 @@ def stored_result(job: TrainJob, store: ObjectStore) -> TrainResult | None:
             where=where,
             do="Use another job id.",
         )
+    if not store.list(result.export_url):
+        log.warning("a finished job's model is gone, it is exported again url=%s", where)
+        return None
     return result
 
 
@@ -190,15 +160,16 @@ class _Course:
         self._on_event = on_event
         self._roster = Roster(workers, job.settings)
         self._began = time.monotonic()
-        self._account = Account(job, self._began)
+        self._before = read_history(job, store)
+        self._account = Account(job, self._began, self._before)
         self._lineup: Lineup | None = None
         self._now_running = job
         self._spares_made = 0
-        self._calling_back: set[str] = set()
+        self._spare_due, self._spare_tries = 0.0, 0
 
     def run(self) -> TrainResult:
         """Run attempts until one ends well."""
-        attempt, idle = 0, 0
+        attempt, idle = self._before.attempts, 0  # counted on, so that nothing kept is overwritten
         while True:
             attempt += 1
             outcome = self._attempt(attempt)
@@ -209,18 +180,27 @@ class _Course:
             progressed = self._account.progressed
             self._judge(outcome, attempt)
             idle = 0 if progressed else idle + 1
+            if idle > max(MOST_IDLE, self._job.settings.guard.max_restarts):
+                raise TrainingFailed(
+                    "attempt after attempt ended before its first step",
+                    got=self._account.reasons(),
+                    wanted=f"one step within {idle} attempts",
+                    where=join_url(self._job.checkpoint_url, self._job.job_id),
+                    do="Look at the reasons; the same job id goes on from the newest checkpoint.",
+                )
             if idle:  # at once after a failure on the way; with patience where it fails at once
                 time.sleep(min(MAX_BACKOFF_S, 0.25 * 2**idle))
 
     def _attempt(self, attempt: int) -> GangResult:
-        lineup = self._lineup = self._roster.lineup(self._gangs.spares)
+        lineup = self._lineup = self._line_up()
         self._account.begin(attempt, lineup.ranks)
+        self._spare_due, self._spare_tries = 0.0, 0
         job = self._now_running = self._job.model_copy(
             update={
                 "settings": shrunk(self._job.settings, lineup.ranks),
                 "skip_batches": tuple(sorted(self._account.skipped)),
-                "failures": self._account.counted,
-                "running_s": time.monotonic() - self._began,
+                "failures": self._account.failures,
+                "running_s": self._account.running_s(time.monotonic()),
             }
         )
         if lineup.reduced:
@@ -232,9 +212,34 @@ class _Course:
             for each in lineup.seats
         ]
         try:
-            return self._gangs.run_gang(members, job.model_dump_json(), attempt, self._on_line)
+            text = job.model_dump_json()
+            if is_asynchronous(job.settings):
+                keeper = self._keeper(job, attempt)
+                return self._gangs.run_gang(members, text, attempt, self._on_line, keeper=keeper)
+            return self._gangs.run_gang(members, text, attempt, self._on_line)
         except TemporaryError as error:
             return GangResult(ok=False, exit_codes={}, reason=error.one_line())
+
+    def _keeper(self, job: TrainJob, attempt: int) -> Replacing:
+        return Replacing(
+            self._roster,
+            self._account,
+            self._gangs,
+            lambda worker: environment(job, worker),
+            job.settings.guard.max_restarts,
+            lambda fell: self._keep_stack(attempt, fell.member.rank, fell.stderr),
+        )
+
+    def _line_up(self) -> Lineup:
+        self._roster.forgive(time.monotonic())
+        try:
+            return self._roster.lineup(self._gangs.spares)
+        except TrainingFailed:
+            if not self._roster.missing:
+                raise
+            for each in self._roster.missing:  # a worker that died is back within seconds:
+                self._roster.returned(each)  # the gang's start waits for it, and counts
+            return self._roster.lineup(self._gangs.spares)
 
     def _on_line(self, raw: dict[str, object]) -> None:
         event = self._account.on_line(raw, time.monotonic())
@@ -249,7 +254,16 @@ class _Course:
 
     def _keep_spares(self) -> None:
         wanted = self._job.settings.guard.spares - len(self._gangs.spares)
-        for worker in self._roster.spare_nodes(wanted) if wanted > 0 else []:
+        now = time.monotonic()
+        if wanted <= 0 or now < self._spare_due:
+            return
+        # Those that are made at an attempt's begin are expected; one that ends, and ends again, or
+        # whose node does not answer, must neither be made at every step nor for ever at once.
+        self._spare_due = now + min(SPARE_BACKOFF_S, 2.0**self._spare_tries)
+        self._spare_tries += 1
+        for worker in self._roster.spare_nodes(wanted):
+            if not self._gangs.call_back(worker):
+                continue
             self._spares_made += 1
             env = {**environment(self._job, worker), "PACELINE_SPARE": "1"}
             name = f"spare-{self._spares_made}"
@@ -260,7 +274,12 @@ class _Course:
         assert self._lineup is not None
         if not self._lineup.reduced:
             return
-        back = [each for each in self._roster.missing if self._gangs.call_back(each)]
+        until = time.monotonic() + LOOK_S
+        back = [
+            each
+            for each in self._roster.missing
+            if time.monotonic() < until and self._gangs.call_back(each)
+        ]
         for each in back:
             self._roster.returned(each)
         if back:
@@ -275,16 +294,12 @@ class _Course:
         restarting = Restarting(outcome, now, preempted=bool(outcome.preempted))
         if outcome.hung:
             restarting.stacks_url = self._keep_stacks(outcome, attempt)
-        self._account.failed(restarting)
-        for worker in outcome.lost:
-            self._roster.failed(worker, lost=True)
-        failed = outcome.failed_worker
-        if restarting.counts and failed is not None and failed not in outcome.lost:
-            lost = outcome.failed_rank is not None and (
-                outcome.exit_codes.get(outcome.failed_rank, 0) is None and not outcome.hung
-            )
-            self._roster.failed(failed, lost=lost)
-        if self._account.counted > self._job.settings.guard.max_restarts:
+        try:
+            self._account.failed(restarting)
+            self._blame(outcome, restarting, now)
+        finally:
+            write_history(self._job, self._store, self._account.history(now, self._roster))
+        if self._account.recent > self._job.settings.guard.max_restarts:
             raise TrainingFailed(
                 "training used up its restarts",
                 got=self._account.reasons(),
@@ -294,14 +309,31 @@ class _Course:
                 "resumes it.",
             )
 
+    def _blame(self, outcome: GangResult, ended: Restarting, now: float) -> None:
+        for worker in sorted(outcome.lost - outcome.preempted):  # those were announced
+            self._roster.failed(worker, lost=True, now=now)
+        failed = outcome.failed_worker
+        if ended.counts and failed is not None and failed not in outcome.lost:
+            lost = outcome.failed_rank is not None and (
+                outcome.exit_codes.get(outcome.failed_rank, 0) is None and not outcome.hung
+            )
+            self._roster.failed(failed, lost=lost, now=now)
+
     def _keep_stacks(self, outcome: GangResult, attempt: int) -> str:
-        url = join_url(self._job.checkpoint_url, self._job.job_id, "stacks", f"attempt-{attempt}")
-        for rank, text in outcome.stderr.items():
-            try:
-                self._store.put_bytes(join_url(url, f"rank-{rank}.txt"), text.encode())
-            except TemporaryError as error:  # the restart matters more
-                log.warning("stacks could not be kept url=%s why=%s", url, error.one_line())
+        urls = [self._keep_stack(attempt, rank, text) for rank, text in outcome.stderr.items()]
+        return urls[-1] if urls else self._stacks_of(attempt)
+
+    def _keep_stack(self, attempt: int, rank: int, text: str) -> str:
+        """Keep where a rank hung; return the directory of its attempt's stacks."""
+        url = self._stacks_of(attempt)
+        try:
+            self._store.put_bytes(join_url(url, f"rank-{rank}.txt"), text.encode())
+        except PacelineError as error:  # the restart matters more
+            log.warning("stacks could not be kept url=%s why=%s", url, error.one_line())
         return url
+
+    def _stacks_of(self, attempt: int) -> str:
+        return join_url(self._job.checkpoint_url, self._job.job_id, "stacks", f"attempt-{attempt}")
 
 
 def environment(job: TrainJob, worker_id: str) -> dict[str, str]:

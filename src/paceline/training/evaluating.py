@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -17,6 +19,18 @@ from paceline.profile import TrainingSettings
 from paceline.training.group import Group
 from paceline.training.parallel import Parallel
 from paceline.training.workload import LossSums, Workload
+
+
+@runtime_checkable
+class Apart(Protocol):
+    """A ``Parallel`` whose ranks may hold different weights."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Hold the mean of them for a while; all ranks enter it at the same step."""
+
+
+def _together(parallel: Parallel) -> AbstractContextManager[None]:
+    return parallel.together() if isinstance(parallel, Apart) else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,7 @@ class Evaluator:
     sequences: int
     parts: int = 1  # passes through the model for each batch, as in training
     bytes_per_token: float | None = 1.0
+    during: Callable[[], AbstractContextManager[object]] = nullcontext  # around each evaluation
 
     @classmethod
     def of(
@@ -64,7 +79,8 @@ class Evaluator:
     ) -> HeldOut:
         """Return the held-out loss; all ranks call it at the same step."""
         found: list[LossSums] = []
-        with self.open_stream() as stream:
+        # Without gradients: so does a task that carries state tell this from training.
+        with self.during(), self.open_stream() as stream, _together(parallel), torch.no_grad():
             for _ in range(math.ceil(self.sequences / stream.global_batch)):
                 parts = stream.next().split(self.parts)
                 found += [parallel.evaluate(workload.inputs(part, device)) for part in parts]

@@ -118,10 +118,11 @@ def _become(
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of ``data``; the reader must read."""
+    """Write all of ``data``; the reader must read. One that died is told of when it is reaped."""
     view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+    with contextlib.suppress(BrokenPipeError):
+        while view:
+            view = view[os.write(fd, view) :]
 
 
 def send_signal(pid: int, number: int) -> None:

@@ -48,8 +48,10 @@ STOPPED = 143  # a rank's exit code: stopped as asked, its state saved; the othe
 class Launcher:
     """The event loop.
 
-    Orders: ``store`` (host, job), ``start`` (attempt, ranks, env, input, host, port), ``spare``
-    (name, env, input), ``stop`` (grace_s, stacks), ``watch`` (preemption, grace_s). Told:
+    Orders: ``store`` (host, job), ``start`` (attempt, ranks, env, input, host, port, loose),
+    ``spare`` (name, env, input), ``signal`` (rank, number), ``stop`` (grace_s, stacks), ``watch``
+    (preemption, grace_s). Ranks of a loose gang outlive each other: none is ended for another's
+    failure, and ``start`` may come again for one that ended. Told:
     ``ready``, ``store`` (port), ``started`` (pids), ``beat`` (ranks), ``ended`` (rank, code,
     stderr), ``over`` (attempt), ``spare``, ``preempted``; lines of ranks pass through as they are.
     """
@@ -66,6 +68,7 @@ class Launcher:
         self._attempt = 0
         self._grace_s = 30.0
         self._over = True
+        self._loose = False
         self._closing = False
         self._pid = os.getpid()
         self._parent = os.getppid()
@@ -148,6 +151,8 @@ class Launcher:
         elif do == "dismiss":
             for child in self._living("spare"):
                 self._kill(child)
+        elif do == "signal":
+            self._signal(int(order["rank"]), int(order["number"]))
         elif do == "stop":
             if order.get("stacks"):
                 self._dump_stacks()
@@ -179,9 +184,16 @@ class Launcher:
         self._tell("store", host=host, port=self._port[2])
 
     def _start(
-        self, attempt: int, ranks: list[dict[str, Any]], host: str, port: int, input: str
+        self,
+        attempt: int,
+        ranks: list[dict[str, Any]],
+        host: str,
+        port: int,
+        input: str,
+        loose: bool = False,
     ) -> None:
         self._attempt, self._over, self._kill_at = attempt, False, None
+        self._loose = loose
         spares = {each.name: each for each in self._living("spare")}
         pids: dict[int, int] = {}
         for each in ranks:
@@ -198,12 +210,13 @@ class Launcher:
                 os.close(child.stdin)
                 child.stdin = -1
             pids[child.rank] = child.pid
-        read, write = os.pipe()
-        watcher = self._keep(
-            fork("abort", lambda: watch_abort_key(host, port, attempt, read), keep_fd=read)
-        )
-        os.close(read)
-        watcher.attempt, watcher.stdin = attempt, write
+        if not loose:
+            read, write = os.pipe()
+            watcher = self._keep(
+                fork("abort", lambda: watch_abort_key(host, port, attempt, read), keep_fd=read)
+            )
+            os.close(read)
+            watcher.attempt, watcher.stdin = attempt, write
         self._tell("started", attempt=attempt, pids=pids)
 
     def _watch(self, preemption: str) -> None:
@@ -216,6 +229,15 @@ class Launcher:
             send_signal(child.pid, signal.SIGCONT)
         due = time.monotonic() + grace_s
         self._kill_at = due if self._kill_at is None else min(due, self._kill_at)
+
+    def _signal(self, rank: int, number: int) -> None:
+        for child in self._living("rank"):
+            if child.rank == rank:
+                if number == signal.SIGKILL:
+                    self._kill(child)
+                else:
+                    send_signal(child.pid, number)
+                    send_signal(child.pid, signal.SIGCONT)  # a stopped process takes no signal
 
     def _dump_stacks(self) -> None:
         for child in self._living("rank"):
@@ -272,7 +294,7 @@ class Launcher:
                 killed=child.killed and (child.status or 0) < 0,  # not if it ended by itself
                 stderr=child.stderr.decode(errors="replace"),
             )
-            if child.status not in (0, STOPPED):
+            if child.status not in (0, STOPPED) and not self._loose:
                 self._abort(child.attempt)
         elif child.kind == "spare":
             self._tell(
@@ -289,6 +311,8 @@ class Launcher:
         elif child.kind == "preemption" and child.status == 0:
             self._tell("preempted", reason="the machine's owner takes it back")
             self._ask_to_stop(self._grace_s)
+        elif child.kind == "preemption" and not self._closing:
+            self._tell("unwatched", code=child.status)
         if not self._living("rank") and not self._over:
             self._over = True
             self._kill_at = None
@@ -371,6 +395,8 @@ class Launcher:
             self._kill_ranks()
         ranks = {}
         for child in self._living("rank"):
+            if len(self._waiting) >= MAX_WAITING_BYTES:  # nobody hears us: we do not listen either
+                child.said_at = now
             state = child.state
             ranks[child.rank] = {
                 "phase": state.get("phase", "starting"),

@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.errors import Cancelled, InvalidInput, WorkerLost
 from paceline.training.attempt import TICK_S, Attempt, RankState
+from paceline.training.loose import Keeper, LooseAttempt
 from paceline.training.ports import (
     Deadlines,
     GangMember,
@@ -67,12 +68,15 @@ class Gangs:
         self.asked: str = ""
         self.spares: dict[str, str] = {}  # name → worker, once it waits
         self.lost: set[str] = set()
+        self.why_lost: dict[str, str] = {}
+        self.notice_grace_s = grace_s  # from a notice, or a rank's own SIGTERM, to the gang's end
 
     # -- nodes
 
     def watch_for_preemption(self, named: str, grace_s: float) -> None:
         """Have every node's launcher watch for a notice (see preemption.py)."""
         self._watch = {"do": "watch", "preemption": named, "grace_s": grace_s}
+        self.notice_grace_s = grace_s
 
     def prepare(self, workers: Sequence[str], deadline_s: float = READY_DEADLINE_S) -> set[str]:
         """Return which of ``workers`` have a launcher that is ready.
@@ -87,14 +91,20 @@ class Gangs:
             settled = starting <= self.ready | self.lost
             if settled and (not away or passed > RETURN_DEADLINE_S):
                 break
-            for worker in [each for each in away if self.nodes.start(each)]:
-                away.remove(worker)
-                starting.add(worker)
-                self.lost.discard(worker)
+            for worker in list(away):
+                if self.nodes.start(worker):
+                    away.remove(worker)
+                    starting.add(worker)
+                    self.lost.discard(worker)
+                self._listen(0.0)  # one that hangs must not keep us from the others' news
             self.check_cancel()
-            for heard in self.nodes.hear(TICK_S):
-                self.note(heard)
+            self._listen(TICK_S)
         return self.ready & set(workers)
+
+    def lose(self, worker_id: str, why: str) -> None:
+        """Give the node up until it is started again: nothing of us is to go on there."""
+        self.nodes.drop(worker_id)
+        self.note(Heard(worker_id, lost=why))
 
     def call_back(self, worker_id: str) -> bool:
         """Start a lost node's launcher again, where it can be; return whether it is ready now."""
@@ -121,10 +131,17 @@ class Gangs:
     # -- an attempt
 
     def run_gang(
-        self, members: Sequence[GangMember], text: str, attempt: int, on_event: OnLine | None
+        self,
+        members: Sequence[GangMember],
+        text: str,
+        attempt: int,
+        on_event: OnLine | None,
+        *,
+        keeper: Keeper | None = None,
     ) -> GangResult:
         """Run a rank a member, each with ``text`` as its input; return how the gang ended.
 
+        With a ``keeper`` it is a loose gang: who falls is started again or left out (loose.py).
         Raises Cancelled once ``cancel`` was set and every rank is gone.
         """
         ranks = {each.rank: RankState(each) for each in sorted(members, key=lambda m: m.rank)}
@@ -133,15 +150,21 @@ class Gangs:
         self.asked = ""
         self.preempted.clear()
         attempted = Attempt(self, ranks, attempt, on_event)
+        if keeper is not None:
+            attempted = LooseAttempt(self, ranks, attempt, on_event, keeper)
         try:
             fault = attempted.start(text) or attempted.follow()
         except BaseException:
-            attempted.end(stacks=False, grace_s=0.0)
+            attempted.abandon()
             raise
         if fault is not None:
             attempted.end(stacks=fault.hung, grace_s=0.0)
             fault = attempted.blame() or fault if not fault.hung else fault
         return attempted.result(fault)
+
+    def _listen(self, timeout_s: float) -> None:
+        for heard in self.nodes.hear(timeout_s):
+            self.note(heard)
 
     def check_cancel(self) -> None:
         """Raise Cancelled where the caller asked for it."""
@@ -154,17 +177,21 @@ class Gangs:
         if heard.lost:
             self.ready.discard(worker)
             self.lost.add(worker)
+            self.why_lost[worker] = heard.lost
             self.spares = {name: at for name, at in self.spares.items() if at != worker}
             return "lost"
         self.beaten[worker] = time.monotonic()
         kind = str(line.get("launcher", ""))
         if kind == "ready":
             self.ready.add(worker)
-            if self._watch is not None:
-                self.nodes.tell(worker, self._watch)
+            if self._watch is not None and (why := self.nodes.tell_all({worker: self._watch})):
+                self.lose(worker, why[worker])
+                return "lost"
         elif kind == "preempted":
             log.warning("node is taken away worker=%s why=%s", worker, line.get("reason"))
             self.preempted.add(worker)
+        elif kind == "unwatched":
+            log.warning("notices are no longer watched for worker=%s code=%s", worker, line["code"])
         elif kind == "spare":
             log.warning("spare ended name=%s code=%s", line.get("name"), line.get("code"))
             self.spares.pop(str(line.get("name")), None)

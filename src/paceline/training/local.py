@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 END_S = 5.0
+TELL_PATIENCE_S = 5.0
+MAX_LINES = 10_000  # unheard; then launchers are not read any more, and they their ranks
 _LAUNCHER_ENV = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # a thread spoils forking
 
 
@@ -42,7 +45,8 @@ class LocalLauncher:
         self.pids: dict[int, int] = {}
         self.launcher_pids: dict[str, int] = {}
         self._running: dict[str, _Node] = {}
-        self._lines: queue.Queue[Heard] = queue.Queue()
+        self._lines: queue.Queue[Heard] = queue.Queue(MAX_LINES)
+        self._ready_again: list[Heard] = []
         self._argv: tuple[str, ...] = ()
         self._kept = False
 
@@ -87,15 +91,23 @@ class LocalLauncher:
 
     def tell(self, worker_id: str, order: Mapping[str, Any]) -> None:
         """Send an order; see ``Nodes``."""
-        node = self._running.get(worker_id)
-        if node is None or not node.tell(order):
-            raise WorkerLost("the node's launcher is gone", where=worker_id)
+        if why := self.tell_all({worker_id: order}):
+            raise WorkerLost("the node takes no order", got=why[worker_id], where=worker_id)
+
+    def tell_all(self, orders: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Send each node its order; see ``Nodes``."""
+        untold: dict[str, str] = {}
+        for worker_id, order in orders.items():
+            node = self._running.get(worker_id)
+            if why := "its launcher is gone" if node is None else node.tell(order):
+                untold[worker_id] = why
+        return untold
 
     def hear(self, timeout_s: float) -> list[Heard]:
         """Return what was said; see ``Nodes``."""
-        found: list[Heard] = []
+        found, self._ready_again = self._ready_again, []
         with contextlib.suppress(queue.Empty):
-            found.append(self._lines.get(timeout=timeout_s))
+            found.append(self._lines.get(timeout=0.0 if found else timeout_s))
             while True:
                 found.append(self._lines.get_nowait())
         for heard in found:
@@ -113,9 +125,14 @@ class LocalLauncher:
         """Start the node's launcher unless it runs; always possible here."""
         node = self._running.get(worker_id)
         if node is not None and node.process.poll() is None:
-            self._lines.put(Heard(worker_id, {"launcher": "ready"})) if node.is_ready else None
+            if node.is_ready:
+                self._ready_again.append(Heard(worker_id, {"launcher": "ready"}))
             return True
-        node = _Node(worker_id, self._argv, self._lines)
+        try:
+            node = _Node(worker_id, self._argv, self._lines)
+        except OSError as error:  # no memory, no more processes
+            log.warning("launcher cannot be started worker=%s why=%s", worker_id, error)
+            return False
         self._running[worker_id] = node
         self.launcher_pids[worker_id] = node.process.pid
         return True
@@ -139,7 +156,8 @@ class LocalLauncher:
             node.wait(deadline - time.monotonic())
         self._running.clear()
         self.launcher_pids.clear()
-        self._lines = queue.Queue()
+        self._ready_again = []
+        self._lines = queue.Queue(MAX_LINES)
 
 
 class _Node:
@@ -149,6 +167,7 @@ class _Node:
         self.worker_id = worker_id
         self.is_ready = False
         self._lines = lines
+        self._unheard = False  # nobody takes its lines any more
         self._lock = threading.Lock()
         self.process = subprocess.Popen(
             [*argv, "--die"],
@@ -161,17 +180,22 @@ class _Node:
         self._reader = threading.Thread(target=self._read, name=f"node-{worker_id}", daemon=True)
         self._reader.start()
 
-    def tell(self, order: Mapping[str, Any]) -> bool:
-        """Send one order; return whether there was somebody to take it."""
+    def tell(self, order: Mapping[str, Any]) -> str:
+        """Send one order; return why it was not taken, or "" where it was."""
         assert self.process.stdin is not None
+        deadline = time.monotonic() + TELL_PATIENCE_S
         try:
             with self._lock:
+                pipe = self.process.stdin.fileno()
                 data = memoryview(json.dumps(order).encode() + b"\n")
                 while data:
-                    data = data[self.process.stdin.write(data) :]
-        except (OSError, ValueError):
-            return False
-        return True
+                    left = deadline - time.monotonic()
+                    if left <= 0 or not select.select([], [pipe], [], left)[1]:
+                        return "its launcher does not read its orders"
+                    data = data[os.write(pipe, data[: select.PIPE_BUF]) :]
+        except (OSError, ValueError) as error:
+            return f"its launcher is gone: {error}"
+        return ""
 
     def close(self) -> None:
         """Close its standard input: it ends its ranks and itself."""
@@ -185,7 +209,8 @@ class _Node:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for its end; past ``timeout_s`` it is killed."""
+        """Wait for its end; past ``timeout_s`` it is killed. What it still says is not heard."""
+        self._unheard = True
         try:
             self.process.wait(max(0.0, timeout_s))
         except subprocess.TimeoutExpired:
@@ -206,9 +231,15 @@ class _Node:
                     continue
                 if isinstance(line, dict):
                     self.is_ready = self.is_ready or line.get("launcher") == "ready"
-                    self._lines.put(Heard(self.worker_id, line))
+                    self._say(Heard(self.worker_id, line))
         code = self.process.wait()
-        self._lines.put(Heard(self.worker_id, lost=f"its launcher ended with {code}"))
+        self._say(Heard(self.worker_id, lost=f"its launcher ended with {code}"))
+
+    def _say(self, heard: Heard) -> None:
+        while not self._unheard:
+            with contextlib.suppress(queue.Full):
+                self._lines.put(heard, timeout=0.5)
+                return
 
 
 def launcher_argv(run: str) -> list[str]:

@@ -25,6 +25,7 @@ from paceline.profile import TrainingSettings
 from paceline.training.evaluating import Evaluator
 from paceline.training.group import Group
 from paceline.training.guard import Guard, Verdict
+from paceline.training.keeping import keeps_of, settle
 from paceline.training.mesh import Mesh, MeshSpec, open_mesh
 from paceline.training.numbers import AlertChange, Numbers, Straggler
 from paceline.training.parallel import Parallel, parallelise
@@ -145,8 +146,10 @@ def train(
     scaler = LossScale.of(settings)
     _restore(progress.extra, guard, scaler)
     numbers = numbers or Numbers.of(settings, parallel, group, device)
+    keeps = keeps_of(parallel, workload)
     started, owed = time.perf_counter(), False
     while progress.step < settings.steps:
+        settle(keeps)
         numbers.begin(progress.step + 1, stream.data_wait_s, progress.stall_s)
         seed_step(settings.seed, progress.step, parallel.data_rank, device)
         position = stream.position
@@ -204,6 +207,7 @@ def train(
             )
         if progress.stopped:
             break
+    settle(keeps)
     numbers.close()
     guard.require_sound(
         group.all(finite_state(parallel.modules, optimizer)),

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from paceline.training.watch import STOPPED_EXIT
 
+LONG_PHASES = ("saving", "exporting", "evaluating")
+
 OnLine = Callable[[dict[str, Any]], None]
 
 
@@ -43,6 +45,9 @@ class Nodes(Protocol):
     def tell(self, worker_id: str, order: Mapping[str, Any]) -> None:
         """Send an order to the node's launcher; raises WorkerLost where there is none."""
 
+    def tell_all(self, orders: Mapping[str, Mapping[str, Any]]) -> Mapping[str, str]:
+        """Send each node its order, all at once; return why, by node, where none was taken."""
+
     def hear(self, timeout_s: float) -> Sequence[Word]:
         """Return what was said, as soon as something was, and [] after ``timeout_s``."""
 
@@ -50,7 +55,10 @@ class Nodes(Protocol):
         """Return the address that the other nodes reach this one at."""
 
     def start(self, worker_id: str) -> bool:
-        """Start a launcher where none runs (any more); return whether the node could be reached."""
+        """Start a launcher where none runs (any more); return whether the node could be reached.
+
+        It says "ready" once it is. Within seconds: nothing is heard meanwhile.
+        """
 
     def drop(self, worker_id: str) -> None:
         """End the node's launcher by force: it does not answer."""
@@ -86,7 +94,7 @@ class GangMember:
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    """Seconds that a rank may take: to its first step, for a step, to save or export."""
+    """Seconds that a rank may take: to its first step, for a step, to save, export or evaluate."""
 
     start_s: float = 120.0
     step_s: float = 60.0
@@ -96,7 +104,7 @@ class Deadlines:
         """Return the deadline of ``phase``."""
         if phase == "step":
             return self.step_s
-        return self.checkpoint_s if phase in ("saving", "exporting") else self.start_s
+        return self.checkpoint_s if phase in LONG_PHASES else self.start_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +118,7 @@ class GangResult:
     reason: str = ""
     hung: bool = False
     stderr: Mapping[int, str] = field(default_factory=dict)  # by rank, its end; stacks are in it
+    overdue: bool = False  # told to stop, it did not within its grace, and was killed
     preempted: frozenset[str] = frozenset()  # nodes whose owner takes them back
     lost: frozenset[str] = frozenset()  # nodes that cannot be reached any more
 

@@ -24,15 +24,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError, PeerLost
+from paceline.training.keeping import keeps_of
 from paceline.training.loading import Loaded, load
+from paceline.training.relaxed import is_asynchronous
 from paceline.training.voice import Place, Voice
 from paceline.training.watch import STOPPED_EXIT, StopFlag, die_with_parent, share_cores
 from paceline.wire.training import TrainJob
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from paceline.data import PlannedStream
+    from paceline.profile import GuardSettings
     from paceline.training.checkpoint import Checkpointer, TrainState
     from paceline.training.evaluating import Evaluator
     from paceline.training.group import Group
@@ -100,7 +105,8 @@ def preload() -> None:
     import paceline.training.loop
     import paceline.training.numbers
     import paceline.training.parallel
-    import paceline.training.relaxed.averaging  # noqa: F401
+    import paceline.training.relaxed.averaging
+    import paceline.training.relaxed.job  # noqa: F401
     from paceline.training.environment import current
 
     torch.set_num_threads(1)
@@ -142,20 +148,24 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
     with contextlib.ExitStack() as stack:
         its = load(job, place.worker_id, place.rank)
         stack.enter_context(its.cache)
+        if is_asynchronous(settings):
+            from paceline.training.relaxed.job import run_part
+
+            return run_part(its, place, voice, stop)
         voice.enter("joining")
-        group = stack.enter_context(_join(place, settings.guard.step_deadline_s))
-        device = _device()
+        group = stack.enter_context(_join(place, settings.guard))
+        device = device_of()
         mesh = open_mesh(MeshSpec.of(settings.mesh, place.world_size), device.type)
         parallel, follow = _parallelise(its, mesh)
         optimizer = new_optimizer(parallel.modules, settings)
 
-        state = TrainState(parallel, optimizer, group, mesh)
+        state = TrainState(parallel, optimizer, group, mesh, keeps=keeps_of(parallel, its.workload))
         voice.enter("resuming")
         progress, position = _resume(its, state, voice)
         state.extra = progress.extra
         resumed_from = progress.step
         follow(optimizer, progress.step)
-        exporter = stack.enter_context(_exporter(job, place.rank))
+        exporter = stack.enter_context(exporter_of(job, place.rank))
         voice.say("resumed", progress.step, position=position, metrics_port=exporter.port)
 
         checkpointer = Checkpointer(
@@ -185,7 +195,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             progress=progress,
             device=device,
             saver=saver,
-            evaluator=_evaluator(its, mesh),
+            evaluator=evaluator_of(its, mesh, lambda: voice.phase("evaluating")),
             guard=Guard.of(settings.guard, bad_before=len(job.skip_batches)),
             numbers=_numbers(its, parallel, group, device, place.rank),
             on_step=teller,
@@ -203,7 +213,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             directory = its.work_dir / "export"
             shutil.rmtree(directory, ignore_errors=True)
             export(state, its.config, directory)
-            exported = _upload(its, directory) if place.rank == 0 else {}
+            exported = upload(its, directory) if place.rank == 0 else {}
         if place.rank == 0:
             voice.say(
                 "result",
@@ -227,7 +237,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
     return 0
 
 
-def _join(place: Place, timeout_s: float) -> contextlib.AbstractContextManager[Group]:
+def _join(place: Place, guard: GuardSettings) -> contextlib.AbstractContextManager[Group]:
     from paceline.training.group import join_group
 
     return join_group(
@@ -236,12 +246,15 @@ def _join(place: Place, timeout_s: float) -> contextlib.AbstractContextManager[G
         place.master_host,
         place.master_port,
         place.attempt,
-        timeout_s,
+        # Longer than any step: the launcher finds who hangs, and names it, while ranks that take
+        # longer than others to check a checkpoint are not lost for it.
+        guard.step_deadline_s + guard.start_deadline_s,
         serve=False,
     )
 
 
-def _device() -> torch.device:
+def device_of() -> torch.device:
+    """Return this rank's GPU, or the CPU where there is none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -290,7 +303,12 @@ def _stream(its: Loaded, mesh: Mesh, position: dict[str, Any] | None) -> Planned
     )
 
 
-def _evaluator(its: Loaded, mesh: Mesh) -> Evaluator | None:
+def evaluator_of(
+    its: Loaded,
+    mesh: Mesh,
+    during: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> Evaluator | None:
+    """Return what measures this rank's share of the held-out split, if the job asks for it."""
     from paceline.data import open_stream
     from paceline.training.evaluating import Evaluator
 
@@ -315,6 +333,7 @@ def _evaluator(its: Loaded, mesh: Mesh) -> Evaluator | None:
         settings.evaluate_sequences,
         settings.accumulation,
         text_bytes / tokens if tokens and text_bytes else None,
+        during,
     )
 
 
@@ -336,11 +355,16 @@ def _numbers(
     return Numbers.of(settings, parallel, group, device, config=its.config, tracer=tracer)
 
 
-def _exporter(job: TrainJob, rank: int) -> Exporter:
+def exporter_of(job: TrainJob, rank: int) -> Exporter:
+    """Return the page of figures that Prometheus finds this rank at."""
     from paceline.training.numbers import Exporter
 
     targets = Path(job.state_dir) / "metrics" / "targets"
-    return Exporter({"job_id": job.job_id, "rank": str(rank)}, targets)
+    return Exporter(
+        {"job_id": job.job_id, "rank": str(rank)},
+        targets,
+        step_deadline_s=job.settings.guard.step_deadline_s,
+    )
 
 
 def _resume(its: Loaded, state: TrainState, voice: Voice) -> tuple[Progress, dict[str, Any] | None]:
@@ -368,7 +392,7 @@ def _resume(its: Loaded, state: TrainState, voice: Voice) -> tuple[Progress, dic
     return progress, restored.position
 
 
-def _upload(its: Loaded, directory: Any) -> dict[str, Any]:
+def upload(its: Loaded, directory: Any) -> dict[str, Any]:
     """Upload the exported model, and return its URL and digest."""
     from paceline.models import weights_digest
     from paceline.objects import join_url
@@ -404,7 +428,7 @@ class _Teller:
 
     def __call__(self, report: StepReport) -> None:
         self._voice.enter("step", report.step)
-        self._exporter.take(report)
+        self._exporter.take(report, len(self._stream.quarantined))
         now = time.monotonic()
         if self._rank != 0 and now - self._said_at < FOLLOWER_BEAT_S and not report.alerts:
             return

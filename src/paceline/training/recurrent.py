@@ -4,16 +4,16 @@
 "carried"`` a long document is cut into rows, and each row goes on with the state at which the same
 row of the batch before stopped (``Batch.carries_B``).
 
-The state is this workload's own: detached (no gradient crosses a cut), kept by row, not part of a
-checkpoint. After a restart the rows under way begin with an empty state, which changes a few
-hundred tokens' losses, so a restarted run with carried state is not bit-identical to a whole one.
+The state is this workload's own: detached (no gradient crosses a cut), kept by row of the global
+batch. Checkpoints have it (``Carried`` is a ``Kept``), so that a job goes on with it, also where
+other ranks read those rows. An evaluation carries states of its own.
 
 Shapes in names: B rows, T tokens a row, D width, L blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,14 +26,17 @@ from paceline.training.code_ref import Task
 from paceline.training.workload import Inputs, as_tensor, weighted_loss
 
 INITIAL_STD = 0.02
+PREFIX = "carried."
 WIDTHS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 class Carried:
-    """The state of each row of the global batch, from one batch to the next."""
+    """The state of each row of the global batch, from one batch to the next; see ``Kept``."""
 
     def __init__(self) -> None:
         self._rows: dict[int, Tensor] = {}  # row → LD
+        self._settled: dict[int, Tensor] = {}
+        self._ours: set[int] = set()  # rows that were computed here, not only restored
 
     def before(self, rows: range, carries_B: Any, empty_BLD: Tensor) -> Tensor:
         """Return the states with which ``rows`` begin: kept where ``carries_B``, else empty."""
@@ -49,6 +52,32 @@ class Carried:
         """Keep the states with which rows ended."""
         for row, state_LD in zip(rows, state_BLD.detach(), strict=True):
             self._rows[row] = state_LD.clone()
+            self._ours.add(int(row))
+
+    def settle(self) -> None:
+        """Keep what rows have now: tensors are replaced, never written over."""
+        self._settled = {row: self._rows[row] for row in self._ours}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return runs of neighbouring rows, RLD each, named by their first row."""
+        runs: dict[int, list[Tensor]] = {}
+        first = last = -2
+        for row in sorted(self._settled):
+            if row != last + 1:
+                first = row
+            last = row
+            runs.setdefault(first, []).append(self._settled[row])
+        return {f"{PREFIX}{first}": torch.stack(states) for first, states in runs.items()}
+
+    def wants(self, name: str) -> bool:
+        """Return whether it is a run of rows: which of them are read here is not known yet."""
+        return name.startswith(PREFIX)
+
+    def restore(self, found: Mapping[str, Tensor]) -> None:
+        """Take over the rows of all ranks."""
+        for name, state_RLD in found.items():
+            first = int(name.removeprefix(PREFIX))
+            self._rows |= {first + n: each.clone() for n, each in enumerate(state_RLD)}
 
 
 class RecurrentWorkload:
@@ -57,6 +86,8 @@ class RecurrentWorkload:
     def __init__(self, vocabulary: int, width: int, seed: int = 0) -> None:
         self.vocabulary, self.width, self.seed = vocabulary, width, seed
         self._carried = Carried()
+        self._judged = Carried()  # of the evaluation under way
+        self.keeps = (self._carried,)
 
     def build(self) -> nn.Module:
         """Return the model; the same seed gives the same bits."""
@@ -73,7 +104,8 @@ class RecurrentWorkload:
     def inputs(self, batch: Batch, device: torch.device) -> Inputs:
         """Return tokens and the states to begin with; rows stand among the targets for later."""
         empty_BLD = self.initial_state(len(batch.rows))
-        state_BLD = self._carried.before(batch.rows, batch.carries_B, empty_BLD)
+        carried = self._carried if torch.is_grad_enabled() else self._judged
+        state_BLD = carried.before(batch.rows, batch.carries_B, empty_BLD)
         return Inputs(
             args=(as_tensor(batch.inputs_BT, device), state_BLD.to(device)),
             targets=(
@@ -85,11 +117,11 @@ class RecurrentWorkload:
         )
 
     def loss_sum(self, outputs: Any, *targets: Tensor) -> Tensor:
-        """Return Σ weight × cross-entropy; in training it keeps the rows' last states too."""
+        """Return Σ weight × cross-entropy; the rows' last states are kept for the next batch."""
         logits_BTV, state_BLD = outputs
         targets_BT, weights_BT, rows_B = targets
-        if torch.is_grad_enabled():  # an evaluation must not touch the training rows' states
-            self._carried.keep(rows_B.tolist(), state_BLD)
+        carried = self._carried if torch.is_grad_enabled() else self._judged
+        carried.keep(rows_B.tolist(), state_BLD)
         return weighted_loss(logits_BTV, targets_BT, weights_BT)
 
 

@@ -3,6 +3,7 @@
 Pure decisions. A node that is away is worked around at once and taken back when it returns; one
 that fails too often is left out for good where others remain. Spares take a lost node's ranks
 first; then, where ``min_ranks`` allows, the gang goes on with fewer; else the others take more.
+What a node did more than a day ago is forgotten: in a month every machine fails twice.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 
 from paceline.errors import TrainingFailed
 from paceline.profile import TrainingSettings
+
+FORGOTTEN_S = 86_400.0  # after which a failure says nothing about a node, or a job, any more
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Roster:
         self.workers = tuple(dict.fromkeys(workers))
         self._settings = settings
         self.failures: Counter[str] = Counter()  # by node
+        self._failed_at: dict[str, list[float]] = {}
         self.left_out: set[str] = set()
         self.away: set[str] = set()
         seats = [self.workers[rank % len(self.workers)] for rank in range(settings.ranks)]
@@ -55,12 +59,14 @@ class Roster:
         """Return the nodes that would be used again if they came back."""
         return [each for each in self.workers if each in self.away and each not in self.left_out]
 
-    def failed(self, worker_id: str, *, lost: bool) -> None:
-        """A rank failed on the node, or the whole node was lost."""
+    def failed(self, worker_id: str, *, lost: bool, now: float = 0.0) -> None:
+        """A rank failed on the node, or the whole node was lost; ``now`` in seconds."""
         self.failures[worker_id] += 1
+        known = self._failed_at.setdefault(worker_id, [])
+        known[:] = [*(each for each in known if now - each < FORGOTTEN_S), now]
         if lost:
             self.away.add(worker_id)
-        if self.failures[worker_id] >= self._settings.guard.failures_per_host:
+        if len(known) >= self._settings.guard.failures_per_host:
             self.left_out.add(worker_id)
         if not self.good:  # a bad node is better than none
             self.left_out.clear()
@@ -75,6 +81,14 @@ class Roster:
     def returned(self, worker_id: str) -> None:
         """The node is back."""
         self.away.discard(worker_id)
+
+    def forgive(self, now: float) -> None:
+        """Use nodes again that were left out and whose failures are forgotten by now."""
+        most = self._settings.guard.failures_per_host
+        for worker_id in list(self.left_out):
+            recent = [e for e in self._failed_at.get(worker_id, ()) if now - e < FORGOTTEN_S]
+            if len(recent) < most:
+                self.left_out.discard(worker_id)
 
     @property
     def good(self) -> list[str]:

@@ -18,18 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from benchmarks.same_losses import (
-    CPU,
-    LAYOUTS,
-    SINGLES,
-    Job,
-    Layout,
-    Run,
-    batch_of,
-    layout_job,
-    mesh,
-    run_jobs,
-)
+from benchmarks.layouts.layouts import CPU, LAYOUTS, SINGLES, Layout, Run, batch_of, mesh
+from benchmarks.layouts.ranks import Job, run_jobs
+from benchmarks.same_losses import layout_job
 from paceline.errors import InvalidInput
 from paceline.models import new_model
 from paceline.training.mesh import open_mesh, timeout_of

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import same_losses
+from benchmarks.layouts.layouts import LAYOUTS
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -40,7 +41,7 @@ def test_the_quick_benchmark_meets_its_limits_and_builds_meshes_of_64(tmp_path: 
 
 
 def test_a_layout_that_learns_something_else_is_not_met() -> None:
-    layout = same_losses.LAYOUTS[0]
+    layout = LAYOUTS[0]
     answers = {"single float64": {"losses": [4.0, 3.0]}, "dp2 float64": {"losses": [4.0, 3.0001]}}
     (row,) = same_losses.compare([layout], "float64", answers, 2)
     assert not row["met"]

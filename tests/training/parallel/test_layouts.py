@@ -182,7 +182,7 @@ def test_a_driver_can_check_a_layout_without_importing_torch() -> None:
 def test_a_job_is_refused_before_its_ranks_start(tmp_path) -> None:
     from paceline.models.files import CONFIG_FILE
     from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
-    from paceline.training.driver import require_mesh
+    from paceline.training.admission import require_mesh
     from paceline.wire.training import TrainJob
 
     runtime = Runtime(

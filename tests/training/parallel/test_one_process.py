@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.same_losses import CONFIG, CPU, Layout, Run, batch_of
+from benchmarks.layouts.layouts import CONFIG, CPU, Layout, Run, batch_of
 from paceline.models import new_model
 from paceline.profile import TrainingSettings
 from paceline.training.mesh import Mesh, MeshSpec

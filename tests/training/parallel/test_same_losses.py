@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.same_losses import GROUP_TIMEOUT_S
+from benchmarks.layouts.ranks import GROUP_TIMEOUT_S
 from tests.training.parallel import launch
 
 pytestmark = pytest.mark.timeout(240)  # seconds alone; a busy machine made it two minutes

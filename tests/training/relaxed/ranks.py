@@ -14,6 +14,7 @@ import torch
 from paceline.data import Batch
 from paceline.models import config_for
 from paceline.profile import GuardSettings, SynchronySettings, TrainingSettings
+from paceline.training.evaluating import Evaluator
 from paceline.training.group import Group, join_group
 from paceline.training.loop import Progress, train
 from paceline.training.mesh import Mesh, MeshSpec, open_mesh
@@ -127,6 +128,36 @@ def run(
     return losses, flat(parallel.modules[0]), (keeper, apart, parallel)
 
 
+class HeldOutRows(Rows):
+    """Rows of other steps, as an evaluation opens them."""
+
+    def __enter__(self) -> HeldOutRows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def judged(rank: int, mesh: Mesh, group: Group, settings: TrainingSettings) -> dict[str, Any]:
+    """Evaluate between two averages, and at one."""
+    parallel = local_sgd(WORKLOAD.build(), mesh, settings, WORKLOAD)
+    optimizer = new_optimizer(parallel.modules, settings)
+    parallel.follow(optimizer, 0)
+    rows = Rows(rank, 2)
+    for _ in range(2):
+        parallel.accumulate([WORKLOAD.inputs(rows.next(), torch.device("cpu"))], 1e-2)
+        optimizer.step()
+    evaluator = Evaluator(lambda: HeldOutRows(rank, 2, 100), 2 * ROWS)
+    own = flat(parallel.modules[0])
+
+    def loss() -> float:
+        return evaluator.evaluate(parallel, WORKLOAD, group, torch.device("cpu")).loss
+
+    between, still_own = loss(), flat(parallel.modules[0]) == own
+    parallel.average()
+    return {"between": between, "met": loss(), "still own": still_own, "own": own[:50]}
+
+
 def flat(module: torch.nn.Module) -> list[float]:
     return torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
 
@@ -162,6 +193,8 @@ def main() -> None:
         )
         found["resumed"] = (whole_losses[6:] == rest_losses, whole == rest)
         found["kept"] = flat_state(state)
+
+        found["judged"] = judged(rank, mesh, group, settings_of(synchrony=every_four))
 
         parallel = local_sgd(WORKLOAD.build(), mesh, settings_of(synchrony=each_step), WORKLOAD)
         part = WORKLOAD.inputs(Rows(rank, 2).next(), torch.device("cpu"))

@@ -74,6 +74,16 @@ def test_what_is_saved_between_averages_is_one_state_and_a_resume_repeats_the_ru
         assert each["resumed"] == [True, True], "losses and weights, bit for bit"
 
 
+def test_an_evaluation_between_averages_judges_the_mean_and_leaves_ranks_apart(
+    ranks: list[dict[str, Any]],
+) -> None:
+    one, other = ranks[0]["judged"], ranks[1]["judged"]
+    assert one["own"] != other["own"]
+    for each in (one, other):
+        assert each["between"] == each["met"] == one["met"]
+        assert each["still own"]
+
+
 def test_one_ranks_bad_gradient_is_everybodys_bad_step(ranks: list[dict[str, Any]]) -> None:
     assert [each["finite"] for each in ranks] == [False, False]
 

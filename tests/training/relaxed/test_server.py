@@ -23,17 +23,18 @@ from torch._C._distributed_c10d import TCPStore
 from paceline.errors import AccessDenied, InvalidFrame, InvalidInput, PeerLost
 from paceline.models import config_for
 from paceline.profile import TrainingSettings
-from paceline.training.relaxed import frames
+from paceline.training.relaxed import frames, require_ranks
 from paceline.training.relaxed.claims import FileClaims, StoreClaims
 from paceline.training.relaxed.frames import Frame, Kind
 from paceline.training.relaxed.learner import Learner
-from paceline.training.relaxed.ranks import require_ranks
-from paceline.training.relaxed.server import Server, Terms, listen
+from paceline.training.relaxed.server import Server, listen
+from paceline.training.relaxed.terms import Note, Terms
 from paceline.training.relaxed.worker import Worker
 from paceline.training.workload import TransformerWorkload
 
 ROOT = Path(__file__).parents[3]
 STEPS, WORKERS = 40, 2
+NOTE = Note(loss=1.0).to_head()
 SETTINGS = {
     "ranks": 2 + WORKERS,
     "steps": STEPS,
@@ -215,13 +216,15 @@ class Served:
             self.server.serve(self.listener, 30.0)
 
     def close(self) -> None:
-        self.server.ended = PeerLost("the test is over")
+        self.server.end(PeerLost("the test is over"))
         self.thread.join(10)
         self.listener.close()
 
     def greet(self, **hello: Any) -> socket.socket:
         connection = socket.create_connection(self.address, timeout=10)
-        frames.send(connection, Frame(Kind.HELLO, {"role": "worker", "worker": 0} | hello))
+        frames.send(
+            connection, Frame(Kind.HELLO, {"role": "worker", "rank": 2, "worker": 0} | hello)
+        )
         return connection
 
 
@@ -241,15 +244,19 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
 def test_a_lost_answer_is_confirmed_and_not_applied_twice(serve: Callable[..., Served]) -> None:
     served = serve(pushes=1)
     gradient = np.ones(served.server.learner.count, np.float32)
-    push = frames.of_numbers(Kind.PUSH, gradient, sequence=1, base=0)
-    for _ in range(2):
-        with served.greet(key="key") as connection:
-            assert frames.receive(connection).kind is Kind.WELCOME
-            frames.send(connection, push)  # and the line breaks before the answer is read
-            answer = frames.receive(connection)
-            frames.send(connection, Frame(Kind.RELEASED))
-    assert answer.head["verdict"] == "known"
+    push = frames.of_numbers(Kind.PUSH, gradient, sequence=1, base=0, note=NOTE)
+    with served.greet(key="key") as connection:
+        assert frames.receive(connection).kind is Kind.WELCOME
+        frames.send(connection, push)
+        assert frames.receive(connection).head["verdict"] == "apply"  # as if it never came
+        frames.send(connection, push)
+        assert frames.receive(connection).head["verdict"] == "known"
+        frames.send(connection, Frame(Kind.RELEASED))
+        assert frames.receive(connection).kind is Kind.RELEASED, "all is done"
+    assert served.server.done.is_set()
+    served.server.release()
     served.thread.join(20)
+    assert not served.thread.is_alive()
     assert served.server.ledger.version == 1
 
 
@@ -272,7 +279,7 @@ def test_callers_without_the_key_or_with_other_numbers_are_turned_away(
     ):
         with served.greet(key="key") as connection:
             assert frames.receive(connection).kind is Kind.WELCOME
-            frames.send(connection, frames.of_numbers(Kind.PUSH, body, **head))
+            frames.send(connection, frames.of_numbers(Kind.PUSH, body, note=NOTE, **head))
             assert frames.receive(connection).kind is Kind.REFUSED
     assert np.array_equal(served.server.learner.weights(), before), "nothing of it was applied"
     with socket.create_connection(served.address, timeout=10) as connection:
@@ -335,9 +342,9 @@ def test_workers_give_up_where_nobody_leads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         address = held.getsockname()[:2]
     terms = Terms("", 1, 1, 0, 0.2)
-    worker = Worker(0, [address, address], terms, 1, "float32", away_s=0.3)
+    worker = Worker(0, lambda: [address, address], terms, 1, "float32", away_s=0.3)
     with pytest.raises(PeerLost, match="no parameter server leads"):
-        worker.run(lambda _sequence, weights: (weights, 0.0))
+        worker.run(lambda _task, weights: (weights, Note()))
 
 
 def test_layouts_without_a_server_are_refused() -> None:

@@ -23,7 +23,7 @@ from paceline.errors import CorruptData, PacelineError, TemporaryError, Training
 from paceline.training.checkpoint.generations import Generation, Generations
 from paceline.training.checkpoint.layout import DTYPES, Read, local_of, reads_for
 from paceline.training.checkpoint.records import INDEX_FILE, Commit, Index, StoredTensor
-from paceline.training.checkpoint.state import EXTRA, MODEL, TrainState
+from paceline.training.checkpoint.state import EXTRA, KEPT, MODEL, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ class _Checked:
     files: dict[str, Path]
     plan: list[tuple[Tensor, list[Read]]]
     fresh: dict[tuple[str, str], Tensor]  # (parameter, moment) → what the optimiser gets
+    kept: dict[str, Tensor]  # what ``TrainState.keeps`` get
 
 
 def _newest(generations: Generations, state: TrainState) -> Generation | None:
@@ -145,7 +146,8 @@ def _check(
     commit = generations.commit_of(generation, config_digest)
     index = generations.index_of(generation, commit)
     _require_whole(index, generations.url_of(generation))
-    plan, fresh = _plan(index, state, generations.url_of(generation))
+    kept = _room_to_keep(index, state)
+    plan, fresh = _plan(index, state, kept, generations.url_of(generation))
     group = state.group
     needed = {read.file for _, reads in plan for read in reads}
     names = sorted(name for name in commit.files if name != INDEX_FILE)
@@ -154,7 +156,7 @@ def _check(
         name: generations.fetch(generation, name, commit.files[name], directory)
         for name in sorted(mine)
     }
-    return _Checked(commit, files, plan, fresh)
+    return _Checked(commit, files, plan, fresh, kept)
 
 
 def _require_whole(index: Index, where: str) -> None:
@@ -164,8 +166,18 @@ def _require_whole(index: Index, where: str) -> None:
             raise CorruptData("checkpoint's index is not whole", got=name, where=where)
 
 
+def _room_to_keep(index: Index, state: TrainState) -> dict[str, Tensor]:
+    """Return room for what was kept beside model and optimiser and is wanted here."""
+    return {
+        name: torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        for name, stored in index.tensors.items()
+        if name.startswith(KEPT)
+        and any(each.wants(name.removeprefix(KEPT)) for each in state.keeps)
+    }
+
+
 def _plan(
-    index: Index, state: TrainState, where: str
+    index: Index, state: TrainState, kept: dict[str, Tensor], where: str
 ) -> tuple[list[tuple[Tensor, list[Read]]], dict[tuple[str, str], Tensor]]:
     """Return what to read into which tensor, and the optimiser's state as it will be."""
     targets: dict[str, Tensor] = {
@@ -186,6 +198,7 @@ def _plan(
     for name, value in state.extra.items():
         if isinstance(value, Tensor) and EXTRA + name in index.tensors:
             targets[EXTRA + name] = value
+    targets |= kept
     plan = []
     for name, target in sorted(targets.items()):
         stored = index.tensors[name]
@@ -203,7 +216,7 @@ def _moments(index: Index) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in sorted(index.tensors):
         moment, _, of = name.partition(".")
-        if not name.startswith((MODEL, EXTRA)) and of in models:
+        if not name.startswith((MODEL, EXTRA, KEPT)) and of in models:
             found.setdefault(of, []).append(moment)
     return found
 
@@ -236,6 +249,9 @@ def _load(checked: _Checked, state: TrainState) -> None:
                 if read.file not in opened:
                     opened[read.file] = stack.enter_context(_opened(checked.files[read.file]))
                 _box(local, read.target, read.lengths).copy_(_source(opened[read.file], read))
+    for each in state.keeps:
+        names = [name for name in checked.kept if each.wants(name.removeprefix(KEPT))]
+        each.restore({name.removeprefix(KEPT): checked.kept[name] for name in names})
     state.optimizer.state.clear()
     moments: dict[str, dict[str, Tensor]] = {}
     for (name, moment), tensor in checked.fresh.items():

@@ -1,7 +1,8 @@
 """The state of a training as flat named tensors, whatever the layout.
 
 ``model.<name>`` for what the model holds, ``<moment>.<name>`` for what the optimiser keeps of each
-parameter, ``extra.<name>`` for what the caller adds. A sharded tensor is the DTensor it is.
+parameter, ``extra.<name>`` for what the caller adds, ``kept.<name>`` for what others keep beside
+them. A sharded tensor is the DTensor it is.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.training.group import Group
+from paceline.training.keeping import Kept
 
-MODEL, EXTRA = "model.", "extra."
+MODEL, EXTRA, KEPT = "model.", "extra.", "kept."
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and checkpointing
 
 
@@ -48,6 +50,7 @@ class TrainState:
     mesh: Any = None  # its ``spec`` (dp, shard, tp, pp) goes on record
     position: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # tensors, and what JSON can say
+    keeps: Sequence[Kept] = ()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor to save, the live ones, by name."""
@@ -62,6 +65,8 @@ class TrainState:
         for name, value in self.extra.items():
             if isinstance(value, Tensor):
                 found[EXTRA + name] = value.detach()
+        for each in self.keeps:
+            found |= {KEPT + name: tensor.detach() for name, tensor in each.tensors().items()}
         return found
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

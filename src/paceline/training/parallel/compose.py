@@ -66,9 +66,10 @@ def parallelise(
             [each for each in parts if isinstance(each, Transformer)], mesh, settings, workload
         )
     sent = Sent()
-    whole = spec.dp > 1 and not spread
-    run = replicate(model, mesh, settings.mesh, sent) if whole else model
-    return Straight(model, run, mesh, settings, workload, sent)
+    if spec.dp == 1 or spread:
+        return Straight(model, model, mesh, settings, workload, sent)
+    run, memory = replicate(model, mesh, settings.mesh, sent)
+    return Straight(model, run, mesh, settings, workload, sent, memory)
 
 
 def _is_meta(model: nn.Module) -> bool:

@@ -2,8 +2,7 @@
 
 A hook decides how gradients travel: as they are, as fp16 or bf16 halves, or as PowerSGD's two thin
 matrices (arXiv 1905.13727). All of them average; the caller scales the loss accordingly. What
-PowerSGD carries from step to step (its error and its last matrices) is in no checkpoint: a resumed
-run starts with POWERSGD_DENSE_STEPS steps uncompressed, as a fresh one does.
+PowerSGD carries from step to step is in checkpoints (``compression``).
 """
 
 # No ``from __future__ import annotations``: DDP reads the hook's annotations as objects.
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.profile import MeshSettings
 from paceline.training.mesh import Mesh
+from paceline.training.parallel.compression import CompressionMemory
 
 BUCKET_MB = 4  # several buckets even for small models, so that sending overlaps the backward pass
 POWERSGD_DENSE_STEPS = 10  # before gradients are compressed; DDP's own warm-up needs two
@@ -34,11 +34,13 @@ class Sent:
 
 def replicate(
     model: torch.nn.Module, mesh: Mesh, settings: MeshSettings, sent: Sent
-) -> DistributedDataParallel:
-    """Return ``model`` with its gradients averaged over replicas; a hook counts into ``sent``.
+) -> tuple[DistributedDataParallel, CompressionMemory | None]:
+    """Return ``model`` with its gradients averaged over replicas, and what a hook carries on.
 
-    Without a hook nothing is counted: the caller knows that all gradients travel.
+    A hook counts into ``sent``; without one nothing is counted: the caller knows that all gradients
+    travel.
     """
+    memory: CompressionMemory | None = None
     group = mesh.group("dp")
     replica = DistributedDataParallel(
         model, process_group=group, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True
@@ -54,7 +56,9 @@ def replicate(
             orthogonalization_epsilon=1e-8,  # a layer without a gradient yet must not become NaN
         )
         replica.register_comm_hook(Thin(state, sent), thin)
-    return replica
+        device = next(model.parameters()).device
+        memory = CompressionMemory(state, mesh.data_rank, mesh.data_world, device)
+    return replica, memory
 
 
 @dataclass

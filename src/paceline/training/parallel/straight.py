@@ -12,8 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import InvalidInput
 from paceline.profile import TrainingSettings
+from paceline.training.keeping import Kept
 from paceline.training.mesh import Mesh
 from paceline.training.parallel import clipping, sharded, tensor
+from paceline.training.parallel.compression import CompressionMemory
 from paceline.training.parallel.data import Sent
 from paceline.training.scaling import autocast
 from paceline.training.workload import Inputs, LossSums, Workload
@@ -33,7 +35,10 @@ class Straight:
         settings: TrainingSettings,
         workload: Workload,
         sent: Sent,
+        memory: CompressionMemory | None = None,
     ) -> None:
+        self.keeps: Sequence[Kept] = () if memory is None else (memory,)
+        self._memory = memory
         self.modules: Sequence[nn.Module] = (module,)
         self.data_rank, self.data_world = mesh.data_rank, mesh.data_world
         self._mesh, self._settings, self._workload = mesh, settings, workload
@@ -128,6 +133,8 @@ class Straight:
         """
         torch.autograd.backward(self._loss(self._run, part) * 0.0)
         self._warm = True
+        if self._memory is not None:
+            self._memory.laid_out()
 
     def _uncounted_bytes(self) -> int:
         """Return what travels each step without a hook that counts it."""

@@ -10,8 +10,9 @@ Only for replicas: a model that is spread over ranks has no weights of its own t
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -85,15 +86,38 @@ class Averaged:
         return math.sqrt(float(square) / self.data_world)
 
     def evaluate(self, inputs: Inputs) -> LossSums:
-        """Return the loss of this rank's share under this rank's weights."""
+        """Return the loss of this rank's share under the weights it holds (see ``together``)."""
         return self._inner.evaluate(inputs)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Hold the mean of all ranks' weights for the time of the ``with``, then one's own again.
+
+        All ranks enter it at the same step. It costs one copy of the weights, and one average.
+        """
+        if not self._apart:
+            yield
+            return
+        weights = self._weights()
+        own = [each.clone() for each in weights]
+        self._average(weights)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for each, before in zip(weights, own, strict=True):
+                    each.copy_(before)
 
     def average(self) -> None:
         """Give all ranks the mean of their weights and moments; all call it at the same step."""
         if not self._apart:
             return
+        self._average(self._tensors())
+        self._apart = False
+
+    def _average(self, tensors: Iterable[Tensor]) -> None:
         with torch.no_grad():
-            for group in _by_dtype(self._tensors()):
+            for group in _by_dtype(tensors):
                 flat = torch.cat([each.reshape(-1) for each in group])
                 self._sum(flat)
                 flat /= self.data_world
@@ -101,12 +125,15 @@ class Averaged:
                 parts = torch.split(flat, [each.numel() for each in group])
                 for each, part in zip(group, parts, strict=True):
                     each.copy_(part.view_as(each))
-        self._apart = False
 
     def _stepped(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
         self._apart = True
         if self._step % self._local_steps == 0:
             self.average()
+
+    def _weights(self) -> list[Tensor]:
+        weights = {id(each): each for module in self.modules for each in module.parameters()}
+        return [each.detach() for each in weights.values()]
 
     def _tensors(self) -> list[Tensor]:
         weights = {id(each): each for module in self.modules for each in module.parameters()}
@@ -116,7 +143,7 @@ class Averaged:
             for value in (self._optimizer.state.get(each, {}) if self._optimizer else {}).values()
             if isinstance(value, Tensor) and value.shape == each.shape and each.ndim > 0
         ]
-        return [each.detach() for each in (*weights.values(), *moments)]
+        return [*self._weights(), *(each.detach() for each in moments)]
 
     def _sum(self, tensor: Tensor) -> None:
         if self.data_world > 1:

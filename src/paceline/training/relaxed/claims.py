@@ -48,6 +48,13 @@ class StoreClaims:
     def __init__(self, store: object, prefix: str = "relaxed") -> None:
         self._store, self._prefix = store, prefix
 
+    def claimed(self, epoch: int) -> bool:
+        """Return whether anybody has ``epoch``; raises PeerLost where the store is away."""
+        try:
+            return bool(self._store.check([f"{self._prefix}/epoch-{epoch}"]))  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise PeerLost("the gang's store is away", got=str(error).splitlines()[0]) from error
+
     def claim(self, epoch: int, owner: str) -> bool:
         """Return whether ``owner`` has ``epoch``; raises PeerLost where the store is away."""
         try:

@@ -32,11 +32,11 @@ DTYPES = {"float32": "<f4", "float64": "<f8"}
 class Kind(IntEnum):
     """What a frame is."""
 
-    HELLO = 1  # → role, worker, key
-    WELCOME = 2  # ← what the caller may go on with
+    HELLO = 1  # → role, rank, worker (the share it would like), key
+    WELCOME = 2  # ← the share it gets, and what it may go on with
     PULL = 3
     WEIGHTS = 4  # ← version; body: weights
-    PUSH = 5  # → sequence, base; body: gradient
+    PUSH = 5  # → sequence, base, note; body: gradient
     ANSWER = 6  # ← verdict, version
     STATE = 7  # server → standby: everything; body: safetensors
     UPDATE = 8  # server → standby: one gradient that is applied
@@ -44,7 +44,7 @@ class Kind(IntEnum):
     BEAT = 10
     NOT_LEADING = 11  # ask another
     REFUSED = 12  # an error that will not pass
-    RELEASED = 13  # server → standby: all is done, go
+    RELEASED = 13  # all is done, go
 
 
 @dataclass(frozen=True)

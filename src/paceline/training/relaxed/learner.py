@@ -42,18 +42,24 @@ class Learner:
         self.model = model
         self.dtype = str(next(iter(kinds))).removeprefix("torch.")
         self.count = sum(each.numel() for each in self._parameters)
-        self._optimizer = new_optimizer(model, settings)
+        self.optimizer = new_optimizer(model, settings)
 
     def weights(self) -> npt.NDArray[Any]:
         """Return all weights as one flat array of their own."""
         return flat(self._parameters)
 
-    def apply(self, gradient: npt.NDArray[Any], version: int) -> float:
+    def rate(self, version: int) -> float:
+        """Return the learning rate of the step that makes ``version``."""
+        step = (version - 1) // self._workers
+        return learning_rate(step, self._settings.steps, self._settings)
+
+    def apply(self, gradient: npt.NDArray[Any], version: int, norm: float | None = None) -> float:
         """Take the step that makes ``version`` out of the one before; return the gradient's norm.
 
-        Raises InvalidInput, and changes nothing, where the gradient is not finite.
+        ``norm`` is ``norm_of(gradient)`` where it is known. Raises InvalidInput, and changes
+        nothing, where the gradient is not finite.
         """
-        norm = float(np.sqrt(np.dot(gradient.astype(np.float64), gradient.astype(np.float64))))
+        norm = norm_of(gradient) if norm is None else norm
         if not math.isfinite(norm):
             raise InvalidInput("gradient is not finite", got=norm)
         whole = torch.from_numpy(np.array(gradient))
@@ -62,11 +68,9 @@ class Learner:
         parts = torch.split(whole, [each.numel() for each in self._parameters])
         for each, part in zip(self._parameters, parts, strict=True):
             each.grad = part.view_as(each)
-        step = (version - 1) // self._workers
-        rate = learning_rate(step, self._settings.steps, self._settings)
-        set_learning_rate(self._optimizer, rate)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        set_learning_rate(self.optimizer, self.rate(version))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return norm
 
     def to_bytes(self, ledger: dict[str, Any]) -> bytes:
@@ -74,7 +78,7 @@ class Learner:
         tensors: dict[str, Tensor] = {}
         for name, each in zip(self._names, self._parameters, strict=True):
             tensors[f"model.{name}"] = each.detach().contiguous()
-            for moment, value in self._optimizer.state.get(each, {}).items():
+            for moment, value in self.optimizer.state.get(each, {}).items():
                 if isinstance(value, Tensor):
                     tensors[f"{moment}.{name}"] = value.detach().contiguous()
         said = json.dumps(ledger, sort_keys=True).encode()
@@ -100,11 +104,11 @@ class Learner:
         with torch.no_grad():
             for name, each in weights.items():
                 each.copy_(tensors.pop(name))
-        self._optimizer.state.clear()
+        self.optimizer.state.clear()
         named = dict(self._named())
         for name, tensor in tensors.items():
             moment, _, parameter = name.partition(".")
-            self._optimizer.state[named[parameter]][moment] = tensor.clone()
+            self.optimizer.state[named[parameter]][moment] = tensor.clone()
         assert isinstance(ledger, dict)
         return ledger
 
@@ -112,22 +116,34 @@ class Learner:
         return list(zip(self._names, self._parameters, strict=True))
 
 
+def norm_of(gradient: npt.NDArray[Any]) -> float:
+    """Return the gradient's norm; not finite where one of its numbers is not."""
+    wide = gradient.astype(np.float64)
+    return float(np.sqrt(np.dot(wide, wide)))
+
+
 def flat(tensors: list[nn.Parameter]) -> npt.NDArray[Any]:
     """Return ``tensors`` as one flat array."""
-    found: npt.NDArray[Any] = torch.cat([each.detach().reshape(-1) for each in tensors]).numpy()
+    found: npt.NDArray[Any] = (
+        torch.cat([each.detach().reshape(-1) for each in tensors]).cpu().numpy()
+    )
     return found
 
 
 def flat_gradients(parameters: list[nn.Parameter]) -> npt.NDArray[Any]:
     """Return all gradients as one flat array; zeros where a parameter has none."""
-    found: npt.NDArray[Any] = torch.cat(
-        [
-            torch.zeros(each.numel(), dtype=each.dtype)
-            if each.grad is None
-            else each.grad.flatten()
-            for each in parameters
-        ]
-    ).numpy()
+    found: npt.NDArray[Any] = (
+        torch.cat(
+            [
+                torch.zeros(each.numel(), dtype=each.dtype, device=each.device)
+                if each.grad is None
+                else each.grad.flatten()
+                for each in parameters
+            ]
+        )
+        .cpu()
+        .numpy()
+    )
     return found
 
 

@@ -48,6 +48,7 @@ class Ledger:
     max_staleness: int
     version: int = 0
     applied: dict[int, int] = field(default_factory=dict)  # worker → its last sequence
+    positions: dict[int, dict[str, Any]] = field(default_factory=dict)  # worker → of its stream
     _turns: list[int] = field(default_factory=list)  # refused, and to be waited for
     _pulled: dict[int, int] = field(default_factory=dict)  # worker → version it has
 
@@ -82,8 +83,11 @@ class Ledger:
         self.follow(update)
         return update
 
-    def follow(self, update: Update) -> None:
-        """Record an update that the leading server applied; raises CorruptData for a gap."""
+    def follow(self, update: Update, position: Mapping[str, Any] | None = None) -> None:
+        """Record an update that the leading server applied; raises CorruptData for a gap.
+
+        ``position`` is where its worker's data go on.
+        """
         done = self.applied.get(update.worker, 0)
         if update.version != self.version + 1 or update.sequence != done + 1:
             raise CorruptData(
@@ -93,6 +97,8 @@ class Ledger:
             )
         self.version = update.version
         self.applied[update.worker] = update.sequence
+        if position is not None:
+            self.positions[update.worker] = dict(position)
         self.release(update.worker)
 
     def release(self, worker: int) -> None:
@@ -107,15 +113,43 @@ class Ledger:
             self.release(self._turns[0])
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a standby needs to go on."""
-        applied = {str(worker): sequence for worker, sequence in sorted(self.applied.items())}
-        return {"version": self.version, "applied": applied}
+        """Return what a standby, or a resumed job, needs to go on."""
+        return {
+            "version": self.version,
+            "applied": {str(worker): count for worker, count in sorted(self.applied.items())},
+            "positions": {str(worker): at for worker, at in sorted(self.positions.items())},
+        }
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any], max_staleness: int) -> Ledger:
-        """Return the ledger that ``to_json`` wrote; turns begin anew, pulls too."""
-        applied = {int(worker): int(sequence) for worker, sequence in said["applied"].items()}
-        return cls(max_staleness, int(said["version"]), applied)
+        """Return the ledger that ``to_json`` wrote; turns begin anew, pulls too.
+
+        Raises CorruptData where it is not that.
+        """
+        try:
+            applied = {int(worker): int(count) for worker, count in said["applied"].items()}
+            positions = {int(worker): dict(at) for worker, at in said["positions"].items()}
+            return cls(max_staleness, int(said["version"]), applied, positions)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptData("ledger of a parameter server is unusable", got=repr(said)) from error
+
+    def of_workers(self, before: int, workers: int) -> Ledger:
+        """Return the ledger for another number of workers than the ``before`` that wrote it.
+
+        Shares are cut anew, so all go on where the slowest stood: what faster ones had read beyond
+        that is read again. The schedule of the learning rate goes on at that step.
+        """
+        if workers == before:
+            return self
+        slowest = min(range(before), key=lambda worker: self.applied.get(worker, 0))
+        steps = self.applied.get(slowest, 0)
+        at = self.positions.get(slowest)
+        return Ledger(
+            self.max_staleness,
+            steps * workers,
+            dict.fromkeys(range(workers), steps),
+            {worker: dict(at) for worker in range(workers)} if at is not None else {},
+        )
 
     def _must_wait(self, worker: int) -> bool:
         if not self._turns or self._turns[0] == worker:

@@ -3,10 +3,10 @@
 A push is answered only after the standby (where there is one) has applied it too: what was
 acknowledged survives the server. When the standby is lost, the server goes on alone if it gets the
 next epoch's claim, and ends where the standby was faster; see ``claims``. A standby that joins
-later is sent the whole state first.
+later is sent the whole state first. ``following`` is the standby's side.
 
-Threads: one for each connection, at most ``workers + 4``; one lock over ledger and weights. Every
-socket has a deadline. Workers and standby must beat (``BEAT_S``) or they count as gone.
+Threads: one for each connection, at most twice as many as there are shares and 8; one lock over
+ledger, seats and weights. Every socket has a deadline. Whoever leads beats (``BEAT_S``).
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import InvalidFrame, InvalidInput, PacelineError, PeerLost, TemporaryError
@@ -35,33 +32,30 @@ from paceline.training.relaxed.frames import (
     send,
     whole,
 )
-from paceline.training.relaxed.learner import Learner
+from paceline.training.relaxed.learner import Learner, norm_of
 from paceline.training.relaxed.ledger import Ledger, Update, Verdict
+from paceline.training.relaxed.seats import Seats
+from paceline.training.relaxed.terms import (
+    BEAT_S,
+    GREET_S,
+    TURN_S,
+    WORKER_SILENCE_S,
+    Applied,
+    Note,
+    Steward,
+    Terms,
+)
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 0.5
-SILENCE_S = 3.0  # a leading server that is silent for so long is taken over from
-GREET_S = 5.0
-WORKER_SILENCE_S = 600.0  # a worker computes meanwhile; a dead one's connection breaks at once
-TURN_S = 30.0  # for whoever was refused: nobody waits longer than this for it
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What server, standby and workers have agreed on."""
-
-    key: str  # the gang's, "" only in a test
-    workers: int
-    pushes: int  # of each worker; then all is done
-    max_staleness: int
-    silence_s: float = SILENCE_S
+# A caller that vanished without a word is noticed after about 25 s (seconds, seconds, tries).
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
 class Server:
     """Serves weights while it leads; else it follows the leader and tells callers to ask there.
 
-    ``on_update`` hears of every update that is applied here, leading or not.
+    ``changed`` is the lock over all that a server holds.
     """
 
     def __init__(
@@ -71,20 +65,23 @@ class Server:
         claims: Claims,
         owner: str,
         *,
-        on_update: Callable[[Update, float], None] | None = None,
+        steward: Steward | None = None,
     ) -> None:
+        """``owner`` claims epochs: no two processes may have the same."""
         self.learner, self.terms = learner, terms
+        self.steward = steward or Steward()
         self.ledger = Ledger(terms.max_staleness)
         self.epoch = 0  # 0: it does not lead
-        self.done = threading.Event()  # every worker pushed all it had
+        self.done = threading.Event()  # every share was pushed to its end
+        self.released = threading.Event()  # and nothing is left to be done with the weights
         self.ended: PacelineError | None = None  # why it gave up
+        self.changed = threading.Condition()
+        self.body_bytes = learner.count * 8 + (1 << 20)
+        self.state_bytes = learner.count * 8 * 4 + (16 << 20)
         self._claims, self._owner = claims, owner
-        self._on_update = on_update
-        self._changed = threading.Condition()
+        self._seats = Seats(terms.workers, terms.vacant_s, time.monotonic())
         self._standby: socket.socket | None = None
-        self._body_bytes = learner.count * 8 + 1024
-        self._state_bytes = learner.count * 8 * 4 + (16 << 20)
-        self._threads = threading.BoundedSemaphore(terms.workers + 4)
+        self._threads = threading.BoundedSemaphore(2 * terms.workers + 8)
 
     # -------------------------------------------------------------------------------- leading
 
@@ -92,22 +89,32 @@ class Server:
         """Begin to serve. Raises PeerLost where another has claimed ``epoch``."""
         if not self._claims.claim(epoch, self._owner):
             raise PeerLost("another parameter server leads", got=f"epoch {epoch}", do="End.")
-        with self._changed:
+        with self.changed:
             self.epoch = epoch
+            self._seats = Seats(self.terms.workers, self.terms.vacant_s, time.monotonic())
             self._check_done()
-            self._changed.notify_all()
+            self.changed.notify_all()
         log.warning("parameter server leads owner=%s epoch=%d version=%d", self._owner, epoch,
                     self.ledger.version)  # fmt: skip
 
-    def serve(self, listener: socket.socket, deadline_s: float) -> None:
-        """Answer callers until all is done and said, or ``deadline_s`` passed.
+    def release(self) -> None:
+        """All is done with the weights, too: the standby may go, and ``serve`` ends."""
+        with self.changed:
+            self.released.set()
+            self.changed.notify_all()
 
-        Raises what ended it: PeerLost where another leads or the deadline passed.
-        """
-        listener.settimeout(0.2)
+    def end(self, why: PacelineError) -> None:
+        """Give up; whoever is served hears nothing any more."""
+        with self.changed:
+            self.ended = self.ended or why
+            self.changed.notify_all()
+
+    def serve(self, listener: socket.socket, deadline_s: float) -> None:
+        """Answer callers until released; raises what ended it, or PeerLost past ``deadline_s``."""
+        listener.settimeout(0.1)
         until = time.monotonic() + deadline_s
         threads: list[threading.Thread] = []
-        while not self._finished(threads):
+        while not (self.released.is_set() and not any(each.is_alive() for each in threads)):
             if self.ended is not None:
                 raise self.ended
             if time.monotonic() > until:
@@ -125,13 +132,13 @@ class Server:
             )
             threads[-1].start()
 
-    def _finished(self, threads: list[threading.Thread]) -> bool:
-        return self.done.is_set() and self.epoch > 0 and not any(t.is_alive() for t in threads)
-
     def _talk(self, connection: socket.socket) -> None:
         try:
             with connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in _KEEPALIVE:
+                    connection.setsockopt(socket.IPPROTO_TCP, option, value)
                 connection.settimeout(GREET_S)
                 hello = receive(connection, 0)
                 require_key(hello, self.terms.key)
@@ -140,7 +147,7 @@ class Server:
                 elif hello.head.get("role") == "standby":
                     self._keep_standby(connection)
                 else:
-                    self._keep_worker(connection, whole(hello, "worker"))
+                    self._keep_worker(connection, hello)
         except TemporaryError as error:
             log.info("caller went away: %s", error)
         except PacelineError as error:
@@ -148,35 +155,76 @@ class Server:
         finally:
             self._threads.release()
 
-    def _keep_worker(self, connection: socket.socket, worker: int) -> None:
-        if worker >= self.terms.workers:
-            raise InvalidInput("no such worker", got=worker, wanted=f"below {self.terms.workers}")
-        with self._changed:
-            head = {"epoch": self.epoch, "applied": self.ledger.applied.get(worker, 0)}
-        send(connection, Frame(Kind.WELCOME, head))
-        connection.settimeout(WORKER_SILENCE_S)
+    # --------------------------------------------------------------------------------- workers
+
+    def _keep_worker(self, connection: socket.socket, hello: Frame) -> None:
+        rank, wanted = whole(hello, "rank"), whole(hello, "worker")
+        if wanted >= self.terms.workers:
+            raise InvalidInput("no such worker", got=wanted, wanted=f"below {self.terms.workers}")
+        while (worker := self._seat(connection, rank, wanted)) is not None:
+            try:
+                self._answer(connection, worker)
+            except (InvalidInput, InvalidFrame) as error:
+                with contextlib.suppress(PeerLost):
+                    send(connection, Frame(Kind.REFUSED, {"message": error.one_line()}))
+                raise
+            except PacelineError as error:
+                if not isinstance(error, TemporaryError):
+                    self.end(error)  # the steward will not go on
+                raise
+            finally:
+                with self.changed:
+                    self._seats.leave(worker, connection, time.monotonic())
+                    self.ledger.release(worker)
+                    self.changed.notify_all()
+        send(connection, Frame(Kind.RELEASED))
+
+    def _seat(self, connection: socket.socket, rank: int, wanted: int) -> int | None:
+        """Wait until there is something to do for ``rank``; None once all is done."""
+        while True:
+            with self.changed:
+                self._require_leading()
+                if self.done.is_set():
+                    return None
+                applied, pushes = self.ledger.applied, self.terms.pushes
+                left = {s for s in range(self.terms.workers) if applied.get(s, 0) < pushes}
+                now = time.monotonic()
+                worker, older = self._seats.take(rank, wanted, connection, left, now)
+                if older is not None:  # the same rank, started anew before its end was noticed
+                    with contextlib.suppress(OSError):
+                        older.shutdown(socket.SHUT_RDWR)
+                if worker is not None:
+                    head = {
+                        "epoch": self.epoch, "worker": worker, "applied": applied.get(worker, 0),
+                        "position": self.ledger.positions.get(worker),
+                    }  # fmt: skip
+                    break
+                self.changed.wait(BEAT_S)
+            send(connection, Frame(Kind.BEAT))
         try:
-            while True:
-                frame = receive(connection, self._body_bytes)
-                if frame.kind is Kind.PULL:
-                    send(connection, self._weights(worker))
-                elif frame.kind is Kind.PUSH:
-                    send(connection, self._push(worker, frame, connection))
-                elif frame.kind is Kind.RELEASED:
-                    return
-                elif frame.kind is not Kind.BEAT:
-                    raise InvalidFrame("worker said what workers do not", got=frame.kind.name)
-        except (InvalidInput, InvalidFrame) as error:
-            with contextlib.suppress(PeerLost):
-                send(connection, Frame(Kind.REFUSED, {"message": error.one_line()}))
+            send(connection, Frame(Kind.WELCOME, head))
+        except PeerLost:
+            with self.changed:
+                self._seats.leave(worker, connection, time.monotonic())
             raise
-        finally:
-            with self._changed:
-                self.ledger.release(worker)
-                self._changed.notify_all()
+        return worker
+
+    def _answer(self, connection: socket.socket, worker: int) -> None:
+        connection.settimeout(WORKER_SILENCE_S)
+        while True:
+            frame = receive(connection, self.body_bytes)
+            if frame.kind is Kind.PULL:
+                send(connection, self._weights(worker))
+            elif frame.kind is Kind.PUSH:
+                send(connection, self._push(worker, frame, connection))
+            elif frame.kind is Kind.RELEASED:
+                return
+            elif frame.kind is not Kind.BEAT:
+                raise InvalidFrame("worker said what workers do not", got=frame.kind.name)
 
     def _weights(self, worker: int) -> Frame:
-        with self._changed:
+        with self.changed:
+            self._require_leading()
             version = self.ledger.pull(worker)
             weights = self.learner.weights()
         return of_numbers(Kind.WEIGHTS, weights, version=version, epoch=self.epoch)
@@ -184,42 +232,41 @@ class Server:
     def _push(self, worker: int, frame: Frame, connection: socket.socket) -> Frame:
         gradient = numbers_of(frame, self.learner.count, self.learner.dtype)
         sequence, base = whole(frame, "sequence"), whole(frame, "base")
-        loss = float(frame.head.get("loss", 0.0))
+        note = Note.from_head(frame.head.get("note"))
+        norm = norm_of(gradient)  # outside the lock
         until = time.monotonic() + TURN_S
-        with self._changed:
+        with self.changed:
             while True:
                 self._require_leading()
                 verdict = self.ledger.judge(worker, sequence, base)
                 if verdict is not Verdict.WAIT:
                     break
-                if not self._changed.wait(BEAT_S):
+                if not self.changed.wait(BEAT_S):
                     send(connection, Frame(Kind.BEAT))
                 if time.monotonic() > until:
                     self.ledger.give_up_turn()  # who is next does not come: the others go on
             if verdict is Verdict.APPLY:
-                self._apply(Update(worker, sequence, base, self.ledger.version + 1), gradient, loss)
-            return Frame(
-                Kind.ANSWER,
-                {"verdict": verdict.value, "version": self.ledger.version, "epoch": self.epoch},
-            )
+                update = Update(worker, sequence, base, self.ledger.version + 1)
+                taken = self.steward.judge(note, norm)
+                # The lock is held throughout, so nobody sees what is only half so.
+                self._replicate(update, gradient, note, taken)
+                self.take(update, gradient, note, norm, taken)
+                self._check_done()
+        return Frame(
+            Kind.ANSWER,
+            {"verdict": verdict.value, "version": self.ledger.version, "epoch": self.epoch},
+        )
 
-    def _apply(self, update: Update, gradient: npt.NDArray[Any], loss: float) -> None:
-        """Replicate, then apply; the lock is held, so nobody sees what is only half so."""
-        self._require_finite(gradient)
-        self._replicate(update, gradient, loss)
-        self._take(update, gradient, loss)
-        self._check_done()
-
-    def _take(self, update: Update, gradient: npt.NDArray[Any], loss: float) -> None:
-        self.ledger.follow(update)
-        self.learner.apply(gradient, update.version)
-        self._changed.notify_all()
-        if self._on_update is not None:
-            self._on_update(update, loss)
-
-    def _require_finite(self, gradient: npt.NDArray[Any]) -> None:
-        if not np.isfinite(gradient).all():
-            raise InvalidInput("gradient is not finite", do="Lower training.learning_rate.")
+    def take(
+        self, update: Update, gradient: npt.NDArray[Any], note: Note, norm: float, taken: bool
+    ) -> None:
+        """Count ``update``, change the weights where it is ``taken``; the lock is held."""
+        self.ledger.follow(update, note.position)
+        if taken:
+            self.learner.apply(gradient, update.version, norm)
+        applied = Applied(update=update, note=note, norm=norm, taken=taken, leads=self.epoch > 0)
+        self.steward.applied(applied)
+        self.changed.notify_all()
 
     def _require_leading(self) -> None:
         if self.epoch == 0 or self.ended is not None:
@@ -232,13 +279,15 @@ class Server:
 
     # ---------------------------------------------------------------------------- replicating
 
-    def _replicate(self, update: Update, gradient: npt.NDArray[Any], loss: float) -> None:
+    def _replicate(
+        self, update: Update, gradient: npt.NDArray[Any], note: Note, taken: bool
+    ) -> None:
         if self._standby is None:
             return
         try:
             head = {
                 "worker": update.worker, "sequence": update.sequence, "base": update.base,
-                "version": update.version, "loss": loss,
+                "version": update.version, "note": note.to_head(), "taken": taken,
             }  # fmt: skip
             send(self._standby, of_numbers(Kind.UPDATE, gradient, **head))
             self._expect_followed(self._standby, update.version)
@@ -257,27 +306,28 @@ class Server:
         if not self._claims.claim(self.epoch + 1, self._owner):
             self.epoch = 0
             self.ended = PeerLost("standby has taken over", got=error.what, do="End.")
-            self._changed.notify_all()
+            self.changed.notify_all()
             raise self.ended
         self.epoch += 1
 
     def _keep_standby(self, connection: socket.socket) -> None:
         """Send the whole state, then a beat whenever no update says that we live."""
-        with self._changed:
+        with self.changed:
             if self._standby is not None:
-                raise InvalidInput("there is a standby already")
+                raise PeerLost("there is a standby already")
             connection.settimeout(self.terms.silence_s)
-            state = self.learner.to_bytes(self.ledger.to_json())
+            said = {"ledger": self.ledger.to_json(), "steward": self.steward.state()}
+            state = self.learner.to_bytes(said)
             send(connection, Frame(Kind.STATE, {"epoch": self.epoch}, state))
             self._expect_followed(connection, self.ledger.version)
             self._standby = connection
         try:
             while self.ended is None:
-                time.sleep(BEAT_S)
-                with self._changed:
+                self.released.wait(BEAT_S)
+                with self.changed:
                     if self._standby is not connection:
                         return
-                    if self.done.is_set():
+                    if self.released.is_set():
                         send(connection, Frame(Kind.RELEASED))
                         self._standby = None
                         return
@@ -287,83 +337,9 @@ class Server:
                         self._lose_standby(error)
                         return
         finally:
-            with self._changed:
+            with self.changed:
                 if self._standby is connection:
                     self._standby = None
-
-    # ------------------------------------------------------------------------------- following
-
-    def follow(self, address: tuple[str, int], deadline_s: float) -> str:
-        """Follow the leader at ``address``; return "released" where all is done, or "leads".
-
-        When the leader is lost, the next epoch is claimed and this server leads; ``serve`` may run
-        in another thread meanwhile. Raises PeerLost where the claim is another's, or the leader was
-        never met within ``deadline_s``.
-        """
-        with _connected(address, deadline_s, self.terms, {"role": "standby"}) as leader:
-            leader.settimeout(self.terms.silence_s)
-            epoch = 0
-            try:
-                state = receive(leader, self._state_bytes)
-                if state.kind is not Kind.STATE:
-                    raise PeerLost("leader does not take a standby", got=state.kind.name)
-                epoch = whole(state, "epoch")
-                self._take_state(bytes(state.body))
-                send(leader, Frame(Kind.FOLLOWED, {"version": self.ledger.version}))
-                while True:
-                    frame = receive(leader, self._body_bytes)
-                    if frame.kind is Kind.RELEASED:
-                        self.done.set()
-                        return "released"
-                    if frame.kind is Kind.BEAT:
-                        epoch = whole(frame, "epoch")
-                        continue
-                    self._follow_update(leader, frame)
-            except PeerLost as error:
-                if epoch == 0:
-                    raise
-                log.warning("leader lost: %s", error)
-        self.lead(epoch + 1)
-        return "leads"
-
-    def _take_state(self, raw: bytes) -> None:
-        with self._changed:
-            said = self.learner.from_bytes(raw)
-            self.ledger = Ledger.from_json(said, self.terms.max_staleness)
-
-    def _follow_update(self, leader: socket.socket, frame: Frame) -> None:
-        if frame.kind is not Kind.UPDATE:
-            raise InvalidFrame("leader said what leaders do not", got=frame.kind.name)
-        gradient = numbers_of(frame, self.learner.count, self.learner.dtype)
-        update = Update(*(whole(frame, each) for each in ("worker", "sequence", "base", "version")))
-        with self._changed:
-            self._take(update, gradient, float(frame.head.get("loss", 0.0)))
-        send(leader, Frame(Kind.FOLLOWED, {"version": update.version}))
-
-
-@contextlib.contextmanager
-def _connected(
-    address: tuple[str, int], deadline_s: float, terms: Terms, hello: dict[str, Any]
-) -> Iterator[socket.socket]:
-    connection = connect(address, deadline_s)
-    with connection:
-        send(connection, Frame(Kind.HELLO, {**hello, "key": terms.key}))
-        yield connection
-
-
-def connect(address: tuple[str, int], deadline_s: float) -> socket.socket:
-    """Return a connection to ``address``, tried again until ``deadline_s`` passed (PeerLost)."""
-    until = time.monotonic() + deadline_s
-    while True:
-        try:
-            connection = socket.create_connection(address, timeout=GREET_S)
-        except OSError as error:
-            if time.monotonic() > until:
-                raise PeerLost("no parameter server", got=error, where=address) from error
-            time.sleep(0.05)
-        else:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return connection
 
 
 def listen(host: str, port: int = 0) -> socket.socket:

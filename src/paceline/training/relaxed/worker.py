@@ -1,8 +1,9 @@
 """A worker of the parameter server: pull, compute, push, and again; it finds whoever leads.
 
 An answer that did not come is asked for again with the same sequence, so a gradient whose
-acknowledgement was lost with a server is not applied twice. Where servers are all away for longer
-than ``away_s``, PeerLost.
+acknowledgement was lost with a server is not applied twice. Who has finished its own share asks for
+another that nobody works on any more, and ends when all are done. Where servers are all away for
+longer than ``away_s``, PeerLost.
 """
 
 from __future__ import annotations
@@ -26,13 +27,27 @@ from paceline.training.relaxed.frames import (
     send,
     whole,
 )
-from paceline.training.relaxed.server import TURN_S, Terms
+from paceline.training.relaxed.terms import BEAT_S, TURN_S, Address, Note, Terms
 
 RETRY_S = 0.05
 SILENCES = 2  # of a server, before a worker looks for another
 ANSWER_S = TURN_S + 15.0  # a push may wait for another worker's turn first
 
-Compute = Callable[[int, npt.NDArray[Any]], tuple[npt.NDArray[Any], float]]
+
+@dataclass(frozen=True)
+class Task:
+    """The batch to compute: the ``sequence``-th (from 1) of a share.
+
+    ``position`` is where the stream of the share's data goes on; None: at its beginning, or right
+    behind the task before.
+    """
+
+    worker: int
+    sequence: int
+    position: dict[str, Any] | None = None
+
+
+Compute = Callable[[Task, npt.NDArray[Any]], tuple[npt.NDArray[Any], Note]]
 
 
 @dataclass
@@ -43,75 +58,96 @@ class Told:
     refused: int = 0  # too stale: computed anew
     known: int = 0  # applied before its answer was lost
     lost: int = 0  # connections
+    adopted: int = 0  # shares of others that it went on with
     waited_s: float = 0.0
     staleness: list[int] = field(default_factory=list)
 
 
+class _Moved(Exception):
+    """Another has our share by now; we were given ``task``'s, or none (all is done)."""
+
+
 class Worker:
-    """One worker's line to the servers at ``addresses``."""
+    """The line of ``rank`` to the servers at ``addresses()``; its own share is ``worker``."""
 
     def __init__(
         self,
         worker: int,
-        addresses: Sequence[tuple[str, int]],
+        addresses: Callable[[], Sequence[Address]],
         terms: Terms,
         count: int,
         dtype: str,
         *,
+        rank: int = 0,
         away_s: float = 30.0,
+        on_word: Callable[[], None] = lambda: None,
     ) -> None:
-        self._worker, self._addresses, self._terms = worker, list(addresses), terms
+        """``on_word`` is called whenever a server said something, a beat at least."""
+        self._own, self._rank = worker, rank
+        self._addresses, self._terms = addresses, terms
         self._count, self._dtype, self._away_s = count, dtype, away_s
+        self._on_word = on_word
         self._connection: socket.socket | None = None
-        self._applied = 0
+        self._task: Task | None = None  # what the server gave us last
         self.told = Told()
 
-    def run(self, compute: Compute, on_push: Callable[[int], None] | None = None) -> Told:
-        """Push ``terms.pushes`` gradients, going on after the last that was applied; return why
-        it took so long.
+    def run(self, compute: Compute, on_push: Callable[[Task], None] | None = None) -> Told:
+        """Push gradients until every share has ``terms.pushes`` of them; return how it went.
 
-        ``compute(sequence, weights)`` returns gradient and loss of the ``sequence``-th share.
+        ``compute(task, weights)`` returns gradient and note of the task's batch.
         """
         try:
-            self._again(lambda connection: connection)
-            sequence = self._applied + 1
-            while sequence <= self._terms.pushes:
-                base, weights = self._again(self._pull)
-                gradient, loss = compute(sequence, weights)
-                verdict = self._deliver(sequence, base, gradient, loss)
-                if verdict == "stale":
-                    self.told.refused += 1
-                    continue
-                self.told.pushed += 1
-                self.told.known += verdict == "known"
-                if on_push is not None:
-                    on_push(sequence)
-                sequence += 1
-            with contextlib.suppress(PeerLost):  # all is said: a server may be gone by now
-                if self._connection is not None:
-                    send(self._connection, Frame(Kind.RELEASED))
+            while (task := self._next_share()) is not None:
+                with contextlib.suppress(_Moved):
+                    self._work_off(task, compute, on_push)
         finally:
             self._close()
         return self.told
 
-    def _deliver(self, sequence: int, base: int, gradient: npt.NDArray[Any], loss: float) -> str:
+    def _next_share(self) -> Task | None:
+        if self._connection is None:
+            with contextlib.suppress(_Moved):
+                self._again(lambda connection: connection)
+        task = self._task
+        if task is not None and task.worker != self._own:
+            self.told.adopted += 1
+        return task
+
+    def _work_off(
+        self, task: Task, compute: Compute, on_push: Callable[[Task], None] | None
+    ) -> None:
+        while task.sequence <= self._terms.pushes:
+            base, weights = self._again(self._pull)
+            gradient, note = compute(task, weights)
+            if self._deliver(task, base, gradient, note) == "stale":
+                self.told.refused += 1
+                continue
+            if on_push is not None:
+                on_push(task)
+            task = Task(task.worker, task.sequence + 1)
+        self._task = self._again(self._ask_on)
+
+    def _deliver(self, task: Task, base: int, gradient: npt.NDArray[Any], note: Note) -> str:
         started = time.monotonic()
 
         def push(connection: socket.socket) -> Frame:
-            frame = of_numbers(Kind.PUSH, gradient, sequence=sequence, base=base, loss=loss)
-            send(connection, frame)
-            return _answer(connection, Kind.ANSWER, 0)
+            head = {"sequence": task.sequence, "base": base, "note": note.to_head()}
+            send(connection, of_numbers(Kind.PUSH, gradient, **head))
+            return self._expect(connection, Kind.ANSWER, 0)
 
         answer = self._again(push)
         self.told.waited_s += time.monotonic() - started
         verdict = str(answer.head.get("verdict"))
+        if verdict != "stale":
+            self.told.pushed += 1
+            self.told.known += verdict == "known"
         if verdict == "apply":
             self.told.staleness.append(whole(answer, "version") - 1 - base)
         return verdict
 
     def _pull(self, connection: socket.socket) -> tuple[int, npt.NDArray[Any]]:
         send(connection, Frame(Kind.PULL))
-        frame = _answer(connection, Kind.WEIGHTS, self._count * 8 + 1024)
+        frame = self._expect(connection, Kind.WEIGHTS, self._count * 8 + 1024)
         return whole(frame, "version"), numbers_of(frame, self._count, self._dtype)
 
     def _again(self, ask: Callable[[socket.socket], Any]) -> Any:
@@ -129,58 +165,80 @@ class Worker:
                         "no parameter server leads",
                         got=error.what,
                         wanted=f"one within {self._away_s:.0f} s",
-                        where=self._addresses,
+                        where=list(self._addresses()),
                     ) from error
                 time.sleep(RETRY_S)
 
     def _connected(self) -> socket.socket:
         if self._connection is None:
-            self._connection = self._find()
+            before = self._task
+            self._connection, self._task = self._find()
+            now = self._task
+            if now is None or (before is not None and before.worker != now.worker):
+                raise _Moved
         return self._connection
 
-    def _find(self) -> socket.socket:
+    def _find(self) -> tuple[socket.socket, Task | None]:
         said: Any = "nobody answers"
-        for address in self._addresses:
+        for address in self._addresses():
             try:
                 connection = socket.create_connection(address, timeout=self._terms.silence_s)
             except OSError as error:
                 said = error
                 continue
             try:
-                return self._greet(connection)
+                return connection, self._greet(connection)
             except PeerLost as error:
                 said = error.what
                 connection.close()
         self.told.lost += 1
         raise PeerLost("no parameter server leads", got=said)
 
-    def _greet(self, connection: socket.socket) -> socket.socket:
+    def _greet(self, connection: socket.socket) -> Task | None:
+        """Return what we are to go on with; None where all is done."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello = {"role": "worker", "worker": self._worker, "key": self._terms.key}
+        # A server that lives beats while we wait for our turn; one that is frozen does not.
+        connection.settimeout(max(SILENCES * self._terms.silence_s, 2 * BEAT_S))
+        wanted = self._own if self._task is None else self._task.worker
+        hello = {"role": "worker", "rank": self._rank, "worker": wanted, "key": self._terms.key}
         send(connection, Frame(Kind.HELLO, hello))
-        frame = receive(connection, 0)
+        return self._given(connection)
+
+    def _ask_on(self, connection: socket.socket) -> Task | None:
+        """This share is done: return another that nobody works on, once there is one."""
+        send(connection, Frame(Kind.RELEASED))
+        return self._given(connection)
+
+    def _given(self, connection: socket.socket) -> Task | None:
+        while (frame := receive(connection, 0)).kind is Kind.BEAT:
+            self._on_word()
+        self._on_word()
+        if frame.kind is Kind.RELEASED:
+            return None
         if frame.kind is not Kind.WELCOME:
             raise PeerLost("parameter server does not lead", got=frame.kind.name)
-        self._applied = whole(frame, "applied")
-        # A server that lives beats while we wait for our turn; one that is frozen does not.
-        connection.settimeout(SILENCES * self._terms.silence_s)
-        return connection
+        position = frame.head.get("position")
+        return Task(
+            whole(frame, "worker"),
+            whole(frame, "applied") + 1,
+            position if isinstance(position, dict) else None,
+        )
+
+    def _expect(self, connection: socket.socket, wanted: Kind, max_body_bytes: int) -> Frame:
+        until = time.monotonic() + ANSWER_S
+        while True:
+            frame = receive(connection, max_body_bytes)
+            self._on_word()
+            if frame.kind is Kind.REFUSED:
+                raise InvalidInput("parameter server refused", got=frame.head.get("message"))
+            if frame.kind is wanted:
+                return frame
+            if frame.kind is not Kind.BEAT:
+                raise InvalidFrame("parameter server said something else", got=frame.kind.name)
+            if time.monotonic() > until:
+                raise PeerLost("parameter server does not answer", wanted=f"in {ANSWER_S:.0f} s")
 
     def _close(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-
-def _answer(connection: socket.socket, wanted: Kind, max_body_bytes: int) -> Frame:
-    until = time.monotonic() + ANSWER_S
-    while True:
-        frame = receive(connection, max_body_bytes)
-        if frame.kind is Kind.REFUSED:
-            raise InvalidInput("parameter server refused", got=frame.head.get("message"))
-        if frame.kind is wanted:
-            return frame
-        if frame.kind is not Kind.BEAT:
-            raise InvalidFrame("parameter server said something else", got=frame.kind.name)
-        if time.monotonic() > until:
-            raise PeerLost("parameter server does not answer", wanted=f"within {ANSWER_S:.0f} s")

@@ -1,0 +1,1 @@
+"""Layouts that must learn alike, and the ranks that run them."""

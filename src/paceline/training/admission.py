@@ -1,0 +1,89 @@
+"""What a job must satisfy before any rank of it is started: its data, mesh, checkpoints and code.
+
+Whatever fits neither a node's model, the snapshot's label nor what is stored under the job's id is
+refused here, with the reason, and nothing was changed. What only the node's own disk knows, each
+rank checks again (loading.py). Knows no torch and starts nothing but ``code_ref``'s own check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from paceline.data import Snapshot, load_snapshot, require_purpose
+from paceline.data.splits import require_columns
+from paceline.data.transform import require_allowed
+from paceline.errors import CorruptData, InvalidSnapshot
+from paceline.models import ModelConfig, read_config, require_tokenizer
+from paceline.models.files import CONFIG_FILE
+from paceline.objects import ObjectStore, join_url
+from paceline.profile import load_runtime
+from paceline.training.checkpoint import Generations
+from paceline.training.code_ref import require_code
+from paceline.training.identity import config_digest
+from paceline.training.mesh import MeshSpec
+from paceline.training.parallel import require_layout
+from paceline.training.preemption import open_watcher
+from paceline.training.relaxed import replicas_of
+from paceline.wire.training import TrainJob
+
+
+def admit(job: TrainJob, worker_id: str, store: ObjectStore) -> None:
+    """Raise what keeps ``job`` from being run; ``worker_id`` is the node of its first rank.
+
+    InvalidInput for mesh, settings or code, InvalidSnapshot for data, TrainingFailed where the job
+    id's checkpoints are another configuration's.
+    """
+    snapshot = load_snapshot(job.snapshot_url, store)
+    require_data(job, worker_id, snapshot)
+    require_mesh(job, worker_id)
+    if job.settings.guard.preemption:
+        open_watcher(job.settings.guard.preemption)
+    require_checkpoint(job, store)
+    require_code(job, load_runtime(job.state_dir), snapshot.vocabulary.vocab_size)
+
+
+def require_mesh(job: TrainJob, worker_id: str) -> None:
+    """Raise InvalidInput where the job's mesh cannot work, before any rank is started.
+
+    The base model's own shape is looked at where its node's disk is this machine's.
+    """
+    settings = job.settings
+    mesh = MeshSpec.of(settings.mesh, replicas_of(settings))
+    require_layout(mesh, settings, _base_config(job, worker_id), job.data)
+
+
+def require_checkpoint(job: TrainJob, store: ObjectStore) -> None:
+    """Raise TrainingFailed where the job id's newest checkpoint is of another configuration."""
+    generations = Generations(store, join_url(job.checkpoint_url, job.job_id))
+    for newest in generations.find().committed[:1]:
+        with contextlib.suppress(CorruptData):  # ranks set it aside, and use the one before
+            generations.commit_of(newest, config_digest(job))
+
+
+def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
+    """Raise InvalidSnapshot or InvalidInput where the job may not, or cannot, learn from
+    ``snapshot``: labelled for something else, tokenised by another tokenizer than the base
+    model's, or without any tokens for it."""
+    require_purpose(snapshot, job.purpose, job.data.project)
+    require_allowed(job.data.transform, load_runtime(job.state_dir).profile.security.code_sources)
+    require_columns(job.data.columns, job.settings.batch_sequences)
+    config = _base_config(job, worker_id)
+    if config is None:
+        return  # another machine's disk, or a user's own model: each rank looks
+    if not snapshot.tokens:
+        raise InvalidSnapshot(
+            "snapshot has no tokens for a transformer",
+            got=f"columns {', '.join(each.name for each in snapshot.columns)}",
+            wanted="text or tokens",
+            where=snapshot.url,
+            do="Name the text's field (data.text_field), or train a model of your own (code_ref).",
+        )
+    vocabulary = snapshot.vocabulary
+    require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
+
+
+def _base_config(job: TrainJob, worker_id: str) -> ModelConfig | None:
+    base = load_runtime(job.state_dir).node_dir(worker_id) / "store" / "models"
+    directory = base / job.model_id / job.version
+    known = not job.settings.code_ref and (directory / CONFIG_FILE).exists()
+    return read_config(directory) if known else None

@@ -1,0 +1,124 @@
+"""A rank of a training job with a parameter server: server, standby or worker, to its end.
+
+Ranks 0 and 1 serve (``leading``): one leads, the other holds every update that was acknowledged; a
+rank that was started again follows whoever leads by now. Workers hold nothing that is not computed
+again. Ranks join no process group: one that dies is no other's failure (``training.loose``).
+
+Exit code 76: no server holds the state any more; the job resumes from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from typing import Any
+
+from paceline.data import PlannedStream, open_stream
+from paceline.errors import CorruptData
+from paceline.training.identity import stream_seed
+from paceline.training.loading import Loaded
+from paceline.training.loop import StepReport
+from paceline.training.numbers import Exporter
+from paceline.training.rank import FOLLOWER_BEAT_S, device_of, exporter_of
+from paceline.training.relaxed import SERVING, require_ranks
+from paceline.training.relaxed.computing import Gradients
+from paceline.training.relaxed.leading import ServingRank
+from paceline.training.relaxed.meeting import Meeting
+from paceline.training.relaxed.terms import Terms
+from paceline.training.relaxed.worker import Task, Worker
+from paceline.training.voice import Place, Voice
+from paceline.training.watch import StopFlag
+
+
+def run_part(its: Loaded, place: Place, voice: Voice, stop: StopFlag) -> int:
+    """Do the part of ``place`` in an asynchronous job; return the exit code."""
+    settings = its.job.settings
+    workers = require_ranks(settings, place.world_size)
+    voice.enter("joining")
+    meeting = Meeting(place)
+    terms = Terms(meeting.key, workers, settings.steps, settings.synchrony.max_staleness)
+    if place.rank < SERVING:
+        return ServingRank(its, place, voice, stop, meeting, terms).run()
+    return _work(its, place, voice, meeting, terms)
+
+
+def _work(its: Loaded, place: Place, voice: Voice, meeting: Meeting, terms: Terms) -> int:
+    job, workers = its.job, terms.workers
+
+    def opened(task: Task) -> PlannedStream:
+        if task.sequence > 1 and task.position is None:
+            raise CorruptData("share has no position to go on from", got=f"batch {task.sequence}")
+        return open_stream(
+            its.snapshot,
+            "train",
+            its.cache,
+            job.data,
+            context=its.context,
+            global_batch=job.settings.batch_sequences,
+            seed=stream_seed("job", job.settings.seed),
+            rank=task.worker,
+            world_size=workers,
+            position=task.position,
+            skip=frozenset(job.skip_batches),
+        )
+
+    with contextlib.ExitStack() as stack:
+        exporter = stack.enter_context(exporter_of(job, place.rank))
+        compute = Gradients(its.model, its.workload, job.settings, workers, opened, device_of())
+        stack.callback(compute.close)
+        telling = _WorkerTelling(voice, exporter, compute)
+        worker = Worker(
+            place.rank - SERVING,
+            meeting.servers,
+            terms,
+            compute.count,
+            compute.dtype,
+            rank=place.rank,
+            away_s=job.settings.guard.start_deadline_s,
+            on_word=telling.heard,
+        )
+        voice.enter("first step")  # fetches shards; the server may still be loading
+        worker.run(compute, telling)
+    return 0
+
+
+class _WorkerTelling:
+    """Says what a worker pushed, now and then, and that it hears the server."""
+
+    def __init__(self, voice: Voice, exporter: Exporter, compute: Gradients) -> None:
+        self._voice, self._exporter, self._compute = voice, exporter, compute
+        self._said_at = 0.0
+        self._pushed_at = time.perf_counter()
+        self._stepping = False
+
+    def heard(self) -> None:
+        """Note that a server spoke: we wait for no dead one."""
+        if self._stepping:
+            self._voice.enter("step")
+
+    def __call__(self, task: Task) -> None:
+        """Note that the task's gradient is applied."""
+        self._stepping = True
+        self._voice.enter("step", task.sequence)
+        now = time.perf_counter()
+        seconds, self._pushed_at = now - self._pushed_at, now
+        note = self._compute.note
+        report = StepReport(
+            step=task.sequence,
+            loss=note.loss,
+            grad_norm=math.nan,
+            learning_rate=math.nan,
+            seconds=seconds,
+            tokens_per_second=note.tokens / seconds if seconds else 0.0,
+            data_wait_s=note.waited_s,
+            figures={"step_seconds": seconds, "data_wait_s": note.waited_s},
+        )
+        self._exporter.take(report, len(note.quarantined))
+        if now - self._said_at < FOLLOWER_BEAT_S:
+            return
+        self._said_at = now
+        data: dict[str, Any] = {"loss": note.loss, "share": task.worker, **report.figures}
+        if note.quarantined:
+            data["quarantined_shards"] = list(note.quarantined)
+        self._voice.say("step", task.sequence, **data)

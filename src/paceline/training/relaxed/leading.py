@@ -1,0 +1,294 @@
+"""A rank that serves an asynchronous job: it leads, or stands by until it does.
+
+Whoever leads speaks as rank 0: it saves, evaluates, exports and says the result. The server that is
+left when the other dies goes on from the last update that was acknowledged, with the same files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import shutil
+import uuid
+from typing import Any
+
+from paceline.errors import CorruptData, PeerLost
+from paceline.training.checkpoint import (
+    Checkpointer,
+    Failures,
+    TrainState,
+    WholeModel,
+    export,
+    resume_newest_healthy,
+)
+from paceline.training.environment import current
+from paceline.training.group import Group
+from paceline.training.identity import code_version
+from paceline.training.loading import Loaded
+from paceline.training.loop import StepReport
+from paceline.training.mesh import Mesh, MeshSpec
+from paceline.training.numbers import Exporter
+from paceline.training.rank import evaluator_of, exporter_of, upload
+from paceline.training.relaxed.evaluating import Beside
+from paceline.training.relaxed.following import follow
+from paceline.training.relaxed.learner import Learner
+from paceline.training.relaxed.ledger import Ledger
+from paceline.training.relaxed.meeting import Meeting
+from paceline.training.relaxed.server import Server
+from paceline.training.relaxed.serving import Serving
+from paceline.training.relaxed.steward import POSITION, JobSteward, position_of, progress_of
+from paceline.training.relaxed.terms import Terms
+from paceline.training.scaling import master_dtype
+from paceline.training.voice import Place, Voice
+from paceline.training.watch import STOPPED_EXIT, StopFlag
+
+log = logging.getLogger(__name__)
+
+MEET_AGAIN_S = 5.0  # beside three silences: for a rank started anew to find who leads
+
+
+class ServingRank:
+    """A rank that serves: it leads, or follows until it does."""
+
+    def __init__(
+        self,
+        its: Loaded,
+        place: Place,
+        voice: Voice,
+        stop: StopFlag,
+        meeting: Meeting,
+        terms: Terms,
+    ) -> None:
+        self._its, self._place, self._voice, self._stop = its, place, voice, stop
+        self._meeting, self._terms = meeting, terms
+        self._job, self._settings = its.job, its.job.settings
+        self._model = its.model.to(master_dtype(self._settings))
+        self._learner = Learner(self._model, self._settings, terms.workers)
+        self._steward = JobSteward(self._settings, terms.workers, len(self._job.skip_batches))
+        self._server = Server(
+            self._learner,
+            terms,
+            meeting.claims,
+            f"rank-{place.rank}-{uuid.uuid4().hex}",  # never twice: a rank may be started again
+            steward=self._steward,
+        )
+        self._state = TrainState(
+            WholeModel(self._model), self._learner.optimizer, Group(), Mesh(MeshSpec())
+        )
+
+    def run(self) -> int:
+        """Serve to the end of the job; return the exit code."""
+        with Serving(self._server, (self._meeting.host, 0), math.inf) as serving:
+            self._meeting.publish(self._place.rank, serving.address)
+            if not self._begin() and self._follow() == "released":
+                return 0
+            return self._lead(serving)
+
+    def _begin(self) -> bool:
+        """Lead from the last checkpoint where nobody has led yet, and that is our part."""
+        if self._place.rank != 0 or self._meeting.claims.claimed(1):
+            return False
+        self._voice.enter("resuming")
+        self._resume()
+        self._server.lead(1)
+        return True
+
+    def _follow(self) -> str:
+        self._voice.enter("following")
+        patience = 3 * self._terms.silence_s + MEET_AGAIN_S
+        if not self._meeting.claims.claimed(1):
+            patience = self._settings.guard.start_deadline_s  # rank 0 is still loading
+
+        told = False
+
+        def heard() -> None:
+            nonlocal told
+            if not told:
+                told = True
+                self._voice.say("started", self._steward.progress.step, role="standby")
+            self._voice.enter("step", self._steward.progress.step)
+
+        return follow(self._server, self._meeting.servers, patience, heard)
+
+    def _resume(self) -> None:
+        """Restore the newest healthy checkpoint, if there is one."""
+        restored = resume_newest_healthy(
+            self._its.generations,
+            self._state,
+            config_digest=self._its.config_digest,
+            work_dir=self._its.work_dir,
+            on_rejected=lambda step, why: self._voice.say(
+                "checkpoint", step, rejected=True, why=why
+            ),
+        )
+        if restored is None:
+            return
+        position = restored.position
+        if position.get("kind") != POSITION:
+            raise CorruptData(
+                "checkpoint is of a job without a parameter server", where=restored.url
+            )
+        before, workers = int(position["workers"]), self._terms.workers
+        saved = Ledger.from_json(position["ledger"], self._terms.max_staleness)
+        ledger = self._server.ledger = saved.of_workers(before, workers)
+        if before != workers:
+            log.warning(
+                "shares are cut anew workers=%d before=%d step=%d before=%d",
+                workers, before, ledger.version // workers, restored.step,
+            )  # fmt: skip
+        step = ledger.version // workers
+        progress = self._steward.progress = progress_of(step, restored.metrics)
+        self._steward.guard.restore(restored.extra["guard"])
+        self._steward.quarantined = set(restored.extra["quarantined"])
+        progress.extra.update(restored.extra)
+
+    def _lead(self, serving: Serving) -> int:
+        its, job, settings = self._its, self._job, self._settings
+        voice, server, steward = self._voice, self._server, self._steward
+        voice.take(dataclasses.replace(self._place, rank=0))
+        progress = steward.progress
+        environment = current(settings.threads_per_rank).model_dump(mode="json")
+        with contextlib.ExitStack() as stack:
+            exporter = stack.enter_context(exporter_of(job, 0))
+            with server.changed:  # nobody steps while the leader is made ready
+                resumed_from = progress.step
+                self._state.extra = progress.extra
+                saver = Checkpointer(
+                    its.generations,
+                    self._state,
+                    settings.checkpoints,
+                    job_id=job.job_id,
+                    config_digest=its.config_digest,
+                    code_version=code_version(),
+                    environment=environment,
+                    failures=Failures(job.failures, job.running_s),
+                    deadline_s=settings.guard.checkpoint_deadline_s,
+                )
+                stack.callback(saver.close)
+                beside = Beside(evaluator_of(its, Mesh(MeshSpec())), self._model, its)
+                stack.callback(beside.close)
+                telling = _LeaderTelling(voice, saver, steward, exporter, beside, self._learner)
+                voice.say(
+                    "resumed",
+                    resumed_from,
+                    position=position_of(server.ledger, self._terms.workers),
+                    metrics_port=exporter.port,
+                )
+                steward.led_by(saver, lambda: server.ledger, self._learner.rate, telling)
+            self._stop.listening = True
+            voice.enter("step", progress.step)
+            if not serving.until_done(on_tick=self._tick):
+                return self._stopped(serving, saver, telling)
+            if progress.step > resumed_from or not saver.kept():
+                with voice.phase("evaluating"):
+                    beside.last(self._learner.weights(), progress)
+                self._save_last(saver, telling)
+            exported = self._export()
+            self._say_result(resumed_from, saver, exported, environment)
+            server.release()
+        return 0
+
+    def _tick(self) -> bool:
+        """Show that the lock is not stuck; return whether we are asked to stop."""
+        with self._server.changed:
+            self._voice.enter("step", self._steward.progress.step)
+        return self._stop()
+
+    def _stopped(self, serving: Serving, saver: Checkpointer, telling: _LeaderTelling) -> int:
+        step = self._steward.progress.step
+        with self._server.changed:  # no update from here on
+            self._server.epoch = 0
+            self._save_last(saver, telling)
+        serving.abandon(PeerLost("parameter server was asked to stop"))
+        self._voice.say("failed", step, code="Stopped", message="stopped, state saved")
+        return STOPPED_EXIT
+
+    def _save_last(self, saver: Checkpointer, telling: _LeaderTelling) -> None:
+        """Save the state as it is; the ledger knows what of a step is done already."""
+        steward = self._steward
+        with self._voice.phase("saving"):
+            saver.save_last(
+                steward.progress.step,
+                position_of(self._server.ledger, self._terms.workers),
+                steward.progress.metrics(),
+            )
+        telling.tell_saved()
+
+    def _export(self) -> dict[str, Any]:
+        with self._voice.phase("exporting"):
+            directory = self._its.work_dir / "export"
+            shutil.rmtree(directory, ignore_errors=True)
+            export(self._state, self._its.config, directory)
+            return upload(self._its, directory)
+
+    def _say_result(
+        self,
+        resumed_from: int,
+        saver: Checkpointer,
+        exported: dict[str, Any],
+        environment: dict[str, Any],
+    ) -> None:
+        progress = self._steward.progress
+        self._voice.say(
+            "result",
+            progress.step,
+            **exported,
+            steps=progress.step,
+            resumed_from_step=resumed_from,
+            first_loss=progress.first_loss,
+            final_loss=progress.loss,
+            held_out=progress.held_out,
+            tokens_per_second=progress.tokens / progress.seconds if progress.seconds else 0.0,
+            data_wait_share=progress.share(progress.data_wait_s),
+            checkpoint_stall_share=progress.share(progress.stall_s),
+            checkpoints=[each.model_dump() for each in saver.kept()],
+            checkpoints_put_off=saver.put_off,
+            quarantined_shards=sorted(self._steward.quarantined),
+            config_digest=self._its.config_digest,
+            code_version=code_version(),
+            environment=environment,
+        )
+
+
+class _LeaderTelling:
+    """Says each step of the job, and sees to its evaluations; under the server's lock."""
+
+    def __init__(
+        self,
+        voice: Voice,
+        saver: Checkpointer,
+        steward: JobSteward,
+        exporter: Exporter,
+        beside: Beside,
+        learner: Learner,
+    ) -> None:
+        self._voice, self._saver, self._steward = voice, saver, steward
+        self._exporter, self._beside, self._learner = exporter, beside, learner
+        self._alerts = 0
+
+    def __call__(self, report: StepReport) -> None:
+        progress = self._steward.progress
+        held_out = self._beside.take(progress)
+        report = dataclasses.replace(report, held_out=held_out)
+        self._voice.enter("step", report.step)
+        self._exporter.take(report, len(self._steward.quarantined))
+        data = report.data() | {
+            "waited_s": progress.data_wait_s,
+            "stalled_s": progress.stall_s,
+            "checkpoints_put_off": self._saver.put_off,
+        }
+        if self._steward.quarantined:
+            data["quarantined_shards"] = sorted(self._steward.quarantined)
+        if raised := self._saver.alerts[self._alerts :]:
+            self._alerts += len(raised)
+            data["checkpoint_alerts"] = [each.message for each in raised]
+        self._voice.say("step", report.step, **data)
+        self.tell_saved()
+        self._beside.begin(report.step, self._learner.weights)
+
+    def tell_saved(self) -> None:
+        """Say which checkpoints are committed by now."""
+        for ref in self._saver.report():
+            self._voice.say("checkpoint", ref.step, url=ref.url, digest=ref.digest, bytes=ref.bytes)

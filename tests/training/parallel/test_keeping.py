@@ -1,0 +1,84 @@
+"""What a hook or a task carries from batch to batch is in checkpoints: a resume repeats the run."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.training.recurrent import Carried
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    root = tmp_path_factory.mktemp("keeping")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [sys.executable, "-m", "tests.training.parallel.keeping_ranks"]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(port), str(root)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [each.communicate(timeout=100) for each in started]
+    finally:
+        for each in started:
+            each.kill()
+    for (_, err), each in zip(said, started, strict=True):
+        assert each.returncode == 0, err[-3000:]
+    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+@pytest.mark.parametrize("case", ["compressed", "carried"])
+def test_a_resume_on_the_same_ranks_is_bit_identical_with_it_and_not_without(
+    ranks: list[dict[str, Any]], case: str
+) -> None:
+    assert [each[case]["resumed"] for each in ranks] == [True, True]
+    assert [each[case]["without"] for each in ranks] == [False, False], "it matters"
+
+
+def test_each_ranks_error_is_saved_and_what_they_share_once(ranks: list[dict[str, Any]]) -> None:
+    kept = ranks[0]["compressed"]["kept"]
+    of_ranks = [[each for each in kept if f"error.{rank}-of-2." in each] for rank in range(2)]
+    assert len(of_ranks[0]) == len(of_ranks[1]) >= 1
+    assert len([each for each in kept if ".q." in each]) == len(of_ranks[0])
+    assert "kept.powersgd.iterations" in kept
+
+
+def test_rows_go_on_with_their_state_on_another_number_of_ranks(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert ranks[0]["carried"]["kept"] == ["kept.carried.0", "kept.carried.2"]
+    assert np.allclose(ranks[0]["alone"], ranks[0]["carried"]["losses"], rtol=1e-9, atol=0)
+
+
+def test_errors_of_another_world_are_dropped_with_a_warning(ranks: list[dict[str, Any]]) -> None:
+    assert not [each for each in ranks[0]["warned before"] if "PowerSGD" in each]
+    iterations, errors, matrices = ranks[0]["of three"]
+    assert (iterations, errors) == (15, 0) and matrices > 0
+    assert any("errors are dropped" in each for each in ranks[0]["warned"])
+
+
+def test_only_rows_that_were_computed_here_are_saved_again() -> None:
+    carried = Carried()
+    carried.restore({"carried.0": torch.ones(4, 1, 2)})
+    carried.keep([2, 3], torch.zeros(2, 1, 2))
+    carried.settle()
+    carried.keep([2, 3], torch.full((2, 1, 2), 9.0))  # of the batch that is under way
+    saved = carried.tensors()
+    assert list(saved) == ["carried.2"] and saved["carried.2"].sum() == 0

@@ -1,0 +1,205 @@
+"""The parameter server as a job like any other: ranks fall one by one, it stops, it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.data import ShardCache, open_stream
+from paceline.errors import Cancelled, InvalidInput
+from paceline.models import load_model, weights_digest
+from paceline.training import LocalLauncher, run_job
+from paceline.training.checkpoint import Generations
+from paceline.wire.training import RankEvent, TrainJob, TrainResult
+from tests.training.conftest import Camp
+
+STEPS = 60
+SERVED = {"kind": "parameter-server", "max_staleness": 3}
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[LocalLauncher]:
+    with LocalLauncher() as kept:
+        yield kept
+
+
+def job_of(camp: Camp, name: str, **changes: object) -> TrainJob:
+    wanted = {"ranks": 5, "steps": STEPS, "synchrony": SERVED, "evaluate_every_steps": 20}
+    return camp.job(name, **(wanted | {"evaluate_sequences": 6} | changes))
+
+
+class Story:
+    """What the ranks said, and what is done to them."""
+
+    def __init__(self, camp: Camp, launcher: LocalLauncher) -> None:
+        self.camp, self.launcher = camp, launcher
+        self.events: list[RankEvent] = []
+        self.killed: dict[str, int] = {}  # what for → pid
+        self.cancel = threading.Event()
+
+    def run(self, job: TrainJob) -> TrainResult:
+        return run_job(
+            job, self.camp.nodes, self.launcher, on_event=self._heard, cancel=self.cancel
+        )
+
+    def kill(self, why: str, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+        if why not in self.killed:
+            self.killed[why] = self.launcher.pids[rank]
+            os.kill(self.killed[why], number)
+
+    def of(self, event: str, rank: int = 0) -> list[RankEvent]:
+        return [each for each in self.events if (each.event, each.rank) == (event, rank)]
+
+    def standbys(self) -> list[RankEvent]:
+        return [e for e in self.events if e.event == "started" and e.data.get("role") == "standby"]
+
+    def _heard(self, event: RankEvent) -> None:
+        self.events.append(event)
+        self.on_event(event)
+
+    def on_event(self, event: RankEvent) -> None:
+        pass
+
+
+class Struck(Story):
+    """A worker is killed, then the leader."""
+
+    def on_event(self, event: RankEvent) -> None:
+        if event.event != "step" or event.rank != 0:
+            return
+        if event.step >= 4:
+            self.kill("worker", 3)
+        if event.step >= 12 and self.standbys():
+            self.kill("leader", 0)
+
+
+@pytest.fixture(scope="module")
+def struck(camp: Camp, launcher: LocalLauncher) -> tuple[Struck, TrainResult]:
+    story = Struck(camp, launcher)
+    return story, story.run(job_of(camp, "struck"))
+
+
+def test_a_killed_worker_and_a_killed_server_stop_nobody_else(
+    struck: tuple[Struck, TrainResult],
+) -> None:
+    story, result = struck
+    fell = {each.failed_rank: each for each in result.restarts}
+    assert set(fell) == {0, 3}
+    for each in fell.values():
+        assert (each.attempt, each.lost_steps) == (1, 0)
+        assert "killed by signal 9" in each.reason
+    assert len(story.of("resumed")) == 2, "two servers led, one after the other"
+    assert [each.step for each in story.of("step")] == list(range(1, STEPS + 1))
+    assert result.failures.job == 2
+    again = {each.data["pid"] for each in story.of("started", 3) if "pid" in each.data}
+    assert len(again) == 2 and story.killed["worker"] in again
+
+
+def test_what_it_learned_is_exported_evaluated_and_saved(
+    camp: Camp, struck: tuple[Struck, TrainResult]
+) -> None:
+    story, result = struck
+    assert result.steps == STEPS and result.final_loss < result.first_loss - 1
+    assert result.held_out["held_out_loss"] < result.first_loss - 1
+    staleness = [each.data["staleness_most"] for each in story.of("step")]
+    assert 0 < max(staleness) <= SERVED["max_staleness"]
+    directory = camp.runtime.state_dir / "exported"
+    directory.mkdir()
+    for each in camp.store.list(result.export_url):
+        camp.store.download_file(each.url, directory / each.url.rsplit("/", 1)[1])
+    assert weights_digest(directory) == result.weights_digest
+    assert load_model(directory)[1].context == 32
+    assert result.checkpoints[-1].step == STEPS
+    generations = Generations(camp.store, result.checkpoints[-1].url.rsplit("/", 1)[0])
+    newest = generations.find().committed[0]
+    position = generations.commit_of(newest, result.config_digest).position
+    assert position["ledger"]["applied"] == {"0": STEPS, "1": STEPS, "2": STEPS}
+
+
+class StruckOften(Struck):
+    """A worker is frozen, too, and the standby that took over is killed once it has one itself."""
+
+    def on_event(self, event: RankEvent) -> None:
+        super().on_event(event)
+        if event.event != "step" or event.rank != 0:
+            return
+        if event.step >= 6:
+            self.kill("frozen", 4, signal.SIGSTOP)
+        if "leader" in self.killed and len(self.of("resumed")) == 2 and len(self.standbys()) == 2:
+            self.kill("its standby", 1)
+
+
+@pytest.mark.chaos
+def test_a_third_server_leads_after_the_second_and_a_frozen_worker_is_replaced(
+    camp: Camp, launcher: LocalLauncher
+) -> None:
+    story = StruckOften(camp, launcher)
+    # A server takes seconds to start: the job has to last until it follows.
+    settings = {"steps": 1500, "checkpoints": {"every_steps": 50, "keep": 3}}
+    result = story.run(job_of(camp, "struck-often", **settings, evaluate_every_steps=500))
+    assert set(story.killed) == {"worker", "frozen", "leader", "its standby"}
+    fell = {each.failed_rank: each for each in result.restarts}
+    assert {rank: each.kind for rank, each in fell.items()} == {
+        0: "failed", 1: "failed", 3: "failed", 4: "hung"
+    }  # fmt: skip
+    assert {each.attempt for each in result.restarts} == {1}, "nobody else was stopped"
+    assert "it is stopped" in fell[4].reason
+    assert [each.lost_steps for each in result.restarts] == [0, 0, 0, 0]
+    assert len(story.of("resumed")) == 3, "three servers led, one after the other"
+    assert [each.step for each in story.of("step")] == list(range(1, 1501))
+    assert any("held_out_loss" in each.data for each in story.of("step"))
+
+
+class Cancelling(Story):
+    def on_event(self, event: RankEvent) -> None:
+        if (event.event, event.rank) == ("step", 0) and event.step >= 20:
+            self.cancel.set()
+
+
+def test_a_cancelled_job_goes_on_where_it_was_with_other_workers(
+    camp: Camp, launcher: LocalLauncher
+) -> None:
+    story = Cancelling(camp, launcher)
+    with pytest.raises(Cancelled):
+        story.run(job_of(camp, "cancelled"))
+    saved = story.of("checkpoint")[-1].step
+    assert saved >= 20, "the leader saved as it was asked to stop"
+    rest = Story(camp, launcher)
+    result = rest.run(job_of(camp, "cancelled", ranks=4))
+    assert (result.steps, result.ranks) == (STEPS, 4)
+    assert 0 < result.resumed_from_step <= saved, "two workers go on where the slowest of three was"
+    assert [each.step for each in rest.of("step")] == list(
+        range(result.resumed_from_step + 1, STEPS + 1)
+    )
+
+
+def test_a_job_without_a_server_a_standby_and_a_worker_is_refused(
+    camp: Camp, launcher: LocalLauncher
+) -> None:
+    with pytest.raises(InvalidInput, match="too few ranks"):
+        run_job(job_of(camp, "few", ranks=2), camp.nodes, launcher)
+    with pytest.raises(InvalidInput, match="whole replicas"):
+        run_job(job_of(camp, "cut", mesh={"tp": 2}), camp.nodes, launcher)
+    with pytest.raises(InvalidInput, match="batch is smaller"):
+        run_job(job_of(camp, "small", ranks=9), camp.nodes, launcher)
+
+
+def test_positions_of_shares_mean_the_same_to_any_worker(camp: Camp) -> None:
+    cache = ShardCache(camp.snapshot, camp.store, camp.runtime.state_dir / "cache-of-test")
+    job = job_of(camp, "positions")
+    with open_stream(
+        camp.snapshot, "train", cache, job.data, context=32, global_batch=6, seed=0, rank=0,
+        world_size=3,
+    ) as stream:  # fmt: skip
+        stream.next()
+        position, after = stream.position, stream.next()
+    with open_stream(
+        camp.snapshot, "train", cache, job.data, context=32, global_batch=6, seed=0, rank=0,
+        world_size=2, position=position,
+    ) as stream:  # fmt: skip
+        assert stream.next().step == after.step
+    cache.close()

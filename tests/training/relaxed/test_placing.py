@@ -1,0 +1,68 @@
+"""Who works on which share, and where a rank that fell starts again: pure decisions."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.errors import CorruptData
+from paceline.training.ports import GangMember
+from paceline.training.relaxed.ledger import Ledger, Update
+from paceline.training.relaxed.seats import Seats
+from paceline.training.replacing import place
+
+
+def test_a_rank_keeps_its_share_and_its_newest_line_counts() -> None:
+    seats = Seats(2, vacant_s=10, now=0.0)
+    assert seats.take(2, 0, "old", {0, 1}, 1.0) == (0, None)
+    assert seats.take(2, 0, "new", {0, 1}, 2.0) == (0, "old"), "the old line is to be cut"
+    seats.leave(0, "old", 3.0)
+    assert seats.take(3, 0, "other", {0}, 99.0) == (None, None), "it is still held"
+
+
+def test_a_share_nobody_works_on_goes_to_who_has_finished() -> None:
+    seats = Seats(3, vacant_s=10, now=0.0)
+    for rank, share in ((2, 0), (3, 1), (4, 2)):
+        assert seats.take(rank, share, rank, {0, 1, 2}, 0.0)[0] == share
+    seats.leave(1, 3, 20.0)  # rank 3 falls
+    seats.leave(0, 2, 21.0)  # rank 2 has finished
+    assert seats.take(2, 0, 2, {1, 2}, 25.0) == (None, None), "it may come back"
+    assert seats.take(2, 0, 2, {1, 2}, 30.0) == (1, None)
+    assert seats.take(3, 1, 5, {1, 2}, 31.0) == (None, None), "too late"
+
+
+def test_shares_are_cut_anew_for_another_number_of_workers() -> None:
+    ledger = Ledger(2)
+    for version, (worker, sequence) in enumerate([(0, 1), (1, 1), (0, 2), (2, 1)], start=1):
+        at = {"batch": sequence}
+        ledger.follow(Update(worker, sequence, version - 1, version), at)
+    again = Ledger.from_json(ledger.to_json(), 2)
+    assert again == ledger
+    assert again.of_workers(3, 3) is again
+    fewer = again.of_workers(3, 2)
+    assert (fewer.version, fewer.applied) == (2, {0: 1, 1: 1})
+    assert fewer.positions == {0: {"batch": 1}, 1: {"batch": 1}}, "where the slowest stood"
+    assert Ledger(2).of_workers(2, 5) == Ledger(2, 0, dict.fromkeys(range(5), 0))
+    with pytest.raises(CorruptData):
+        Ledger.from_json({"version": 1}, 2)
+
+
+@pytest.mark.parametrize(
+    ("rank", "node", "ready", "living", "spares", "wanted"),
+    [
+        (4, "a", ["a", "b"], {0: "a", 1: "b", 2: "a"}, {}, ("a", "")),
+        (4, "c", ["a", "b"], {0: "a", 1: "b", 2: "a"}, {}, ("b", "")),
+        (4, "c", ["a", "b"], {0: "a"}, {"s": "a"}, ("a", "s")),
+        (1, "b", ["a", "b"], {0: "a"}, {"s": "a"}, ("b", "")),
+        (0, "a", ["a", "b"], {1: "a"}, {}, ("b", "")),
+        (0, "a", ["a"], {1: "a"}, {}, ("a", "")),
+    ],
+)
+def test_a_rank_starts_again_at_home_else_where_there_is_room_and_servers_apart(
+    rank: int,
+    node: str,
+    ready: list[str],
+    living: dict[int, str],
+    spares: dict[str, str],
+    wanted: tuple[str, str],
+) -> None:
+    assert place(GangMember(node, rank), ready, living, spares) == wanted

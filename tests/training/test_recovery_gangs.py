@@ -1,0 +1,257 @@
+"""Gangs on played nodes and a played clock: who is at fault, and what is done about it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.errors import Cancelled, ServiceUnavailable
+from paceline.training import Deadlines, GangMember, GangResult, Gangs
+from paceline.training import attempt as attempts
+from paceline.training import gang as gangs_module
+from paceline.training.ports import Heard
+
+STOPPED = 143
+
+
+class Nodes:
+    """Two nodes with a rank each, that do as they are told; what they do not is set from outside.
+
+    ``at`` are things that happen once so many seconds have passed.
+    """
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.words: deque[Heard] = deque()
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.dropped: list[str] = []
+        self.away: set[str] = set()
+        self.deaf: dict[str, str] = {}  # worker → the order it does not take
+        self.mute: set[str] = set()  # takes orders, does nothing
+        self.stubborn: set[str] = set()  # its ranks are killed at their grace's end
+        self.at: list[tuple[float, Callable[[], None]]] = []
+        self.running: dict[str, list[int]] = {}
+        self.attempt = 0
+
+    def say(self, worker: str, **line: Any) -> None:
+        self.words.append(Heard(worker, line))
+
+    def ends(self, worker: str, code: int, *, killed: bool = False) -> None:
+        for rank in self.running.pop(worker, []):
+            self.say(
+                worker, launcher="ended", attempt=self.attempt, rank=rank, code=code, killed=killed
+            )
+        self.say(worker, launcher="over", attempt=self.attempt)
+
+    def later(self, seconds: float, do: Callable[[], None]) -> None:
+        self.at.append((self.now + seconds, do))
+
+    # -- the port
+
+    def tell_all(self, orders: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        untold = {}
+        for worker, order in orders.items():
+            self.told.append((worker, dict(order)))
+            if self.deaf.get(worker) == order["do"]:
+                untold[worker] = "it does not read"
+            elif worker not in self.mute:
+                self._obey(worker, order)
+        return untold
+
+    def _obey(self, worker: str, order: Mapping[str, Any]) -> None:
+        if order["do"] == "store":
+            self.say(worker, launcher="store", host="h", port=1)
+        elif order["do"] == "start":
+            self.attempt = order["attempt"]
+            self.running[worker] = [each["rank"] for each in order["ranks"]]
+            self.say(worker, launcher="started", attempt=self.attempt, pids={})
+        elif order["do"] == "stop" and worker in self.running:
+            if worker in self.stubborn:
+                self.later(order["grace_s"], lambda: self.ends(worker, -9, killed=True))
+            elif order["grace_s"]:
+                self.ends(worker, STOPPED)
+            else:
+                self.ends(worker, -9, killed=True)
+
+    def hear(self, timeout_s: float) -> Sequence[Heard]:
+        self.now += timeout_s
+        for due, do in [each for each in self.at if each[0] <= self.now]:
+            self.at.remove((due, do))
+            do()
+        for worker in self.running:
+            if worker not in self.mute:
+                self.say(worker, launcher="beat", attempt=self.attempt, ranks={})
+        found = list(self.words)
+        self.words.clear()
+        return found
+
+    def host(self, worker_id: str) -> str:
+        return worker_id
+
+    def start(self, worker_id: str) -> bool:
+        if worker_id in self.away:
+            return False
+        self.say(worker_id, launcher="ready")
+        return True
+
+    def drop(self, worker_id: str) -> None:
+        self.dropped.append(worker_id)
+        self.running.pop(worker_id, None)
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    played = Nodes()
+    clock = SimpleNamespace(monotonic=lambda: played.now)
+    monkeypatch.setattr(attempts, "time", clock)
+    monkeypatch.setattr(gangs_module, "time", clock)
+    return played
+
+
+def run(gangs: Gangs, attempt: int = 1, on_event: Any = None) -> GangResult:
+    members = [GangMember("a", 0), GangMember("b", 1)]
+    return gangs.run_gang(members, "{}", attempt, on_event)
+
+
+def stops(nodes: Nodes) -> list[tuple[str, float]]:
+    return [(at, order["grace_s"]) for at, order in nodes.told if order["do"] == "stop"]
+
+
+def both_end(nodes: Nodes, code: int = 0) -> Callable[[], None]:
+    return lambda: [nodes.ends(each, code) for each in ("a", "b")] and None
+
+
+def test_a_driver_that_was_stopped_blames_no_node_for_its_own_silence(nodes: Nodes) -> None:
+    def stopped() -> None:  # SIGSTOP, SIGCONT: the clock went on, and nothing was read
+        nodes.now += 60.0
+        nodes.words.clear()
+
+    nodes.later(2.0, stopped)
+    nodes.later(65.0, both_end(nodes))
+    assert run(Gangs(nodes, Deadlines())).ok
+    assert nodes.dropped == []
+
+
+def test_a_node_that_falls_silent_is_lost_and_ended(nodes: Nodes) -> None:
+    nodes.later(2.0, lambda: nodes.mute.add("b"))
+    found = run(Gangs(nodes, Deadlines()))
+    assert (found.failed_worker, found.lost) == ("b", {"b"})
+    assert "silent" in found.reason
+    assert nodes.dropped == ["b"]
+
+
+@pytest.mark.parametrize("order", ["start", "store"])
+def test_a_node_that_takes_no_order_is_the_one_that_is_lost(nodes: Nodes, order: str) -> None:
+    guilty = "b" if order == "start" else "a"
+    nodes.deaf[guilty] = order
+    gangs = Gangs(nodes, Deadlines())
+    found = run(gangs)
+    assert (found.failed_worker, found.lost) == (guilty, {guilty})
+    assert "does not read" in found.reason
+    assert nodes.dropped == [guilty], "nothing goes on there unseen"
+    assert nodes.running == {}, "the whole gang or none of it"
+    nodes.deaf.clear()
+    nodes.later(2.0, both_end(nodes))
+    assert run(gangs, attempt=2).ok, "and it can be used again"
+
+
+def test_a_launcher_that_starts_no_ranks_is_blamed_and_not_the_first_node(nodes: Nodes) -> None:
+    gangs = Gangs(nodes, Deadlines())
+    gangs.prepare(["a", "b"])
+    nodes.mute.add("b")
+    found = run(gangs)
+    assert (found.failed_worker, found.lost) == ("b", {"b"})
+    assert "did not start its ranks within 30 s" in found.reason
+    assert nodes.running == {}
+
+
+def test_all_nodes_that_are_away_are_known_after_one_attempt(nodes: Nodes) -> None:
+    nodes.away = {"a", "b"}
+    found = run(Gangs(nodes, Deadlines()))
+    assert found.lost == {"a", "b"}
+    assert "node is away" in found.reason
+
+
+def test_why_a_launcher_ended_is_told(nodes: Nodes) -> None:
+    nodes.start = lambda at: nodes.words.append(Heard(at, lost="ImportError: no torch")) or True
+    assert "no torch" in run(Gangs(nodes, Deadlines())).reason
+
+
+def test_a_rank_that_stops_before_there_is_anything_to_save_takes_the_others_along(
+    nodes: Nodes,
+) -> None:
+    gangs = Gangs(nodes, Deadlines(), grace_s=5.0)
+    gangs.watch_for_preemption("", 12.0)
+    nodes.later(2.0, lambda: nodes.ends("b", STOPPED))  # SIGTERM while it loaded; a waits to join
+    found = run(gangs)
+    assert found.stopped, "and not found hanging a minute later"
+    assert ("a", 12.0) in stops(nodes)
+
+
+def test_a_notice_to_one_node_stops_all_within_the_grace(nodes: Nodes) -> None:
+    gangs = Gangs(nodes, Deadlines())
+    gangs.watch_for_preemption("http://x", 12.0)
+    nodes.later(2.0, lambda: nodes.say("b", launcher="preempted", reason="taken back"))
+    found = run(gangs)
+    assert found.stopped
+    assert found.preempted == {"b"}
+    assert dict(stops(nodes)) == {"a": 12.0, "b": 12.0}
+
+
+def test_who_does_not_stop_in_time_is_overdue_and_no_failure(nodes: Nodes) -> None:
+    gangs = Gangs(nodes, Deadlines(checkpoint_s=40.0))
+    nodes.stubborn = {"a", "b"}
+    nodes.later(2.0, lambda: gangs.stop_soon("nodes returned"))
+    found = run(gangs)
+    assert found.overdue
+    assert not found.ok
+    assert "grace of 40 s" in found.reason, "a save may take its time: nobody is in a hurry"
+
+
+def test_a_cancel_shortens_the_grace_and_says_who_had_not_saved(nodes: Nodes) -> None:
+    cancel = threading.Event()
+    gangs = Gangs(nodes, Deadlines(), cancel=cancel, grace_s=5.0)
+    nodes.stubborn = {"b"}
+    nodes.later(2.0, lambda: gangs.stop_soon("nodes returned"))
+    nodes.later(4.0, cancel.set)
+    with pytest.raises(Cancelled, match=r"ranks \[1\] had not saved within 5 s"):
+        run(gangs)
+    assert nodes.running == {}
+    assert ("b", 5.0) in stops(nodes)
+
+
+def test_a_listener_that_fails_leaves_no_rank(nodes: Nodes) -> None:
+    def listener(line: dict[str, Any]) -> None:
+        nodes.say("a", event="step")  # there is always more to hear
+        raise RuntimeError("disk full")
+
+    nodes.later(2.0, lambda: nodes.say("a", event="step"))
+    with pytest.raises(RuntimeError, match="disk full"):
+        run(Gangs(nodes, Deadlines()), on_event=listener)
+    assert nodes.running == {}
+
+
+def test_nodes_that_cannot_be_heard_are_given_up(nodes: Nodes) -> None:
+    def gone() -> None:
+        nodes.hear = unheard  # type: ignore[method-assign]
+
+    def unheard(timeout_s: float) -> Sequence[Heard]:
+        raise ServiceUnavailable("the scheduler is away")
+
+    nodes.later(2.0, gone)
+    with pytest.raises(ServiceUnavailable):
+        run(Gangs(nodes, Deadlines()))
+    assert set(nodes.dropped) == {"a", "b"}
+
+
+def test_a_late_word_about_the_store_of_another_head_is_not_taken(nodes: Nodes) -> None:
+    nodes.later(0.0, lambda: nodes.say("b", launcher="store", host="elsewhere", port=99))
+    nodes.later(2.0, both_end(nodes))
+    assert run(Gangs(nodes, Deadlines())).ok
+    started = [order for _, order in nodes.told if order["do"] == "start"]
+    assert {(each["host"], each["port"]) for each in started} == {("h", 1)}
