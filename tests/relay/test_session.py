@@ -203,19 +203,33 @@ def test_when_every_source_stays_away_the_worker_fails_within_its_bound() -> Non
     assert relay.deadline_s() is None
 
 
-def test_a_corrupt_piece_is_fetched_elsewhere_and_its_sender_named() -> None:
+def test_a_corrupt_piece_is_asked_of_its_sender_once_more_and_then_elsewhere() -> None:
     relay = session()
     relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"), ORIGIN)), 0)
     actions = relay.handle(PieceRejected("up", 1, Extent(2, 2 + 1)), 0.1)
     assert ReportCorrupt("up", 2) in actions
     assert relay.progress().corrupt_sources == ("up",)
+    assert fetches(actions) == [("up", 2, 3)]  # at once, in the stream that is open
+    assert {each.stream for each in actions if isinstance(each, Fetch)} == {1}
+    actions = relay.handle(PieceRejected("up", 1, Extent(2, 2 + 1)), 0.2)
+    assert ReportCorrupt("up", 2) in actions
+    assert fetches(actions) == []
     deadline_s = relay.deadline_s()
     assert deadline_s is not None
-    assert deadline_s > 0.1  # backed off
+    assert deadline_s > 0.2  # backed off
     assert fetches(relay.handle(Tick(), deadline_s)) == [("far", 2, 3)]
     # Everything else still comes from where it came from.
     arrive(relay, "up", 0, 2, deadline_s)
     assert all(key == "up" for key, _, _ in fetches(arrive(relay, "up", 3, 4, deadline_s)))
+
+
+def test_a_sender_that_is_gone_is_not_asked_once_more() -> None:
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"))), 0)
+    relay.handle(PieceRejected("up", 1, Extent(2, 3)), 0.1)
+    actions = relay.handle(SourceFailed("up", 1, PeerLost("reset")), 0.15)
+    assert {key for key, _, _ in fetches(actions)} == {"far"}
+    assert ("far", 2, 3) in fetches(actions)
 
 
 def test_a_piece_that_the_origin_always_sends_corrupt_fails_the_worker_and_is_named() -> None:
@@ -225,7 +239,9 @@ def test_a_piece_that_the_origin_always_sends_corrupt_fails_the_worker_and_is_na
     arrive(relay, ORIGIN.key, 3, 16, 0.0)
     now = 0.0
     actions = relay.handle(PieceRejected(ORIGIN.key, 1, Extent(2, 2 + 1)), now)
-    for _ in range(4):
+    assert fetches(actions) == [(ORIGIN.key, 2, 3)]
+    actions = relay.handle(PieceRejected(ORIGIN.key, 1, Extent(2, 2 + 1)), now)
+    for _ in range(3):
         assert not any(isinstance(a, Fail) for a in actions)
         now = relay.deadline_s() or 0.0
         said = relay.handle(Tick(), now)
@@ -248,7 +264,8 @@ def test_a_piece_that_the_origin_always_sends_corrupt_fails_the_worker_and_is_na
 def test_a_repair_parked_at_a_peer_without_the_piece_goes_on_elsewhere() -> None:
     relay = session()
     relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"), ORIGIN)), 0)
-    relay.handle(PieceRejected("up", 1, Extent(2, 2 + 1)), 0.0)
+    for _ in range(2):
+        relay.handle(PieceRejected("up", 1, Extent(2, 2 + 1)), 0.0)
     now = relay.deadline_s() or 0.0
     assert fetches(relay.handle(Tick(), now)) == [("far", 2, 3)]
     asked: list[tuple[str, int, int]] = []
@@ -268,7 +285,7 @@ def test_a_source_that_only_sends_corrupt_pieces_is_left() -> None:
     assert Abandon("up", 1) not in relay.handle(PieceRejected("up", 1, Extent(2, 3)), 0.1)
     actions = relay.handle(PieceRejected("up", 1, Extent(3, 4)), 0.1)
     assert Abandon("up", 1) in actions
-    assert fetches(actions) == [("far", 4, 8)]
+    assert fetches(actions) == [*(("far", piece, piece + 1) for piece in range(4)), ("far", 4, 8)]
 
 
 def test_newer_lanes_replace_older_ones_and_keep_what_is_held() -> None:
@@ -570,8 +587,10 @@ def test_a_corrupt_run_is_one_repair_one_request_and_one_report() -> None:
     relay = session(limits=SessionLimits())
     relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"), worker("far"))), 0)
     actions = relay.handle(PieceRejected("up", 1, Extent(3, 11)), 0.1)
-    assert actions == [ReportCorrupt("up", 3, 8)]
+    assert actions == [ReportCorrupt("up", 3, 8), Fetch(worker("up"), 1, Extent(3, 11))]
     assert relay.progress().corrupt_pieces == 8
+    actions = relay.handle(PieceRejected("up", 1, Extent(3, 11)), 0.1)
+    assert actions == [ReportCorrupt("up", 3, 8)]
     now = relay.deadline_s() or 0.0
     assert fetches(relay.handle(Tick(), now)) == [("far", 3, 11)]
     assert fetches(relay.handle(PieceRejected("far", 2, Extent(5, 7)), now)) == []

@@ -1,4 +1,9 @@
-"""Runs of pieces that arrived corrupt: whom to ask for them instead, and when to give them up.
+"""Runs of pieces that arrived corrupt: whom to ask for them again, and when to give them up.
+
+The first time it is the sender, at once, beside what it is sending: it has looked at its copy by
+then (a reader complains), and where the wire was at fault the right bytes are a transfer away. In a
+saturated line a spare would have to take that transfer from its own reader: two links lose time
+then instead of one, and such losses add up along the line. The second time it is somebody else.
 
 A run stays together for as long as it is sent and judged together, so that a thousand corrupt
 pieces of one sender cost one entry. It opens no streams and asks nothing itself.
@@ -62,7 +67,8 @@ class Repairs:
         return iter(self._all)
 
     def rejected(self, key: str, extent: Extent, now_s: float) -> list[Repair]:
-        """Set pieces aside that ``key`` sent corrupt; return them, to be asked for after a while.
+        """Set pieces aside that ``key`` sent corrupt; return them, to be asked for: at once the
+        first time, and after a while from then on.
 
         Pieces of different histories come as several repairs.
         """
@@ -76,7 +82,9 @@ class Repairs:
             part.corrupt[key] = part.corrupt.get(key, 0) + 1
             part.attempts += 1
             part.asked = None
-            part.retry_at_s = now_s + backoff_s(part.attempts, self._limits, self._random)
+            part.retry_at_s = now_s
+            if part.attempts > 1:
+                part.retry_at_s += backoff_s(part.attempts - 1, self._limits, self._random)
         return parts
 
     def arrived(self, extent: Extent) -> None:
@@ -120,13 +128,17 @@ class Repairs:
         may_ask: Callable[[Source], bool],
         now_s: float,
     ) -> Source | None:
-        """Return whom to ask: another holder first, the origin last; None: not now.
+        """Return whom to ask: the sender once more, then another holder, the origin last; None: not
+        now.
 
         What a lane reads from the origin, peers can have from us alone: it is asked again first.
         """
         origin_first = bool(candidates) and candidates[0].kind == "origin"
+        once = repair.attempts == 1
 
         def rank(source: Source) -> tuple[bool, int]:
+            if once and source.key in repair.corrupt:
+                return (False, -1)
             if source.kind == "origin":
                 return (not origin_first, 0)
             return (origin_first, repair.corrupt.get(source.key, 0))
