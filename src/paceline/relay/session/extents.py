@@ -63,18 +63,21 @@ class Extents:
                 self._stops[at] = stop
                 self.count += stop - first
                 return stop - first
-        before = self.count
         low = bisect_left(self._stops, first)  # first run that ends at or after ``first``
         high = bisect_right(self._firsts, stop)  # first run that begins after ``stop``
-        merged_first, merged_stop = first, stop
-        if low < high:
-            merged_first = min(first, self._firsts[low])
-            merged_stop = max(stop, self._stops[high - 1])
-            self.count -= sum(self._stops[i] - self._firsts[i] for i in range(low, high))
+        if low == high:
+            self._firsts.insert(low, first)
+            self._stops.insert(low, stop)
+            self.count += stop - first
+            return stop - first
+        there = sum(self._stops[low:high]) - sum(self._firsts[low:high])
+        merged_first = min(first, self._firsts[low])
+        merged_stop = max(stop, self._stops[high - 1])
         self._firsts[low:high] = [merged_first]
         self._stops[low:high] = [merged_stop]
-        self.count += merged_stop - merged_first
-        return self.count - before
+        new = merged_stop - merged_first - there
+        self.count += new
+        return new
 
     def remove(self, extent: Extent) -> int:
         """Remove a run and return how many of its pieces were there."""
@@ -86,19 +89,26 @@ class Extents:
             self._firsts[low] = stop  # the usual case: the beginning of a run
             self.count -= stop - first
             return stop - first
-        before = self.count
         high = bisect_left(self._firsts, stop)
         if low >= high:
             return 0
-        kept: list[Extent] = []
-        if self._firsts[low] < first:
-            kept.append(Extent(self._firsts[low], first))
-        if self._stops[high - 1] > stop:
-            kept.append(Extent(stop, self._stops[high - 1]))
-        self.count -= sum(self._stops[i] - self._firsts[i] for i in range(low, high))
-        self.count += sum(run.size for run in kept)
-        self._firsts[low:high] = [run.first for run in kept]
-        self._stops[low:high] = [run.stop for run in kept]
+        before, begin, end = self.count, self._firsts[low], self._stops[high - 1]
+        if high - low == 1:
+            self.count -= min(stop, end) - max(first, begin)
+        else:
+            there = sum(self._stops[low:high]) - sum(self._firsts[low:high])
+            self.count -= there - max(0, first - begin) - max(0, end - stop)
+        if begin < first and end > stop:
+            self._firsts[low:high] = [begin, stop]
+            self._stops[low:high] = [first, end]
+        elif begin < first:
+            self._firsts[low:high] = [begin]
+            self._stops[low:high] = [first]
+        elif end > stop:
+            self._firsts[low:high] = [stop]
+            self._stops[low:high] = [end]
+        else:
+            del self._firsts[low:high], self._stops[low:high]
         return before - self.count
 
     def __contains__(self, piece: int) -> bool:
