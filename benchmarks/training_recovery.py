@@ -4,9 +4,12 @@ A small model on two ranks of this machine, through the same driver, launcher an
 everywhere. ``kills``: a rank gets SIGKILL; seconds from the signal to the first step that is new
 (its number was never reached before), and to the first step of the new attempt. ``freezes``:
 SIGSTOP; seconds until it is noticed, against the step deadline. ``goodput``: one kill every twenty
-intervals; productive share of the time, against 1 - (I/2 + R)/MTBF - stall. ``exact``: losses and
-weights of a run that was killed, against one that was not. ``--ray`` adds Ray Train's recovery from
-the same kill on the same model, in the environment that ``make peers`` installs.
+intervals; productive share of the time from the first step's start to the last one's end, against
+1 - (I/2 + R)/MTBF - stall: I the interval between saves, R from the signal to where the first step
+after it begins to compute (its wait for data included), MTBF that time a failure. Steps made again,
+waits for data and a last save that came too late are losses, whatever the formula says of them.
+``exact``: losses and weights of a run that was killed, against one that was not. ``--ray`` adds Ray
+Train's recovery from the same kill on the same model, in the environment of ``make peers``.
 
     python benchmarks/training_recovery.py [--kills 10] [--freezes 3] [--parameters 100000]
                                            [--goodput-kills 5] [--ray] [--quick]
@@ -110,12 +113,15 @@ class Striker:
         self._later = self._random.randrange(spread)
         self._bench, self._number = bench, number
         self._every, self._left = every, strikes
+        draws = Random(0)
+        self.steps = sum(every + draws.randrange(spread) for _ in range(strikes))  # to the last one
         self._reached = 0
         self._last_strike = 0
         self._struck_at: float | None = None
         self._struck_in = 0
         self.new_step_s: list[float] = []  # to a step whose number is new
         self.any_step_s: list[float] = []  # to the first step of the new attempt
+        self.recovery_s: list[float] = []  # to where that step begins to compute
         self._resumed = False
         self.times: list[float] = []
         self._saved = 0
@@ -129,6 +135,9 @@ class Striker:
         if self._struck_at is not None:
             if event.attempt > self._struck_in and not self._resumed:
                 self.any_step_s.append(now - self._struck_at)
+                took = float(str(event.data["step_seconds"]))
+                waited = float(str(event.data["waited_s"]))  # for its data: that is recovery, too
+                self.recovery_s.append(now - self._struck_at - max(0.0, took - waited))
                 self._resumed = True
             if event.attempt > self._struck_in and event.step > self._reached:
                 self.new_step_s.append(now - self._struck_at)
@@ -192,8 +201,9 @@ def goodput(bench: Bench, failures: int) -> dict[str, Any]:
     recovery_s = 1.0
     # An interval long against a recovery, as in any job worth it: I = R, so MTBF = 20 R.
     interval = max(4, round(recovery_s / step_s))
-    striker = Striker(bench, signal.SIGKILL, 20 * interval, failures, interval)
-    steps = (20 * (failures + 1) + failures) * interval
+    every = round(19.5 * interval)  # and half an interval more in the mean: twenty
+    striker = Striker(bench, signal.SIGKILL, every, failures, interval)
+    steps = striker.steps + interval  # no quiet end, that would make failures look rarer
     job = bench.job("goodput", steps, interval)
     result, _ = bench.run(job, striker)
     ledger = result.ledger
@@ -201,10 +211,9 @@ def goodput(bench: Bench, failures: int) -> dict[str, Any]:
     trained = ledger.wall_s - ledger.start_s - ledger.finish_s
     mtbf_s = trained / max(1, len(result.restarts))
     interval_s = interval * (ledger.productive_s + ledger.data_wait_s) / steps  # as it was then
-    measured_r = statistics.mean(striker.any_step_s) if striker.any_step_s else 0.0
+    measured_r = statistics.mean(striker.recovery_s) if striker.recovery_s else 0.0
     stall = ledger.checkpoint_stall_s / trained
-    wait = ledger.data_wait_s / trained
-    bound = 1 - (interval_s / 2 + measured_r) / mtbf_s - stall - wait
+    bound = 1 - (interval_s / 2 + measured_r) / mtbf_s - stall
     return {
         "failures": len(result.restarts),
         "interval_steps": interval,
@@ -212,7 +221,8 @@ def goodput(bench: Bench, failures: int) -> dict[str, Any]:
         "mtbf_s": mtbf_s,
         "recovery_s": measured_r,
         "stall_share": stall,
-        "data_wait_share": wait,
+        "data_wait_share": ledger.data_wait_s / trained,
+        "intervals_a_failure": steps / interval / max(1, len(result.restarts)),
         "goodput": ledger.goodput,
         "bound": bound,
         "ledger": ledger.model_dump(),

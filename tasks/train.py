@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from paceline.errors import TemporaryError, TrainingFailed
+from paceline.errors import InvalidInput
 from paceline.manifest import Manifest
 from paceline.registry import MetricPoint, lineage
 from paceline.training import code_version, config_digest, data_numbers, environment, run_job
 from paceline.wire import digest_of
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
 from tasks import artifacts, cancelling
+from tasks.figures import Figures
 from tasks.run import Run, StageResult
 
 logger = logging.getLogger(__name__)
-
-METRICS_A_REQUEST = 200  # a request to MLflow costs more than a step
-METRICS_KEPT = 20_000  # while MLflow is away; older ones are lost
 
 
 @task(name="train", cache_policy=NO_CACHE)
@@ -43,7 +42,7 @@ def train(
     if steps is not None:
         settings = settings.model_copy(update={"steps": steps})
     if settings.ranks > len(nodes):
-        raise TrainingFailed(
+        raise InvalidInput(
             "not enough nodes for the gang",
             got=f"{len(nodes)} nodes",
             wanted=f"{settings.ranks} ranks, one a node",
@@ -89,12 +88,13 @@ def train(
             digest=snapshot["digest"],
         )
         page = artifacts.Progress("training", f"{settings.steps} steps on {settings.ranks} ranks")
-        with run.fleet() as fleet, cancelling.noticed() as cancel:
+        sending = Figures(partial(run.registry.log_metrics, run.mlflow_run), page.show)
+        with run.fleet() as fleet, cancelling.noticed() as cancel, sending as figures:
             result = run_job(
                 job,
                 nodes[: settings.ranks + settings.guard.spares],
                 fleet,
-                on_event=_follow(run, settings.steps, page),
+                on_event=_follow(run, settings.steps, figures),
                 store=run.store,
                 cancel=cancel,
                 on_wait=run.note,
@@ -118,22 +118,8 @@ def train(
     )
 
 
-def _follow(run: Run, steps: int, page: artifacts.Progress) -> Callable[[RankEvent], None]:
-    waiting: list[MetricPoint] = []
-    due = METRICS_A_REQUEST
-
-    def send() -> None:
-        nonlocal due
-        try:
-            run.registry.log_metrics(run.mlflow_run, waiting)
-        except TemporaryError as error:  # the ranks go on, and the figures come later
-            logger.warning("metrics wait for MLflow: %s", error)
-            del waiting[:-METRICS_KEPT]
-            due = len(waiting) + METRICS_A_REQUEST
-        else:
-            waiting.clear()
-            due = METRICS_A_REQUEST
-
+def _follow(run: Run, steps: int, figures: Figures) -> Callable[[RankEvent], None]:
+    """Return what takes in a job's events; it never waits for a server (see figures.py)."""
     noted: set[object] = set()
 
     def note_once(about: object, text: str) -> None:
@@ -153,18 +139,18 @@ def _follow(run: Run, steps: int, page: artifacts.Progress) -> Callable[[RankEve
             loss = event.data.get("loss")
             shown = f", loss {loss:.3f}" if isinstance(loss, float) else ""
             run.tell("train", fraction, f"step {event.step}/{steps}{shown}")
-            page.show(fraction)
-            waiting.extend(
-                MetricPoint(f"train.{key}", float(value), event.step)
-                for key, value in event.data.items()
-                if isinstance(value, int | float) and not isinstance(value, bool)
+            figures.take(
+                [
+                    MetricPoint(f"train.{key}", float(value), event.step)
+                    for key, value in event.data.items()
+                    if isinstance(value, int | float) and not isinstance(value, bool)
+                ],
+                fraction,
             )
-            if len(waiting) >= due or event.step >= steps:
-                send()
         elif event.event == "resumed" and event.step > 0 and event.rank == 0:
             run.note(f"training resumed at step {event.step} (attempt {event.attempt})")
-        elif event.event == "failed":
-            run.note(f"rank {event.rank} failed at step {event.step}: {event.data.get('reason')}")
+        elif event.event == "failed" and event.data.get("code") != "Stopped":
+            run.note(f"rank {event.rank} failed at step {event.step}: {event.data.get('message')}")
 
     return on_event
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from paceline.wire.training import RankEvent
-from tasks.train import alerts_of, stragglers_of
+from tasks.figures import Figures
+from tasks.train import _follow, alerts_of, stragglers_of
 
 
 def step(**data: object) -> RankEvent:
@@ -25,3 +26,25 @@ def test_alerts_and_stragglers_become_lines() -> None:
 def test_a_step_without_them_says_nothing() -> None:
     assert alerts_of(step(loss=2.0)) == []
     assert stragglers_of(step(loss=2.0)) == {}
+
+
+class Notes:
+    """A run that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, line: str) -> None:
+        self.notes.append(line)
+
+    def tell(self, *_: object) -> None:
+        """Hear how far it is."""
+
+
+def test_a_failed_ranks_note_says_why_and_a_stopped_one_is_no_failure() -> None:
+    run = Notes()
+    on_event = _follow(run, 10, Figures(lambda _: None, lambda _: None))  # type: ignore[arg-type]
+    for code, message in (("Stopped", "stopped, state saved"), ("PeerLost", "a peer is gone")):
+        data = {"code": code, "message": message}
+        on_event(RankEvent(event="failed", rank=1, attempt=1, step=4, data=data))
+    assert run.notes == ["rank 1 failed at step 4: a peer is gone"]

@@ -6,7 +6,9 @@ on this machine alone: text in, model out, and the same command again goes on wh
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import sys
 import threading
@@ -145,22 +147,18 @@ def train_here(
         snapshot_url=snapshot,
         model=model,
     )
-    job = single.prepare(asked, run_id)
-    if labels == "shuffled":
-        job = job.model_copy(update={"labels": "shuffled", "job_id": f"{job.job_id}-shuffled"})
-    lines = Lines(job)
-    lines.begin(output)
     cancel = threading.Event()
-    with _stopping_gently(cancel):
+    with single.held(output), _stopping_gently(cancel) as signals:
+        job = single.prepare(asked, run_id)
+        if labels == "shuffled":
+            job = job.model_copy(update={"labels": "shuffled", "job_id": f"{job.job_id}-shuffled"})
+        lines = Lines(job)
+        lines.begin(output)
+        signals.running = True
         try:
             result = single.run(job, on_event=lines, cancel=cancel)
         except Cancelled as error:
-            raise Cancelled(
-                "training was stopped, its state is saved",
-                got=f"step {lines.step} of {job.settings.steps}",
-                where=single.checkpoints_of(job),
-                do="The same command goes on from there.",
-            ) from error
+            raise lines.stopped(single.checkpoints_of(job)) from error
     if as_json:
         answer = {"status": "complete", "run_id": job.run_id, "notes": lines.notes}
         click.echo(json.dumps(answer | result.model_dump(mode="json")))
@@ -174,6 +172,7 @@ class Lines:
 
     def __init__(self, job: TrainJob) -> None:
         self.step = 0
+        self.saved = 0  # the newest step of which there is a checkpoint
         self.notes: list[str] = []
         self._job = job
         self._every = max(1, job.settings.steps // 40)
@@ -193,8 +192,10 @@ class Lines:
         if event.rank != 0:
             return
         if event.event == "resumed" and event.step:
+            self.step = self.saved = event.step
             self._note(f"goes on after step {event.step}")
         elif event.event == "checkpoint" and not event.data.get("rejected"):
+            self.saved = event.step
             self._say(f"  checkpoint of step {event.step}: {event.data.get('url')}")
         elif event.event == "step":
             self.step = event.step
@@ -208,6 +209,22 @@ class Lines:
                     f"  step {event.step:>6}/{self._job.settings.steps}  loss {loss:.4f}  "
                     f"{rate:,.0f} tokens/s"
                 )
+
+    def stopped(self, checkpoints: Path) -> Cancelled:
+        """Return the error that says what is saved of a training that was asked to stop."""
+        reached = f"step {self.step} of {self._job.settings.steps}"
+        if self.saved and self.saved >= self.step:
+            what, got, do = (
+                "training was stopped, its state is saved",
+                reached,
+                "goes on from there",
+            )
+        elif self.saved:
+            what = "training was stopped before its last steps were saved"
+            got, do = f"{reached}, saved {self.saved}", f"goes on from step {self.saved}"
+        else:
+            what, got, do = "training was stopped before anything was saved", reached, "begins anew"
+        return Cancelled(what, got=got, where=checkpoints, do=f"The same command {do}.")
 
     def _note(self, line: str) -> None:
         self.notes.append(line)
@@ -260,25 +277,33 @@ def summary(job: TrainJob, result: TrainResult) -> list[str]:
 
 
 class _stopping_gently:  # noqa: N801 - reads as what it does
-    """Within the ``with``, the first SIGINT or SIGTERM asks training to save its state and end."""
+    """Within the ``with``, the first SIGINT, SIGTERM or SIGHUP asks training to save its state and
+    end; before it is ``running``, and the second time, it ends at once.
+
+    A signal that is ignored (``nohup``) stays ignored.
+    """
 
     def __init__(self, cancel: threading.Event) -> None:
+        self.running = False
         self._cancel = cancel
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._asked)
+    def __enter__(self) -> _stopping_gently:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._asked)
+        return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _asked(self, _number: int, _frame: FrameType | None) -> None:
-        if self._cancel.is_set():
+        if self._cancel.is_set() or not self.running:
             raise KeyboardInterrupt
+        with contextlib.suppress(OSError):  # not a write of Python's: the signal may be inside one
+            os.write(2, b"! stopping: every rank saves its state (once more: at once, unsaved)\n")
         self._cancel.set()
 
 

@@ -7,24 +7,37 @@ same launcher and the same ranks as on a fleet. Knows no terminal.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.data import Snapshot, build_snapshot, load_snapshot
-from paceline.errors import InvalidInput, SourceMissing
+from paceline.data import Snapshot, build_snapshot, load_snapshot, require_purpose
+from paceline.errors import (
+    Cancelled,
+    InvalidInput,
+    PermanentError,
+    SourceMissing,
+    StateLocked,
+    TrainingFailed,
+)
 from paceline.objects import DiskStore, ObjectStore, join_url
 from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.training.driver import run_job
 from paceline.training.local import LocalLauncher
+from paceline.training.mesh import MeshSpec
+from paceline.training.relaxed import replicas_of
+from paceline.training.room import free_memory, require_room
 from paceline.wire import digest_of, new_run_id
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
 
 WORKER = "local"
 MODEL, VERSION = "model", "v1"
+LOCK_FILE = "training.lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +51,50 @@ class Single:
     model: Path | None = None  # safetensors and config to start from; None: a new one
 
 
+@contextlib.contextmanager
+def held(output: Path) -> Iterator[None]:
+    """Keep every other training out of ``output`` meanwhile; raises StateLocked where one is there.
+
+    The lock goes with this process, however it ends. Where the directory is new, and what was asked
+    for is refused, nothing is left of it.
+    """
+    output = output.absolute()
+    new = not output.exists()
+    (output / "state").mkdir(parents=True, exist_ok=True)
+    try:
+        with (output / "state" / LOCK_FILE).open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                raise StateLocked(
+                    "another training is under way in this directory",
+                    got=f"process {file.read(20).strip() or '?'}",
+                    where=output,
+                    do="Wait for its end or stop it, or give --output another directory.",
+                ) from error
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            yield
+    except (Cancelled, TrainingFailed, StateLocked):
+        raise
+    except PermanentError:
+        if new and not (output / "checkpoints").exists():
+            shutil.rmtree(output, ignore_errors=True)
+        raise
+
+
 def prepare(asked: Single, run_id: str | None = None) -> TrainJob:
     """Build or find snapshot and base model below ``asked.output``; return the job.
 
-    Idempotent. Raises InvalidInput where model and data do not fit, SourceMissing for text or a
-    model that is not there.
+    Idempotent; to be called with ``asked.output`` held. Raises InvalidInput where mesh, model,
+    ranks and data do not fit each other or this machine, SourceMissing for text or a model that is
+    not there.
     """
+    training = asked.profile.training
+    MeshSpec.of(training.mesh, replicas_of(training))  # before any work
+    require_room(training, 0, free_memory())
     output = asked.output.absolute()
     output.mkdir(parents=True, exist_ok=True)
     runtime = Runtime(
@@ -58,6 +109,7 @@ def prepare(asked: Single, run_id: str | None = None) -> TrainJob:
     snapshot = _snapshot(asked, output, store)
     manifest_digest = _base(asked, runtime, snapshot)
     settings = asked.profile.training
+    require_room(settings, _weights_bytes(runtime), free_memory())
     inputs = {
         "manifest": manifest_digest,
         "snapshot": snapshot.digest,
@@ -73,12 +125,10 @@ def prepare(asked: Single, run_id: str | None = None) -> TrainJob:
         manifest_digest=manifest_digest,
         snapshot_url=snapshot.url,
         snapshot_digest=snapshot.digest,
-        purpose=snapshot.purpose,
+        purpose=asked.profile.data.purpose,
         checkpoint_url=DiskStore.url_of(output / "checkpoints"),
         settings=settings,
-        data=asked.profile.data.model_copy(
-            update={"purpose": snapshot.purpose, "project": snapshot.project}
-        ),
+        data=asked.profile.data,
     )
 
 
@@ -102,7 +152,10 @@ def directory_of(url: str) -> Path:
 def _snapshot(asked: Single, output: Path, store: ObjectStore) -> Snapshot:
     if asked.snapshot_url is not None:
         url = asked.snapshot_url
-        return load_snapshot(url if "://" in url else DiskStore.url_of(url), store)
+        found = load_snapshot(url if "://" in url else DiskStore.url_of(url), store)
+        # What it may be used for is its owner's word, and what we use it for is ours to say.
+        require_purpose(found, asked.profile.data.purpose, asked.profile.data.project)
+        return found
     source = asked.source or asked.profile.data.source
     return build_snapshot(
         source if "://" in source or source == "stdlib" else str(Path(source).absolute()),
@@ -136,6 +189,11 @@ def _base(asked: Single, runtime: Runtime, snapshot: Snapshot) -> str:
     finally:
         shutil.rmtree(making, ignore_errors=True)
     return manifest.digest
+
+
+def _weights_bytes(runtime: Runtime) -> int:
+    directory = runtime.node_dir(WORKER) / "store" / "models" / MODEL / VERSION
+    return sum(each.stat().st_size for each in directory.glob("*.safetensors"))
 
 
 def _new_model(asked: Single, snapshot: Snapshot, directory: Path) -> None:
