@@ -8,12 +8,12 @@ an epoch, or is listed as skipped (I9). The last batch of an epoch goes on into 
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -21,21 +21,22 @@ import numpy as np
 
 from paceline.data.batch import Batch
 from paceline.data.batching import BucketedPlan, CarriedPlan, PackedPlan, Plan, Rows, WindowPlan
+from paceline.data.batching.ahead import Ahead
 from paceline.data.batching.fill import Filler
-from paceline.data.batching.layout import Share
 from paceline.data.batching.pieces import Lengths
 from paceline.data.batching.reading import Reader, Shards
-from paceline.data.batching.rows import Ints, columns_read, identity, rows_of_batch
+from paceline.data.batching.rows import columns_read, identity
 from paceline.data.order import columns_of, opened_at_once
 from paceline.data.position import Position
 from paceline.data.snapshot import BYTES, Column, Shard, Snapshot, Split, Vocabulary
 from paceline.errors import InvalidInput, NotReady
 from paceline.profile import DataSettings
 
+log = logging.getLogger(__name__)
+
+CLOSE_DEADLINE_S = 60.0  # for the batch in hand: a user's transform may hang
 NEXT_DEADLINE_S = 1800.0  # for one batch: the guard's deadline of a step ends the rank long before
-# Batches are made several at once where they are small: so many places, so many batches.
-PLACES_AT_ONCE = 1 << 17
-MOST_AT_ONCE = 32
+MOST_AT_ONCE = 32  # batches that are made at once, where they are small
 Transform = Callable[[Batch], Batch]
 Batching = Callable[[Sequence[Shard], Lengths], Plan]
 
@@ -148,15 +149,6 @@ def batching(
     return plan
 
 
-@dataclass(frozen=True, eq=False)
-class _Planned:
-    """A batch before it is filled: this rank's share, the whole batch's weight, what comes next."""
-
-    share: Share
-    tokens: float
-    after: Position
-
-
 class PlannedStream:
     """A Stream of the batches of a Plan, its tokens read through a cache of shards.
 
@@ -199,15 +191,13 @@ class PlannedStream:
         self.rows = range(size * rank // world_size, size * (rank + 1) // world_size)
         self.columns = columns_read(self.rows, size, plan.columns)
         self._reader.share = len(self.columns) / plan.columns
-        self._ours = rows_of_batch(self.rows, size, plan.columns)  # of the next rows of the plan
+        self._ahead = Ahead(plan, self.rows)
         self._filler = Filler(
             vocabulary, columns, lambda index: shards[index].sha256, token_features
         )
         self._skip = frozenset(skip)
         self._transform = transform
         self._position = Position(**identity(plan)).resumed(position)
-        self._planner = ThreadPoolExecutor(1, thread_name_prefix="data-plan")
-        self._planned: dict[tuple[int, int], Future[Rows]] = {}
         self._queue: queue.Queue[tuple[Batch, Position] | BaseException] = queue.Queue(
             maxsize=prefetch_batches
         )
@@ -247,13 +237,17 @@ class PlannedStream:
     def close(self) -> None:
         """Stop the thread that makes batches ahead."""
         self._stop.set()
+        until_s = time.monotonic() + CLOSE_DEADLINE_S
         if self._thread is not None:
             while self._thread.is_alive():
+                if time.monotonic() > until_s:  # it ends with the process
+                    log.warning("the thread that makes batches does not end, left behind")
+                    break
                 try:
                     self._queue.get_nowait()
                 except queue.Empty:
                     self._thread.join(0.02)
-        self._planner.shutdown(wait=True, cancel_futures=True)
+        self._ahead.close()
         self._reader.close()
 
     def __enter__(self) -> PlannedStream:
@@ -282,37 +276,16 @@ class PlannedStream:
                 continue
             return
 
-    def _take(self, position: Position) -> tuple[list[tuple[Rows, int, int]], Position]:
-        """Return the rows of the whole global batch at ``position``, and the position after it."""
-        taken: list[tuple[Rows, int, int]] = []
-        missing = self.global_batch
-        epoch, group, item = position.epoch, position.group, position.item
-        while missing:
-            rows = self._rows(epoch, group)
-            if item > len(rows):
-                raise InvalidInput(
-                    "position is beyond its group", got=item, wanted=f"at most {len(rows)}"
-                )
-            stop = min(item + missing, len(rows))
-            if stop > item:
-                taken.append((rows, item, stop))
-                missing -= stop - item
-                item = stop
-            if missing:
-                (epoch, group), item = self._after(epoch, group), 0
-        after = replace(position, batch=position.batch + 1, epoch=epoch, group=group, item=item)
-        return taken, after
-
     def _some(self, position: Position, most: int) -> list[tuple[Batch, Position]]:
         """Return this rank's shares of at least one and at most so many batches from ``position``
         on, each with the position after it: of more than one, all are of one group."""
         self._look_ahead(position)
         passed: list[str] = []
         while position.batch in self._skip:
-            taken, after = self._take(position)
+            taken, after = self._ahead.take(position)
             passed.append(self._listed(position.batch, taken))
             position = after
-        planned = self._ahead_in_group(position, most)
+        planned = self._ahead.next(position, most, self._skip)
         filled = self._filler.fill(
             [each.share for each in planned], len(self.rows), self._reader.get
         )
@@ -338,36 +311,6 @@ class PlannedStream:
             found.append((batch if self._transform is None else self._transform(batch), plan.after))
         return found
 
-    def _ahead_in_group(self, position: Position, most: int) -> list[_Planned]:
-        """Return what the next batches are made of; more than one only within a group, and none
-        that is to be passed over."""
-        rows, size = self._rows(position.epoch, position.group), self.global_batch
-        most = max(0, min((len(rows) - position.item) // size, most))
-        edges = position.item + size * np.arange(most + 1)
-        widths = np.full(most, self.context)
-        if rows.width_R is not None:
-            widths = rows.width_R[edges[:-1]]
-        fit = int(np.searchsorted(np.cumsum(widths) * len(self.rows), PLACES_AT_ONCE, side="right"))
-        fit = next((n for n in range(1, fit) if position.batch + n in self._skip), fit)
-        if fit <= 1:
-            taken, after = self._take(position)
-            tokens = sum(int(each.tokens_R1[to] - each.tokens_R1[at]) for each, at, to in taken)
-            of, start, _ = taken[0]
-            width = self.context if of.width_R is None else int(of.width_R[start])
-            return [_Planned(Share(_of_rows(taken, self._ours), width), float(tokens), after)]
-        places_B = np.arange(len(self.rows))
-        tokens_K = np.diff(rows.tokens_R1[edges[: fit + 1]]).tolist()
-        return [
-            _Planned(
-                Share([(rows, start + self._ours, places_B)], width),
-                float(tokens),
-                replace(position, batch=position.batch + number, item=start + size),
-            )
-            for number, (start, width, tokens) in enumerate(
-                zip(edges[:fit].tolist(), widths[:fit].tolist(), tokens_K, strict=True), start=1
-            )
-        ]
-
     def _listed(self, number: int, taken: list[tuple[Rows, int, int]]) -> str:
         """Return the samples of a batch that is passed over, by shard."""
         found: dict[int, list[str]] = {}
@@ -382,34 +325,8 @@ class PlannedStream:
 
     def _look_ahead(self, position: Position) -> None:
         """Plan this group and the next, open their shards, and let go of all others."""
-        here = (position.epoch, position.group)
-        keys = (here, self._after(*here))
-        if all(key in self._planned for key in keys):
+        if not (keys := self._ahead.look(position)):
             return
-        self._planned = {key: self._plan(key) for key in keys}
         indexes = [int(each) for key in keys for each in self.plan.shards(*key, self.columns)]
         planned = [int(each) for key in keys for each in self.plan.shards(*key)]
         self._reader.expect(list(dict.fromkeys(indexes)), planned)
-
-    def _plan(self, key: tuple[int, int]) -> Future[Rows]:
-        return self._planned.get(key) or self._planner.submit(self.plan.rows, *key)
-
-    def _rows(self, epoch: int, group: int) -> Rows:
-        key = (epoch, group)
-        self._planned[key] = self._plan(key)
-        return self._planned[key].result()
-
-    def _after(self, epoch: int, group: int) -> tuple[int, int]:
-        return (epoch, group + 1) if group + 1 < self.plan.groups else (epoch + 1, 0)
-
-
-def _of_rows(taken: list[tuple[Rows, int, int]], wanted: Ints) -> list[tuple[Rows, Ints, Ints]]:
-    """Return the rows ``wanted`` of those ``taken``: which of each group, and where they go."""
-    first = 0
-    found = []
-    for rows, start, stop in taken:
-        here = np.flatnonzero((wanted >= first) & (wanted < first + stop - start))
-        if len(here):
-            found.append((rows, wanted[here] - first + start, here))
-        first += stop - start
-    return found

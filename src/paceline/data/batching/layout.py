@@ -125,8 +125,10 @@ def lay_out(shares: Sequence[Share], count: int) -> Layout:
     parts = [_laid(parts[0][0], *_joined(parts)) for parts in groups.values()]
     fields: Any = parts[0]
     if len(parts) > 1:
-        whole = [None if each[0] is None else np.concatenate(each) for each in zip(*parts)]  # noqa: B905
-        order = np.argsort(whole[_ROW], kind="stable")
+        columns: Any = zip(*parts, strict=True)
+        whole = [None if each[0] is None else np.concatenate(each) for each in columns]
+        row_P: Any = whole[_ROW]
+        order = np.argsort(row_P, kind="stable")
         fields = [None if each is None else each[order] for each in whole]
     return Layout(np.repeat([each.width for each in shares], count), *fields)
 

@@ -1,0 +1,131 @@
+"""What the next batches of a stream are made of: groups planned ahead, and a rank's rows of them.
+
+Groups are planned on a thread of its own, this one and the next. Knows no tokens and opens nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paceline.data.batching.layout import Share
+from paceline.data.batching.rows import Ints, Plan, Rows, rows_of_batch
+from paceline.data.position import Position
+from paceline.errors import InvalidInput
+
+# Batches are made several at once where they are small: so many places, so many batches.
+PLACES_AT_ONCE = 1 << 17
+
+
+@dataclass(frozen=True, eq=False)
+class Next:
+    """A batch before it is filled: this rank's share, the whole batch's weight, what comes next."""
+
+    share: Share
+    tokens: float
+    after: Position
+
+
+class Ahead:
+    """The rows ``ours`` of each batch of a plan, for one thread; close it."""
+
+    def __init__(self, plan: Plan, ours: range) -> None:
+        self.plan, self.ours = plan, ours
+        self._ours = rows_of_batch(ours, plan.global_batch, plan.columns)
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="data-plan")
+        self._planned: dict[tuple[int, int], Future[Rows]] = {}
+
+    def close(self) -> None:
+        """End the thread that plans."""
+        self._planner.shutdown(wait=True, cancel_futures=True)
+
+    def look(self, position: Position) -> list[tuple[int, int]]:
+        """Plan this group and the next; return both, as (epoch, group), unless they are planned.
+
+        The first time only this one: whoever waits for a first batch waits for nothing else.
+        """
+        here = (position.epoch, position.group)
+        keys = [here, self.after(*here)] if self._planned else [here]
+        if all(key in self._planned for key in keys):
+            return []
+        self._planned = {key: self._plan(key) for key in keys}
+        return keys
+
+    def rows(self, epoch: int, group: int) -> Rows:
+        """Return a group's rows."""
+        key = (epoch, group)
+        self._planned[key] = self._plan(key)
+        return self._planned[key].result()
+
+    def after(self, epoch: int, group: int) -> tuple[int, int]:
+        """Return the group after this one."""
+        return (epoch, group + 1) if group + 1 < self.plan.groups else (epoch + 1, 0)
+
+    def take(self, position: Position) -> tuple[list[tuple[Rows, int, int]], Position]:
+        """Return the rows of the whole global batch at ``position``, and the position after it."""
+        taken: list[tuple[Rows, int, int]] = []
+        missing = self.plan.global_batch
+        epoch, group, item = position.epoch, position.group, position.item
+        while missing:
+            rows = self.rows(epoch, group)
+            if item > len(rows):
+                raise InvalidInput(
+                    "position is beyond its group", got=item, wanted=f"at most {len(rows)}"
+                )
+            stop = min(item + missing, len(rows))
+            if stop > item:
+                taken.append((rows, item, stop))
+                missing -= stop - item
+                item = stop
+            if missing:
+                (epoch, group), item = self.after(epoch, group), 0
+        after = replace(position, batch=position.batch + 1, epoch=epoch, group=group, item=item)
+        return taken, after
+
+    def next(self, position: Position, most: int, skip: Collection[int]) -> list[Next]:
+        """Return what the next batches are made of; more than one only within a group, and none
+        that is to be passed over."""
+        rows, size = self.rows(position.epoch, position.group), self.plan.global_batch
+        most = max(0, min((len(rows) - position.item) // size, most))
+        edges = position.item + size * np.arange(most + 1)
+        widths = np.full(most, self.plan.context)
+        if rows.width_R is not None:
+            widths = rows.width_R[edges[:-1]]
+        fit = int(np.searchsorted(np.cumsum(widths) * len(self.ours), PLACES_AT_ONCE, side="right"))
+        fit = next((n for n in range(1, fit) if position.batch + n in skip), fit)
+        if fit <= 1:
+            taken, after = self.take(position)
+            tokens = sum(int(each.tokens_R1[to] - each.tokens_R1[at]) for each, at, to in taken)
+            of, start, _ = taken[0]
+            width = self.plan.context if of.width_R is None else int(of.width_R[start])
+            return [Next(Share(_of_rows(taken, self._ours), width), float(tokens), after)]
+        places_B = np.arange(len(self.ours))
+        tokens_K = np.diff(rows.tokens_R1[edges[: fit + 1]]).tolist()
+        return [
+            Next(
+                Share([(rows, start + self._ours, places_B)], width),
+                float(tokens),
+                replace(position, batch=position.batch + number, item=start + size),
+            )
+            for number, (start, width, tokens) in enumerate(
+                zip(edges[:fit].tolist(), widths[:fit].tolist(), tokens_K, strict=True), start=1
+            )
+        ]
+
+    def _plan(self, key: tuple[int, int]) -> Future[Rows]:
+        return self._planned.get(key) or self._planner.submit(self.plan.rows, *key)
+
+
+def _of_rows(taken: list[tuple[Rows, int, int]], wanted: Ints) -> list[tuple[Rows, Ints, Ints]]:
+    """Return the rows ``wanted`` of those ``taken``: which of each group, and where they go."""
+    first = 0
+    found = []
+    for rows, start, stop in taken:
+        here = np.flatnonzero((wanted >= first) & (wanted < first + stop - start))
+        if len(here):
+            found.append((rows, wanted[here] - first + start, here))
+        first += stop - start
+    return found
