@@ -27,6 +27,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -84,13 +85,13 @@ def run(
                 with os.fdopen(reader) as ready:
                     url = json.loads(ready.readline())["url"]
                 load = Load(url, token, source, agents, beat_s, chunks)
-                asyncio.run(load.run(seconds, lambda: (_cpu_s(server.pid), _counted(url, token))))
+                asyncio.run(load.run(seconds, lambda: _look(server.pid, url, token)))
                 client = CoordinatorClient(url, token, 120.0)
                 status = client.deployment(load.deployment_id).status.value
                 alive = sum(each.alive for each in client.workers())
-                resident = _resident_mib(server.pid)
             finally:
                 server.send_signal(signal.SIGTERM)
+    used_s = load.after.cpu_s - load.before.cpu_s
     ordered = sorted(load.due)
     waited = sorted(load.taken)
     return {
@@ -101,7 +102,7 @@ def run(
         "beats": len(ordered),
         "beats_per_second": round(len(ordered) / seconds, 1),
         "answered_since_its_start": load.answered,
-        "counted_by_coordinator": load.counted,
+        "counted_by_coordinator": load.after.beats,
         "lost": load.sent - len(ordered),
         "refused": load.refused,
         "registered_again_before": load.again,
@@ -111,13 +112,25 @@ def run(
         "p99_ms": _share(ordered, 0.99),
         "max_ms": _share(ordered, 1.0),
         "p99_from_write_ms": _share(waited, 0.99),
-        "coordinator_cores": round(load.used_s / seconds, 3),
-        "cpu_us_per_beat": round(load.used_s / max(1, len(ordered)) * 1e6),
-        "coordinator_mib": resident,
+        "coordinator_cores": round(used_s / seconds, 3),
+        "cpu_us_per_beat": round(used_s / max(1, len(ordered)) * 1e6),
+        "coordinator_mib": round(load.after.resident_mib),
+        "grown_mib": round(load.after.resident_mib - load.before.resident_mib, 1),
         "pinned": cores is not None,
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
     }
+
+
+class Look(NamedTuple):
+    """The coordinator's process at one moment."""
+
+    cpu_s: float = 0.0
+    beats: int = 0
+    resident_mib: float = 0.0
+
+
+NOTHING = Look()
 
 
 @dataclass
@@ -138,8 +151,8 @@ class Load:
     again: int = 0  # lost while the others registered, and registered again
     begun: int = 0
     answered: int = 0
-    counted: int = 0
-    used_s: float = 0.0
+    before: Look = NOTHING  # as the measured beats begin,
+    after: Look = NOTHING  # and when they are over
     from_s: float = math.inf  # what is due from here on is measured,
     until_s: float = math.inf  # and what is due from here on is not sent
 
@@ -157,11 +170,8 @@ class Load:
             "Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         ).encode()
 
-    async def run(self, seconds: float, look: Callable[[], tuple[float, int]]) -> None:
-        """Have everybody register and beat, deploy to all, then measure for ``seconds``.
-
-        ``look`` returns the coordinator's processor time and its count of beats.
-        """
+    async def run(self, seconds: float, look: Callable[[], Look]) -> None:
+        """Have everybody register and beat, deploy to all, then measure for ``seconds``."""
         loop = asyncio.get_running_loop()
         beating = [asyncio.ensure_future(self._live(index)) for index in range(self.agents)]
         while self.begun < self.agents:
@@ -170,12 +180,11 @@ class Load:
         await asyncio.sleep(1.5 * self.interval_s)
         self.deployment_id = await asyncio.to_thread(self._deploy)
         await asyncio.sleep(max(2.0, self.interval_s))
-        before = await asyncio.to_thread(look)
+        self.before = await asyncio.to_thread(look)
         self.from_s = loop.time() + 0.2
         self.until_s = self.from_s + seconds
         await asyncio.gather(*beating)
-        after = await asyncio.to_thread(look)
-        self.used_s, self.counted = after[0] - before[0], after[1]
+        self.after = await asyncio.to_thread(look)
 
     def _deploy(self) -> str:
         call = CreateDeployment(
@@ -339,6 +348,10 @@ def _beats(load: Load, index: int) -> Callable[[int, int], bytes]:
     return written
 
 
+def _look(pid: int, url: str, token: str) -> Look:
+    return Look(_cpu_s(pid), _counted(url, token), _resident_mib(pid))
+
+
 def _counted(url: str, token: str) -> int:
     """Return how many beats the coordinator says it took."""
     request = Request(f"{url}/metrics", headers={"Authorization": f"Bearer {token}"})
@@ -353,9 +366,9 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _resident_mib(pid: int) -> int:
+def _resident_mib(pid: int) -> float:
     found = re.search(r"VmRSS:\s*(\d+)", Path(f"/proc/{pid}/status").read_text())
-    return int(found.group(1)) // 1024 if found else 0
+    return int(found.group(1)) / 1024 if found else 0.0
 
 
 def _share(ordered: list[float], share: float) -> float:

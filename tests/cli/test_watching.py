@@ -20,14 +20,16 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from paceline.cli.board import Board, cells, duration, render, size
+from paceline.cli.board import Board, cells, duration, render, size, told
 from paceline.cli.main import cli
 from paceline.errors import Conflict, NotFound
 from paceline.profile import Endpoints, save_runtime
-from paceline.wire.records import DeploymentStatus
+from paceline.wire.events import Event
+from paceline.wire.records import DeploymentStatus, Failure, WorkerStatus
 from paceline.wire.status import Changed, StatusReport
 from paceline.wire.stream import (
     DeploymentMoment,
+    Happened,
     LeaderView,
     Moment,
     Outcome,
@@ -232,6 +234,27 @@ def test_the_map_fits_any_terminal(workers: int, width: int, height: int) -> Non
     assert len(lines) <= height
     assert max(len(each) for each in lines) <= width
     assert any("node-7" in each for each in lines) == (workers > 7), "who is lost is always shown"
+
+
+def test_what_a_worker_says_does_not_steer_the_terminal() -> None:
+    words = "no room\x1b]0;owned\x07\n12:00:00 deployment.complete [bold]\u202e"
+    failure = {"code": "x\x1b[2J", "message": words}
+    event = Event(seq=1, name="deployment.worker_failed", at=0, worker_id="node-1", data=failure)
+    assert told(event).isprintable()
+    board = Board()
+    shown = moment(3, status="failed")
+    parts = tuple(
+        each.model_copy(update={"status": WorkerStatus.FAILED, "failure": Failure(**failure)})
+        for each in shown.deployments[0].parts
+    )
+    broken = shown.deployments[0].model_copy(update={"failure": Failure(**failure), "parts": parts})
+    board.take(shown.model_copy(update={"deployments": (broken,)}))
+    board.take(Happened(event=event))
+    console = Console(width=120, height=40, file=io.StringIO())
+    console.print(render(board, 120, 40))
+    lines = console.file.getvalue().splitlines()
+    assert all(line.isprintable() for line in lines), lines
+    assert sum(line.startswith("12:00:00") for line in lines) == 0
 
 
 def test_cells_show_what_is_held_and_what_is_coming() -> None:

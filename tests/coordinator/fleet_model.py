@@ -28,6 +28,7 @@ from paceline.coordinator.messages import (
     Answer,
     Beat,
     DropDeployment,
+    DropWorker,
     FetchLanes,
     KeepDeployment,
     KeepKey,
@@ -158,6 +159,8 @@ def read_back(kept: list[object]) -> Kept:
             plans[each.plan.deployment_id] = each.plan
         elif isinstance(each, KeepWorker):
             workers[each.worker.worker_id] = each.worker
+        elif isinstance(each, DropWorker):
+            del workers[each.worker_id]
         elif isinstance(each, KeepKey):
             keys[each.key] = each
         elif isinstance(each, KeepReceipt):

@@ -2,8 +2,12 @@
 
 import asyncio
 import contextlib
+import logging
+import queue
 import socket
+import sys
 import threading
+import time
 import warnings
 
 import pytest
@@ -17,6 +21,7 @@ from paceline.service.buckets import MOST, Buckets
 from paceline.service.connections import Prompt
 from paceline.service.limits import SizeGuard, host_of
 from paceline.service.protection import names_of, protection_of
+from paceline.service.serving import OneLine
 from paceline.wire.calls import Problem
 from tests.service.conftest import make_runtime
 
@@ -25,6 +30,7 @@ with warnings.catch_warnings():
     from starlette.testclient import TestClient
 
 BASE = "http://127.0.0.1"
+LONG = 24 * 1024 * 1024  # more than loopback's sockets hold
 
 
 def with_security(runtime, **security):
@@ -174,13 +180,14 @@ def patient_server():
     yield from _serving(Prompt)
 
 
-def _serving(protocol):
-    async def app(scope, receive, send):
-        if scope["type"] == "http":
-            await asyncio.sleep(0.6)  # longer than the deadline for headers
-            await send({"type": "http.response.start", "status": 204, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
+async def _slow(scope, receive, send):
+    if scope["type"] == "http":
+        await asyncio.sleep(0.6)  # longer than the deadline for headers
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
 
+
+def _serving(protocol, app=_slow):
     config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -226,6 +233,66 @@ def test_a_slow_answer_and_a_kept_connection_are_fine(slow_server):
             assert sock.recv(1000).startswith(b"HTTP/1.1 204")
         sock.sendall(request[:10])
         assert is_closed(sock)
+
+
+class _Untiring(Prompt):
+    taken_s = 1.0
+
+
+@pytest.fixture(scope="module")
+def long_answers():
+    """A server whose answers are longer than any socket holds; it says when it is done with one."""
+    ended = queue.Queue()
+
+    async def app(scope, receive, send):
+        headers = [(b"content-length", b"%d" % LONG)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(LONG), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})  # waits for the reader
+        ended.put(None)
+
+    for address in _serving(_Untiring, app):
+        yield address, ended
+
+
+def test_who_stops_reading_loses_the_connection(long_answers):
+    address, ended = long_answers
+    with socket.create_connection(address, 20) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        ended.get(timeout=20)
+        assert _read_on(sock) < LONG, "the rest was given up"
+
+
+def test_who_reads_slowly_gets_everything(long_answers):
+    address, _ = long_answers
+    with socket.create_connection(address, 20) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+        sock.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert _read_on(sock, pause_s=0.06) > LONG
+
+
+def _read_on(sock, pause_s=0.0):
+    """Read to the end, a megabyte at a time; return how many bytes came."""
+    count = 0
+    with contextlib.suppress(ConnectionResetError):
+        while some := sock.recv(1024 * 1024, socket.MSG_WAITALL):
+            count += len(some)
+            time.sleep(pause_s)
+    return count
+
+
+def test_a_log_line_is_one_line_whoever_chose_the_words():
+    said = "gone\n2026-01-01 INFO leads epoch=99 \x1b]0;title\x07 ü → \ud800"
+    record = logging.LogRecord("a", logging.INFO, "f", 1, "failed: %s", (said,), None)
+    line = OneLine("%(levelname)s %(message)s").format(record)
+    assert line.splitlines() == [line]
+    assert line.isprintable()
+    assert "ü → " in line
+    try:
+        raise ValueError("x")
+    except ValueError:
+        record = logging.LogRecord("a", 40, "f", 1, "broke", (), sys.exc_info())
+    assert "Traceback" in OneLine("%(message)s").format(record).splitlines()[1]
 
 
 # --- how often -----------------------------------------------------------------------------------
@@ -283,7 +350,7 @@ def test_guessing_is_slowed_down_while_a_good_token_passes_from_the_same_address
 
 
 def test_client_reads_too_many_calls_as_try_again():
-    from paceline.client.calls import _error_of
+    from paceline.client.asking import _error_of
     from paceline.errors import TemporaryError
 
     error = _error_of(429, b"", "GET /")

@@ -1,7 +1,11 @@
 """Every route: who may call it, what it refuses, and that no input breaks it."""
 
+import contextlib
 import json
 import random
+import sqlite3
+import time
+import uuid
 import warnings
 
 import pytest
@@ -345,3 +349,93 @@ def test_fuzzed_bodies_are_never_a_server_error(rest):
             assert rest.get(name).status_code == 200, (path, text)
 
     fuzz()
+
+
+EXTREMES = [10**400, 2**63, 2**63 - 1, -1, 1e308, 5e-324, "x" * 3000, [10**18], ["x" * 3000], {}]
+
+
+def test_no_word_of_a_worker_breaks_what_others_ask_for(rest):
+    """Each field of a beat about a deployment under way, at its extremes, is a clear problem or is
+    taken; and everybody else is answered as before.
+    """
+    names = ["loud-0", "loud-1"]
+    for name in names:
+        worker = {"worker_id": name, "hostname": "h", "rack": "r", "available_storage": 1}
+        assert rest.post("/workers/register", json=worker | {"address": "a:1"}).status_code == 200
+    created = rest.post("/deployments", json=create_body(rest, target_workers=names)).json()
+    d = created["deployment_id"]
+    end_s = time.monotonic() + 10
+    while (lanes := rest.get(f"/deployments/{d}/lanes?worker_id=loud-0")).status_code != 200:
+        assert time.monotonic() < end_s, lanes.text
+        time.sleep(0.02)
+    held = {"deployment_id": d, "epoch": 1, "status": "receiving", "pieces_held": 0}
+    held |= {"bytes_held": 0, "chunks_received": [], "origin_bytes": 0, "failure": None}
+    held |= {"edges": [], "lost_sources": [], "corrupt_sources": [], "receipt": None}
+    edge = {"source": "loud-1", "reader": "loud-0", "bytes": 1, "busy_s": 1, "pieces": 1}
+    beat = {"worker_id": "loud-0", "status": "receiving", "bandwidth_in": 0, "available_storage": 1}
+    entries = [held | {field: value} for field in held for value in EXTREMES]
+    entries += [held | {"edges": [edge | {f: value}]} for f in edge for value in EXTREMES]
+    beats = [beat | {"deployments": [entry]} for entry in entries]
+    beats += [beat | {field: value} for field in beat for value in EXTREMES]
+    taken = 0
+    for said in beats:
+        answer = rest.post("/workers/heartbeat", json=said)
+        assert answer.status_code in (200, 400, 422), (said, answer.text)
+        taken += answer.status_code == 200
+        if answer.status_code == 200:  # who is refused has changed nothing
+            for path in ("/metrics", "/workers", f"/deployments/{d}/workers", "/readyz"):
+                assert rest.get(path).status_code == 200, (said, path)
+    assert taken > 5
+    assert "event: moment" in rest.get("/events/stream?for_s=0.7").text
+    assert rest.delete(f"/deployments/{d}").status_code in (200, 503)
+
+
+def test_unknown_deployments_are_404_on_every_route(rest):
+    for method, path in calls(rest.app):
+        if path.startswith("/deployments/dep-1"):
+            asked = f"{path}?worker_id=w-1" if path.endswith("/lanes") else path
+            body = {"extra_bytes": 1} if path.endswith("/budget") else None
+            answer = rest.request(method, asked, json=body)
+            assert answer.status_code == 404, (method, path)
+            assert Problem.model_validate_json(answer.content).code == "NotFound"
+
+
+def test_cancelling_twice_is_one_cancel(rest):
+    made = rest.post("/deployments", json=create_body(rest, target_workers=["never-there"])).json()
+    path = f"/deployments/{made['deployment_id']}"
+    for _ in range(2):
+        assert rest.delete(path).json() == {"success": True}
+    assert rest.get(path).json()["status"] == "cancelled"
+    rows = rest.get(f"/audit?deployment_id={made['deployment_id']}").json()["events"]
+    changes = [each["data"]["to"] for each in rows if each["name"] == "deployment.status_changed"]
+    assert changes in ([], ["cancelled"]), "the second changed nothing, and shipping may be late"
+    for verb in ("activate", "rollback"):
+        answer = rest.post(f"{path}/{verb}")
+        assert (answer.status_code, answer.json()["code"]) == (409, "Conflict"), verb
+
+
+def test_deployments_are_named_by_uuids_in_the_order_in_which_they_were_made(rest):
+    made = []
+    for _ in range(3):
+        body = create_body(rest, target_workers=["never-there"])
+        made.append(rest.post("/deployments", json=body).json()["deployment_id"])
+        time.sleep(0.002)
+    assert [uuid.UUID(each).version for each in made] == [7, 7, 7]
+    assert all(str(uuid.UUID(each)) == each for each in made)
+    assert made == sorted(set(made))
+
+
+def test_an_audit_store_that_is_away_is_503_and_nothing_else_minds(rest):
+    path = rest.app.state.coordinator._audit._file.path
+    with contextlib.closing(sqlite3.connect(path, timeout=10, isolation_level=None)) as db:
+        db.execute("ALTER TABLE audit RENAME TO away")
+        try:
+            answer = rest.get("/audit")
+            assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+            assert Problem.model_validate_json(answer.content).code == "ServiceUnavailable"
+            assert rest.get("/readyz").status_code == 200
+            worker = {"worker_id": "w-1", "hostname": "h", "rack": "r", "available_storage": 10}
+            assert rest.post("/workers/register", json=worker).status_code == 200
+        finally:
+            db.execute("ALTER TABLE away RENAME TO audit")
+    assert rest.get("/audit").status_code == 200

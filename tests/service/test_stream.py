@@ -121,7 +121,7 @@ def test_it_begins_with_everything_and_goes_on_with_what_changes() -> None:
         world.register("node-0", "node-1")
         d = world.create("node-0", "node-1")
         hub = hub_of(stand)
-        reader = Reader(hub, hub.join(None, None))
+        reader = Reader(hub, await hub.join(None, None))
         await reader.until(lambda: reader.items)
         first = reader.items[0]
         assert isinstance(first, Moment)
@@ -143,7 +143,7 @@ def test_nobody_watching_costs_nothing() -> None:
     async def story() -> None:
         stand = Stand()
         hub = hub_of(stand)
-        reader = Reader(hub, hub.join(None, None))
+        reader = Reader(hub, await hub.join(None, None))
         await reader.until(lambda: len(reader.items) > 2)
         await reader.leave()
         await asyncio.sleep(3 * stream.NEWS_S)
@@ -160,7 +160,7 @@ def test_who_comes_back_hears_everything_after_what_it_heard_once() -> None:
         for _ in range(2500):  # more than a page of the ring
             stand.happens()
         hub = hub_of(stand)
-        reader = Reader(hub, hub.join(None, 7))
+        reader = Reader(hub, await hub.join(None, 7))
         stand.happens()
         await reader.until(lambda: 2501 in reader.ids)
         assert reader.ids == list(range(8, 2502))
@@ -175,7 +175,7 @@ def test_what_is_no_longer_held_is_told_to_be_missing() -> None:
         stand = Stand(first=500)
         stand.happens()
         hub = hub_of(stand)
-        reader = Reader(hub, hub.join(None, 20))
+        reader = Reader(hub, await hub.join(None, 20))
         await reader.until(lambda: reader.ids)
         assert reader.of(Missed) == [Missed(after=20, first=500)]
         await reader.leave()
@@ -189,7 +189,7 @@ def test_one_deployment_alone_hears_of_itself_and_its_workers() -> None:
         stand.world.register("node-0", "node-1")
         d, other = stand.world.create("node-0"), stand.world.create("node-1", version="v2")
         hub = hub_of(stand)
-        reader = Reader(hub, hub.join(d, None))
+        reader = Reader(hub, await hub.join(d, None))
         stand.happens(worker_id="node-1")
         stand.happens(deployment_id=other)
         stand.happens(worker_id="node-0")
@@ -207,7 +207,33 @@ def test_one_deployment_alone_hears_of_itself_and_its_workers() -> None:
 def test_a_deployment_that_is_not_there_is_refused() -> None:
     async def story() -> None:
         with pytest.raises(NotFound):
-            hub_of(Stand()).join("dep-9", None)
+            await hub_of(Stand()).join("dep-9", None)
+
+    run(story)
+
+
+def test_a_state_that_is_locked_holds_up_nobody_but_who_asks_for_it() -> None:
+    """While the store is away a commit holds the state; beats go through the same loop."""
+
+    async def story() -> None:
+        stand, lock = Stand(), threading.Lock()
+        d = stand.world.create("node-0")
+        reads = stand.read
+
+        def slowly(question):
+            with lock:
+                return reads(question)
+
+        stand.read = slowly
+        hub = hub_of(stand)
+        with lock:
+            joining = asyncio.ensure_future(hub.join(d, None))
+            for _ in range(20):  # the loop goes on
+                await asyncio.sleep(0.01)
+            assert not joining.done()
+        watcher = await joining
+        assert watcher.targets == {"node-0"}
+        await hub.close()
 
     run(story)
 
@@ -216,7 +242,7 @@ def test_a_burst_of_events_drops_nobody() -> None:
     async def story() -> None:
         stand = Stand()
         hub = hub_of(stand)
-        reader = Reader(hub, hub.join(None, None))
+        reader = Reader(hub, await hub.join(None, None))
         await reader.until(lambda: reader.items)
         for _ in range(2000):  # a rack that goes down
             stand.happens()
@@ -234,7 +260,8 @@ def test_a_slow_reader_is_dropped_with_the_reason_and_the_others_are_not(
     async def story() -> None:
         stand = Stand()
         hub = hub_of(stand)
-        slow, quick = Reader(hub, hub.join(None, None)), Reader(hub, hub.join(None, None))
+        slow = Reader(hub, await hub.join(None, None))
+        quick = Reader(hub, await hub.join(None, None))
         await slow.until(lambda: slow.items)
         slow.stuck.clear()
         for number in range(3 * stream.MOST_QUEUED):
@@ -259,7 +286,7 @@ def test_a_reader_that_takes_nothing_at_all_is_let_go(monkeypatch: pytest.Monkey
 
     async def story() -> None:
         hub = hub_of(Stand())
-        reader = Reader(hub, hub.join(None, None))
+        reader = Reader(hub, await hub.join(None, None))
         await reader.until(lambda: reader.items)
         reader.stuck.clear()
         await reader.end()
@@ -273,12 +300,12 @@ def test_too_many_watchers_are_refused_not_served_badly(monkeypatch: pytest.Monk
 
     async def story() -> None:
         hub = hub_of(Stand())
-        readers = [Reader(hub, hub.join(None, None)) for _ in range(2)]
+        readers = [Reader(hub, await hub.join(None, None)) for _ in range(2)]
         with pytest.raises(ServiceUnavailable, match="too many"):
-            hub.join(None, None)
+            await hub.join(None, None)
         await readers[0].until(lambda: readers[0].items)
         await readers[0].leave()
-        hub.join(None, None)
+        await hub.join(None, None)
         await hub.close()
 
     run(story)
@@ -288,7 +315,7 @@ def test_a_coordinator_that_stops_says_so() -> None:
     async def story() -> None:
         stand = Stand()
         hub = hub_of(stand)
-        reader = Reader(hub, hub.join(None, None))
+        reader = Reader(hub, await hub.join(None, None))
         await reader.until(lambda: reader.items)
         stand.stopping = True
         await reader.end()
@@ -301,7 +328,7 @@ def test_a_coordinator_that_stops_says_so() -> None:
 def test_silence_is_broken_by_comments_and_the_time_asked_for_ends_it() -> None:
     async def story() -> None:
         hub = hub_of(Stand())
-        reader = Reader(hub, hub.join(None, None), for_s=0.3)
+        reader = Reader(hub, await hub.join(None, None), for_s=0.3)
         await reader.end()
         assert reader.ended
         assert reader.of(Moment)
@@ -399,7 +426,7 @@ def test_a_standby_streams_who_leads_who_has_what_and_what_happened(
     async def story() -> None:
         coordinator = standby.coordinator
         hub = StreamHub(coordinator, lambda: _leader(coordinator, standby.url, "b"))
-        reader = Reader(hub, hub.join(made, 0))
+        reader = Reader(hub, await hub.join(made, 0))
 
         def chunks() -> list[tuple[int, int]]:
             parts = [p for m in reader.of(Moment) for d in m.deployments for p in d.parts]

@@ -139,7 +139,12 @@ def told(event: Event) -> str:
     change = f"{data.pop('from')} → {data.pop('to')}" if {"from", "to"} <= data.keys() else ""
     detail = ", ".join(f"{key} {value}" for key, value in data.items())
     words = [event.name.value, event.worker_id or "", change, f"({detail})" if detail else ""]
-    return " ".join([at, *(each for each in words if each)])
+    return plain(" ".join([at, *(each for each in words if each)]))
+
+
+def plain(text: str) -> str:
+    """Return ``text`` on one line, and without what would steer the terminal: workers chose it."""
+    return "".join(each if each.isprintable() else " " for each in text)
 
 
 def is_bad(event: Event) -> bool:
@@ -211,7 +216,8 @@ def _title(shown: DeploymentMoment, width: int) -> Text:
         line.append(f"  plan {shown.epoch}")
     line.truncate(width)
     if shown.failure is not None:
-        line.append(f"\n{shown.failure.code}: {shown.failure.message}", style="red")
+        why = plain(f"{shown.failure.code}: {shown.failure.message}")
+        line.append(f"\n{why}", style="red")
     return line
 
 
@@ -300,7 +306,7 @@ def _state(part: PartMoment) -> tuple[str, str]:
     if not part.alive:
         return "lost", "red"
     if part.status in FAILED:
-        why = f": {part.failure.code}" if part.failure else ""
+        why = f": {plain(part.failure.code)}" if part.failure else ""
         return f"{part.status.value.replace('_', ' ')}{why}", "red"
     if part.standing != "line":
         return part.standing, "yellow"

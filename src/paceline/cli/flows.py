@@ -16,7 +16,7 @@ from paceline.errors import InvalidInput, PacelineError
 from paceline.profile import load_runtime
 from paceline.wire import new_run_id
 
-DEPLOYMENT_ID = re.compile(r"dep-[0-9]{8}-[0-9]{6}-[0-9a-f]{8}")  # as the coordinator makes them
+DEPLOYMENT_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # a UUID
 
 
 def start_flow(state: Path | None, run_id: str | None) -> dict[str, Any]:

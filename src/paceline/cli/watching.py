@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from paceline.cli.board import Board, View, duration, figures, is_bad, render, told
+from paceline.cli.board import Board, View, duration, figures, is_bad, plain, render, told
 from paceline.cli.following import Follower, Item, Lost
 from paceline.cli.options import json_option, state_directory, state_option
 from paceline.client import CoordinatorClient
@@ -250,7 +250,7 @@ def _said(ended: DeploymentMoment) -> str:
     if ended.workers_failed:
         line += f", without {_named(ended.workers_failed)}"
     if ended.failure is not None and ended.status is not DeploymentStatus.COMPLETE:
-        line += f"\n{ended.failure.code}: {ended.failure.message}"
+        line += "\n" + plain(f"{ended.failure.code}: {ended.failure.message}")
     if ended.status is DeploymentStatus.COMPLETE and ended.activation == "none":
         line += f"\nSwitch to it with `paceline activate {ended.deployment_id}`."
     return line

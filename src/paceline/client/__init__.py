@@ -1,7 +1,8 @@
 """The coordinator's REST from the caller's side; lean, because every agent imports it.
 
-``calls`` has one method a call; ``replicas`` finds the leader among several endpoints and refuses
-older ones; ``connection`` carries one exchange and notices a server that hangs.
+``calls`` has one method a call, ``asking`` puts it to whoever leads; ``replicas`` says which of
+several endpoints that is and refuses older ones; ``connection`` carries one exchange and notices a
+server that hangs.
 """
 
 from paceline.client.calls import CoordinatorClient

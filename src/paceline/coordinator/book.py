@@ -93,6 +93,10 @@ class Book:
         for key in self._keys_of.pop(identity, ()):
             del self.keys[key]
 
+    def forget(self, worker_id: str) -> None:
+        """Keep nothing of a worker that no deployment names."""
+        self._open.pop(worker_id, None)
+
     def history(self, model_id: str) -> list[DeploymentRun]:
         """Return the model's activations that were not rolled back, the newest first."""
         found = [r for r in self if r.memo.number and r.deployment.model_id == model_id]

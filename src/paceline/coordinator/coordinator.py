@@ -12,6 +12,7 @@ import logging
 import secrets
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -182,7 +183,7 @@ class Coordinator:
         """
         with self._lock:
             term = self._require_leading()
-            effects = self._state.handle(event, self._monotonic())
+            effects = self._decide(event)
             told = self._commit(term, audited(effects, self._wall()))
             if not told and not self._coordination.is_leading(term):
                 raise self._role.not_leading()  # frozen meanwhile: another may have decided
@@ -206,14 +207,15 @@ class Coordinator:
             term = self._require_leading()
             if isinstance(event, Beat) and not self._state.is_calm(event.beat):
                 return None
-            effects = self._state.handle(event, self._monotonic())
+            effects = self._decide(event, calm=True)
             if not self._coordination.is_leading(term):
                 raise self._role.not_leading()
         finally:
             self._lock.release()
-        assert len(effects) == 1 and isinstance(effects[0], Answer), "calm, and yet to be kept"
-        assert isinstance(effects[0].record, HeartbeatAnswer)
-        return effects[0].record
+        answer = effects[0]
+        assert isinstance(answer, Answer)
+        assert isinstance(answer.record, HeartbeatAnswer)
+        return answer.record
 
     def tick(self) -> None:
         """Notice the passing of time, where this replica leads."""
@@ -237,10 +239,9 @@ class Coordinator:
             manifest = self._fetch_manifest(call.source_url)
         finally:
             self._creations.release()
-        deployment_id = time.strftime("dep-%Y%m%d-%H%M%S-", time.gmtime(self._wall()))
         answer = self.handle(
             Create(
-                deployment_id=deployment_id + secrets.token_hex(4),
+                deployment_id=_new_id(self._wall()),
                 call=call,
                 manifest=manifest,
                 key=key,
@@ -350,6 +351,25 @@ class Coordinator:
         self._require_usable(term)
         return term
 
+    def _decide(self, event: Event, *, calm: bool = False) -> Sequence[Effect]:
+        """Return what the state makes of ``event``; where it breaks over it, what it had changed by
+        then is undone: nobody will commit that.
+        """
+        try:
+            effects = self._state.handle(event, self._monotonic())
+            if calm:
+                assert len(effects) == 1 and isinstance(effects[0], Answer), "it must be committed"
+        except PacelineError:
+            raise  # refused, and nothing has changed
+        except Exception as error:
+            self._trouble = ServiceUnavailable(
+                "the coordinator failed over an event, and begins again from what was kept",
+                got=type(error).__name__,
+                do="Call again; its log says why.",
+            )
+            raise
+        return effects
+
     def _require_usable(self, term: Term) -> None:
         if self._trouble is None:
             return
@@ -411,6 +431,13 @@ class Coordinator:
         while page := self._coordination.events_after(after, EVENTS_AT_ONCE):
             ring.extend(page)
             after = page[-1].seq
+
+
+def _new_id(at: float) -> str:
+    """Return a UUID of version 7 (RFC 9562): they sort by the time at which they were made."""
+    bits = (int(at * 1000) & 2**48 - 1) << 80 | int(secrets.token_hex(10), 16)
+    bits = bits & ~(0xF << 76) | 7 << 76
+    return str(uuid.UUID(int=bits & ~(3 << 62) | 2 << 62))
 
 
 def _is_news(effect: Effect) -> bool:

@@ -14,6 +14,7 @@ from math import floor
 from paceline.coordinator.memo import Memo
 from paceline.coordinator.messages import KeepReceipt, Observed
 from paceline.coordinator.parts import Part, Tally, tally_of
+from paceline.coordinator.plausible import has_part
 from paceline.coordinator.settings import Patience
 from paceline.coordinator.standing import Standings
 from paceline.manifest import Manifest
@@ -33,6 +34,7 @@ from paceline.wire.records import (
 
 FAILED = (WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
 OUT_OF_BUDGET = "OriginBudgetExceeded"
+TOLD_AT_ONCE = 64  # sources that one beat may tell of: with 10,000 events waiting nothing is kept
 ORIGIN_STEP = 0.05  # origin bytes are kept each time they grew by this share of the model
 
 
@@ -303,7 +305,9 @@ class DeploymentRun:
             return []
         self._count(part, beat)
         if beat.edges:
-            self.standings.take(worker_id, beat.edges, now_s)
+            known = (e for e in beat.edges if has_part(self.parts, e.source))
+            here = [each for each in known if each.reader in self.parts]
+            self.standings.take(worker_id, here, now_s)
         effects = self._pass_on(part, worker_id, beat, at)
         if part.receipt is not None:
             if beat.status is WorkerStatus.RECEIVING and incarnation > part.receipt.incarnation:
@@ -359,17 +363,22 @@ class DeploymentRun:
     def _pass_on(
         self, part: Part, worker_id: str, beat: DeploymentBeat, at: float
     ) -> list[KeepReceipt | Observed]:
-        """Tell once of each source that this worker gave up or caught corrupting."""
+        """Tell once of each source that this worker gave up or caught corrupting; of many, some now
+        and the rest with its next beats, which name them again.
+        """
         if not (beat.lost_sources or beat.corrupt_sources or part.told):
             return []
         reports = {f"lost {key}": (EventName.SOURCE_LOST, key) for key in beat.lost_sources}
         reports |= {
             f"corrupt {key}": (EventName.PIECE_CORRUPT, key) for key in beat.corrupt_sources
         }
-        fresh = [reports[key] for key in reports if key not in part.told]
-        part.told = frozenset(reports)
+        fresh = [report for report in reports if report not in part.told][:TOLD_AT_ONCE]
+        part.told = part.told & reports.keys() | frozenset(fresh)
         identity = self.deployment.deployment_id
-        return [Observed(name, at, identity, worker_id, {"source": key}) for name, key in fresh]
+        return [
+            Observed(name, at, identity, worker_id, {"source": key})
+            for name, key in map(reports.__getitem__, fresh)
+        ]
 
     def _take_receipt(
         self, part: Part, receipt: Receipt, worker_id: str, now_s: float, at: float

@@ -65,6 +65,7 @@ class Membership:
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
         self._members: dict[str, Member] = {}
+        self._living = 0  # of them
         self._offences: Counter[str] = Counter()
         self._look_s = float("-inf")  # nobody can have been silent for too long before
 
@@ -77,7 +78,7 @@ class Membership:
             self._enter(worker, now_s + self._patience.find_leader_s)
 
     def workers(self) -> list[Worker]:
-        """Return everyone who ever registered."""
+        """Return everyone who registered and is not forgotten."""
         return [member.record for member in self._members.values()]
 
     def heard(self) -> dict[str, float]:
@@ -105,8 +106,8 @@ class Membership:
         return member is not None and member.alive
 
     def beat_interval_s(self) -> float:
-        """Return how often workers should beat: slower, the larger the fleet."""
-        return max(self._patience.beat_s, len(self._members) / self._patience.beats_per_second)
+        """Return how often workers should beat: slower, the more of them live."""
+        return max(self._patience.beat_s, self._living / self._patience.beats_per_second)
 
     def register(self, call: RegisterWorker, at: float, now_s: float) -> Worker:
         """Enter a worker, or its next incarnation; raises StaleEpoch for an older one."""
@@ -189,6 +190,7 @@ class Membership:
             until_s = member.heard_s + beats * member.beat_s
             if now_s > until_s:
                 member.alive, member.bandwidth_in, member.bandwidth_out = False, 0.0, 0.0
+                self._living -= 1
                 lost.append(member.record)
             else:
                 next_s = min(next_s, until_s)
@@ -196,7 +198,24 @@ class Membership:
         self._look_s = next_s
         return lost
 
+    def long_gone(self, at: float) -> list[str]:
+        """Return who has been lost for so long that it may be forgotten, by the wall's time."""
+        latest = at - self._patience.kept_lost_s
+        return [
+            worker_id
+            for worker_id, member in self._members.items()
+            if not member.alive and member.heard_at < latest
+        ]
+
+    def forget(self, worker_id: str) -> None:
+        """Forget a worker that is lost; it may come back as a new one."""
+        assert not self._members[worker_id].alive
+        del self._members[worker_id]
+        self._offences.pop(worker_id, None)
+
     def _enter(self, worker: Worker, now_s: float) -> None:
+        known = self._members.get(worker.worker_id)
+        self._living += worker.alive - (known is not None and known.alive)
         self._members[worker.worker_id] = Member.of(worker, now_s, self.beat_interval_s())
         self._look_s = float("-inf")
 

@@ -187,6 +187,13 @@ class KeepWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class DropWorker:
+    """Forget a worker that has been away for so long that nobody asks for it any more."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class KeepReceipt:
     receipt: Receipt
 
@@ -237,6 +244,7 @@ Effect = (
     KeepDeployment
     | KeepPlan
     | KeepWorker
+    | DropWorker
     | KeepReceipt
     | KeepKey
     | KeepToken

@@ -1,8 +1,9 @@
-"""Which closed deployments may be forgotten, so that what is kept stays bounded.
+"""Which closed deployments and lost workers may be forgotten, so that what is kept stays bounded.
 
-The newest are kept, and those that closed lately: their keys may still be asked for. Never
-forgotten is what is active on some worker, what a rollback would return to, and what a living
-worker has yet to stop.
+Of deployments the newest are kept, and those that closed lately: their keys may still be asked for.
+Never forgotten is what is active on some worker, what a rollback would return to, and what a living
+worker has yet to stop. Workers go a month after they were heard last: where each start has a name
+of its own (pods), the dead would be more than the living.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from itertools import islice
 
 from paceline.coordinator.book import Book
 from paceline.coordinator.deployment import DeploymentRun
-from paceline.coordinator.messages import DropDeployment, Effect, Observed
+from paceline.coordinator.membership import Membership
+from paceline.coordinator.messages import DropDeployment, DropWorker, Effect, Observed
 from paceline.coordinator.settings import Patience
 from paceline.wire.events import EventName
 from paceline.wire.records import DeploymentStatus
 
-AT_ONCE = 8  # forgotten in one transaction
+AT_ONCE = 8  # deployments forgotten in one transaction,
+WORKERS_AT_ONCE = 40  # and workers
 LOOK_S = 60.0  # between two looks
 
 
@@ -47,6 +50,23 @@ def prune(book: Book, patience: Patience, at: float, now_s: float) -> list[Effec
         identity = deployment.deployment_id
         told = Observed(EventName.DEPLOYMENT_FORGOTTEN, at, identity, None, data)
         effects += [DropDeployment(identity), told]
+    return effects
+
+
+def prune_workers(book: Book, fleet: Membership, at: float) -> list[Effect]:
+    """Forget a few of the workers that were lost long ago and are named by no deployment."""
+    gone = fleet.long_gone(at)
+    if not gone:
+        return []
+    named = {worker_id for run in book for worker_id in run.parts}
+    effects: list[Effect] = []
+    for worker_id in islice((each for each in gone if each not in named), WORKERS_AT_ONCE):
+        fleet.forget(worker_id)
+        book.forget(worker_id)
+        effects += [
+            DropWorker(worker_id),
+            Observed(EventName.WORKER_FORGOTTEN, at, None, worker_id),
+        ]
     return effects
 
 

@@ -163,7 +163,7 @@ def _add_workers(router: APIRouter, coordinator: Coordinator) -> None:
 
     @router.get("/workers", tags=["workers"])
     def list_workers() -> WorkerList:
-        """Everyone who ever registered."""
+        """Everyone who registered, the lost ones for a month."""
         return WorkerList(workers=tuple(coordinator.read(lambda state: state.fleet.workers())))
 
 

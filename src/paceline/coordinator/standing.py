@@ -2,8 +2,9 @@
 
 A relay moves at the rate of its slowest edge, and which end of that edge is at fault shows only
 beside the others: a slow worker is slow with everybody, a slow network is slow for everybody. So
-verdicts are reached here, over all edges at once, and never by the two ends. Pure: no clock, no
-plan, no deployment; expectations and tallies go in, standings come out.
+verdicts are reached here, over all edges at once, and never by the two ends; who corrupts is judged
+in ``corrupting``. Pure: no clock, no plan, no deployment; expectations and tallies go in, standings
+come out.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
-from math import sqrt
 
+from paceline.coordinator.corrupting import Senders
 from paceline.coordinator.settings import Patience
 from paceline.plan import Standing
 from paceline.wire.calls import EdgeTally
@@ -24,11 +25,7 @@ Edge = tuple[str, str]  # source key, reader
 BUSY_SHARE = 0.5  # of a look: less, and the edge was starved, which says nothing against it
 LEAST_CARRIED = 0.05  # of what the plan expects in a look: so much tells that an edge is not slow
 STALE_LOOKS = 3.0  # a flow that was not heard of for so many looks has ended
-SENDER_PIECES = 20  # a sender of fewer says nothing about what is usual
-MANY = 100  # senders; of so many they are not judged at each tick
-BEYOND_CHANCE = 5.0  # standard deviations
 SETTLED_S = 5.0  # after a change of leaders; agents find the new one one by one
-ALONE = 4  # times as many corrupt pieces, of a sender that nobody can be compared with
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,31 +81,28 @@ class Standings:
         self._planned_in: defaultdict[str, float] = defaultdict(float)
         self._planned_out: defaultdict[str, float] = defaultdict(float)
         self._counts: dict[Edge, _Count] = {}
-        self._senders: dict[str, list[int]] = {}  # pieces that matched, pieces that did not
+        self._senders = Senders(patience, self._most)
         self._suspects: set[Edge] = set()
         self._slow: dict[str, set[Edge]] = {}  # who is slow, and the edges that say so
         self._slow_origins: set[str] = set()
-        self._quarantined: set[str] = set()
-        self._look_again = self._count_again = False
-        self._in_doubt = False  # somebody may be corrupting: what others send will tell
-        self._count_s = float("-inf")
+        self._look_again = False
         self._resumed = False  # others counted before: the first word on an edge is only a base
         self._from_s = float("-inf")  # whoever is slow is judged from here on
         for worker_id, standing in (known or {}).items():
             if standing is Standing.QUARANTINED:
-                self._quarantined.add(worker_id)
+                self._senders.quarantined.add(worker_id)
             elif standing is Standing.TAIL:
                 self._slow[worker_id] = set()
 
     def of(self, worker_id: str) -> Standing:
         """Return how ``worker_id`` stands."""
-        if worker_id in self._quarantined:
+        if worker_id in self._senders.quarantined:
             return Standing.QUARANTINED
         return Standing.TAIL if worker_id in self._slow else Standing.LINE
 
     def demoted(self) -> dict[str, Standing]:
         """Return everyone who does not stand in the line."""
-        return {each: self.of(each) for each in sorted({*self._slow, *self._quarantined})}
+        return {each: self.of(each) for each in sorted({*self._slow, *self._senders.quarantined})}
 
     def follow(self, expected: Mapping[Edge, float]) -> None:
         """Judge by a new plan: the bytes a second that it counts on, for each of its edges."""
@@ -128,8 +122,9 @@ class Standings:
 
     def close(self) -> None:
         """Forget what was counted; how everybody stands is remembered."""
-        self._counts, self._senders, self._suspects = {}, {}, set()
-        self._expected, self._look_again, self._count_again = {}, False, False
+        self._counts, self._suspects = {}, set()
+        self._expected, self._look_again = {}, False
+        self._senders.close()
 
     def take(self, reporter: str, tallies: Iterable[EdgeTally], now_s: float) -> None:
         """Take what ``reporter`` counted: as a source what it sent, as a reader what matched."""
@@ -150,11 +145,9 @@ class Standings:
 
     def judge(self, now_s: float) -> list[Verdict]:
         """Return the standings that changed since the last call."""
-        verdicts: list[Verdict] = []
-        if self._count_again and now_s >= self._count_s:
-            self._count_again = False
-            self._count_s = now_s + len(self._senders) // MANY / 10  # counting 10,000 takes 5 ms
-            verdicts += self._judge_senders()
+        verdicts = [
+            Verdict(name, Standing.QUARANTINED, why) for name, why in self._senders.judge(now_s)
+        ]
         if self._look_again and now_s >= self._from_s:
             self._look_again = False
             verdicts += self._judge_rates(now_s)
@@ -167,11 +160,7 @@ class Standings:
         matched = tally.pieces - (count.pieces if tally.pieces >= count.pieces else 0)
         corrupt = tally.corrupt - (count.corrupt if tally.corrupt >= count.corrupt else 0)
         count.pieces, count.corrupt = tally.pieces, tally.corrupt
-        if matched or corrupt:
-            sender = self._senders.setdefault(tally.source, [0, 0])
-            sender[0] += matched
-            sender[1] += corrupt
-            self._count_again = self._count_again or corrupt > 0 or self._in_doubt
+        self._senders.take(tally.source, matched, corrupt)
 
     def _take_bytes(self, key: Edge, count: _Count, tally: EdgeTally, now_s: float) -> None:
         carried, busy_s = tally.bytes - count.bytes, tally.busy_s - count.busy_s
@@ -326,55 +315,6 @@ class Standings:
             "got_bytes_s": round(self._counts[edge].rate),
             "wanted_bytes_s": round(self._expected.get(edge, 0.0)),
         }
-
-    def _judge_senders(self) -> list[Verdict]:
-        patience = self._patience
-        known = {
-            name: (corrupt, matched + corrupt)
-            for name, (matched, corrupt) in self._senders.items()
-            if name not in self._quarantined
-            and (matched + corrupt >= SENDER_PIECES or corrupt >= patience.corrupt_pieces)
-        }
-        shares = {name: corrupt / judged for name, (corrupt, judged) in known.items()}
-        ordered = sorted(shares.values())
-        all_corrupt, all_judged = (
-            sum(column) for column in zip((0, 1), *known.values(), strict=True)
-        )
-        verdicts = []
-        self._in_doubt = False
-        for name in sorted(shares, key=lambda each: (-shares[each], each)):
-            corrupt, judged = known[name]
-            if shares[name] <= patience.corrupt_share or len(self._quarantined) >= self._most:
-                break
-            if corrupt < patience.corrupt_pieces or name.startswith("origin:"):
-                continue
-            self._in_doubt = True
-            if len(known) == 1 and corrupt < ALONE * patience.corrupt_pieces:
-                continue  # nobody to compare it with, yet
-            usual = _median_without(ordered, shares[name])
-            if shares[name] <= patience.corrupt_factor * usual:
-                continue
-            # Where one piece in a hundred is corrupt anyway, some sender of thousands has four bad
-            # ones among its first sixty: that many must be beyond chance, not beyond the usual.
-            chance = judged * max(usual, (all_corrupt - corrupt) / (all_judged - judged))
-            if corrupt < patience.corrupt_pieces + chance + BEYOND_CHANCE * sqrt(chance):
-                continue
-            self._quarantined.add(name)
-            data: dict[str, object] = {
-                "corrupt_pieces": corrupt,
-                "share": round(shares[name], 4),
-                "usual_share": round(usual, 4),
-            }
-            verdicts.append(Verdict(name, Standing.QUARANTINED, data))
-        return verdicts
-
-
-def _median_without(ordered: list[float], one: float) -> float:
-    """Return the median of ``ordered`` without ``one`` of its members; 0 where that leaves none."""
-    middle = (len(ordered) - 2) // 2
-    if middle < 0:
-        return 0.0
-    return ordered[middle if middle < bisect_left(ordered, one) else middle + 1]
 
 
 class _Usual:

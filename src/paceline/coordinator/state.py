@@ -5,8 +5,9 @@ there, and answers calls. It has no clock, no socket, no file and no thread: the
 time and carries out what it returns, so tests and simulations run exactly this code. An event that
 is refused raises a PacelineError and has changed nothing.
 
-Where to look: ``course`` and ``verdict`` (what follows from a deployment's facts), ``switching``
-(which version is active), ``answers`` (what agents are told), ``pruning`` (what is forgotten).
+Where to look: ``hearing`` (what agents say), ``course`` and ``verdict`` (what follows from a
+deployment's facts), ``switching`` (which version is active), ``answers`` (what agents are told),
+``pruning`` (what is forgotten).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from paceline.coordinator.answers import CLOSED, answer_to, register_first
+from paceline.coordinator.answers import CLOSED
 from paceline.coordinator.book import Book
 from paceline.coordinator.course import advance, turn
 from paceline.coordinator.deployment import DeploymentRun
+from paceline.coordinator.hearing import Hearing
 from paceline.coordinator.membership import Membership
 from paceline.coordinator.memo import Memo
 from paceline.coordinator.messages import (
@@ -48,18 +50,16 @@ from paceline.coordinator.messages import (
 )
 from paceline.coordinator.parts import tally_of
 from paceline.coordinator.planning import new_deployment
-from paceline.coordinator.pruning import LOOK_S, prune
+from paceline.coordinator.pruning import LOOK_S, prune, prune_workers
 from paceline.coordinator.settings import Patience
 from paceline.coordinator.shown import progress_of, view_of
 from paceline.coordinator.switching import Switches
 from paceline.coordinator.tokens import TokenBook
-from paceline.errors import Cancelled, Conflict, DeploymentFailed, NotFound
+from paceline.errors import Conflict, NotFound
 from paceline.wire.calls import (
     CreatedDeployment,
     DeploymentView,
     Heartbeat,
-    HeartbeatAnswer,
-    Registered,
     Success,
     SwitchView,
 )
@@ -90,7 +90,7 @@ class CoordinatorState:
         self._switches = Switches(self._book, self.fleet, self.patience)
         self._last_s: float | None = None
         self._pruned_s = float("-inf")
-        self.beats = self.beats_refused = 0  # since this process began
+        self._hearing = Hearing(self._book, self.fleet, self.tokens, leader_epoch)
 
     @classmethod
     def restore(
@@ -119,15 +119,15 @@ class CoordinatorState:
     def _handle(self, event: Event, now_s: float) -> list[Effect]:
         match event:
             case Beat():
-                return self._beat(event, now_s)
+                return self._hearing.beat(event, now_s)
             case Listen():
-                return self._listen(event)
+                return self._hearing.listen(event)
             case Tick():
                 return self._tick(event, now_s)
             case Register():
-                return self._register(event, now_s)
+                return self._hearing.register(event, now_s)
             case FetchLanes():
-                return self._fetch_lanes(event, now_s)
+                return self._hearing.fetch_lanes(event, now_s)
             case Create():
                 return self._create(event, now_s)
             case Cancel():
@@ -160,6 +160,16 @@ class CoordinatorState:
             closed_s = now_s
         run.memo = replace(run.memo, kept_s=now_s, closed_s=closed_s)
         return replace(effect, memo=run.memo)
+
+    @property
+    def beats(self) -> int:
+        """Return how many beats were taken since this process began to lead."""
+        return self._hearing.beats
+
+    @property
+    def beats_refused(self) -> int:
+        """Return how many came from workers that had to register first."""
+        return self._hearing.beats_refused
 
     # --- reading ---------------------------------------------------------------------------------
 
@@ -208,18 +218,7 @@ class CoordinatorState:
 
         Where this is false there may be nothing to keep either.
         """
-        for each in beat.deployments:
-            run = self._book.find(each.deployment_id)
-            part = None if run is None else run.parts.get(beat.worker_id)
-            if run is None or part is None or run.final:
-                continue
-            if each.lost_sources or each.corrupt_sources:
-                return False
-            if each.status is WorkerStatus.RECEIVING:
-                continue
-            if part.receipt is None:
-                return False  # it finished or failed
-        return True
+        return self._hearing.is_calm(beat)
 
     def unstopped(self, deployment_id: str) -> list[str]:
         """Return the living targets that may still publish a cancelled deployment."""
@@ -246,95 +245,6 @@ class CoordinatorState:
         """Return what this idempotency key was answered; raises Conflict for another body."""
         run = self._book.known_key(key, body_digest)
         return None if run is None else _created(run.deployment)
-
-    # --- the fleet -------------------------------------------------------------------------------
-
-    def _register(self, event: Register, now_s: float) -> list[Effect]:
-        call = event.call
-        old = self.fleet.find(call.worker_id)
-        worker = self.fleet.register(call, event.at, now_s)
-        answer = Answer(Registered(worker_id=call.worker_id, incarnation=call.incarnation))
-        if old is not None and old.alive and old.incarnation == call.incarnation:
-            return [KeepWorker(worker), answer]
-        for run in self._book.open_runs(call.worker_id):
-            run.returned(call.worker_id, call.incarnation)
-        name = EventName.WORKER_REGISTERED if old is None else EventName.WORKER_RETURNED
-        data: dict[str, object] = {"incarnation": call.incarnation, "address": call.address}
-        return [KeepWorker(worker), Observed(name, event.at, None, call.worker_id, data), answer]
-
-    def _beat(self, event: Beat, now_s: float) -> list[Effect]:
-        beat = event.beat
-        if self.fleet.is_overtaken(beat):
-            # Sent twice or late: what it says is not so any more, and whoever sent it has moved on.
-            return [Answer(self._plain_answer())]
-        worker = self.fleet.hear(beat, event.at, now_s)
-        if worker is None:
-            self.beats_refused += 1
-            return [self._stranger()]
-        self.beats += 1
-        effects: list[Effect] = []
-        listed = {each.deployment_id: each for each in beat.deployments}
-        for deployment_id, each in listed.items():
-            run = self._book.find(deployment_id)
-            if run is None or beat.worker_id not in run.parts:
-                continue
-            effects += run.report(worker, each, now_s, event.at)
-            for key in each.lost_sources:
-                self.fleet.suspect(key)
-        answer = answer_to(
-            self._book,
-            beat.worker_id,
-            listed,
-            epoch=self.leader_epoch,
-            next_beat_s=self.fleet.beat_interval_s(),
-            barred=self.tokens.barred(),
-        )
-        effects.append(answer)
-        return effects
-
-    def _listen(self, event: Listen) -> list[Effect]:
-        if not self.fleet.knows(event.worker_id, event.incarnation):
-            return [self._stranger()]
-        return [
-            answer_to(
-                self._book,
-                event.worker_id,
-                {},
-                epoch=self.leader_epoch,
-                next_beat_s=self.fleet.beat_interval_s(),
-                barred=self.tokens.barred(),
-            )
-        ]
-
-    def _plain_answer(self) -> HeartbeatAnswer:
-        interval_s = self.fleet.beat_interval_s()
-        return HeartbeatAnswer(
-            epoch=self.leader_epoch, next_beat_s=interval_s, barred=self.tokens.barred()
-        )
-
-    def _stranger(self) -> Answer:
-        interval_s = self.fleet.beat_interval_s()
-        return register_first(epoch=self.leader_epoch, next_beat_s=interval_s)
-
-    def _fetch_lanes(self, event: FetchLanes, now_s: float) -> list[Effect]:
-        run = self.run(event.deployment_id)
-        deployment = run.deployment
-        where = f"{event.worker_id} of {event.deployment_id}"
-        if deployment.status is DeploymentStatus.CANCELLED:
-            raise Cancelled("the deployment was cancelled", where=where)
-        if deployment.status is DeploymentStatus.FAILED:
-            raise DeploymentFailed("the deployment has failed", where=where)
-        lanes = run.lanes_of(event.worker_id)
-        member = self.fleet.find(event.worker_id)
-        if lanes is None or member is None:
-            raise NotFound(
-                "no lanes for this worker",
-                where=where,
-                wanted="a registered target once its deployment is planned",
-                do="Ask again when a beat's answer says fetch_lanes.",
-            )
-        run.took_lanes(event.worker_id, member.incarnation, now_s)
-        return [Answer(lanes)]
 
     # --- deployments -----------------------------------------------------------------------------
 
@@ -432,6 +342,7 @@ class CoordinatorState:
         if now_s - self._pruned_s >= LOOK_S:
             self._pruned_s = now_s
             effects += prune(self._book, self.patience, event.at, now_s)
+            effects += prune_workers(self._book, self.fleet, event.at)
         return effects
 
     def _advance(self, run: DeploymentRun, at: float, now_s: float) -> list[Effect]:

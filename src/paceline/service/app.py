@@ -60,13 +60,15 @@ def create_app(
     beside loopback's names and the profile's.
     """
     coordination = open_coordination(runtime)
+    patience = patience or Patience.of(runtime.profile)
+    keep_events = patience.kept_audit_events
     progress, audit = open_progress(runtime), open_audit(runtime)
     coordinator = Coordinator(
         coordination,
         progress=progress,
         audit=audit,
         fetch_manifest=lambda url: manifest_at(url, runtime),
-        patience=patience or Patience.of(runtime.profile),
+        patience=patience,
     )
     replica = Replica(
         coordinator,
@@ -74,7 +76,7 @@ def create_app(
         progress,
         Candidate(replica_id, url),
         duties=[
-            lambda term: Shipper(coordination, audit, term),
+            lambda term: Shipper(coordination, audit, term, keep_events=keep_events),
             *_flow_duties(runtime, coordinator),
         ],
     )

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Protocol
 
 from paceline.coordinator.callers import change_row
@@ -52,7 +52,11 @@ class Clerk:
     """``refused`` is called by the event loop; everything else by the clerk's thread."""
 
     def __init__(
-        self, books: Books, seen: Mapping[str, float], *, wall: Callable[[], float] = time.time
+        self,
+        books: Books,
+        seen: MutableMapping[str, float],
+        *,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._books, self._seen, self._wall = books, seen, wall
         self._rows: deque[Observed] = deque(maxlen=int(ROWS_AT_ONCE))
@@ -105,6 +109,8 @@ class Clerk:
         uses = []
         for token_id, at in list(self._seen.items()):
             record = self._books.tokens.find(token_id)
+            if record is None:
+                self._seen.pop(token_id, None)  # it was forgotten
             if record is not None and (record.last_used_at or 0.0) + USE_GRAIN_S <= at:
                 uses.append((token_id, at))
         for start in range(0, len(uses), BATCH):

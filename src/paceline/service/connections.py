@@ -1,8 +1,9 @@
-"""A connection that sends its request in time and in bounds, or is closed.
+"""A connection that sends its request, and takes its answer, in time and in bounds, or is closed.
 
 uvicorn waits for ever for the first byte of a connection and for the end of a request's headers,
 and keeps whatever comes until then: a thousand callers that send one byte a minute would hold a
-thousand descriptors, one that sends headers without end all memory. Bodies have limits of their own
+thousand descriptors, one that sends headers without end all memory. Likewise it waits for ever for
+a caller that stops reading, with the rest of a manifest in memory. Bodies have limits of their own
 (``limits``), idle connections uvicorn's.
 """
 
@@ -15,6 +16,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 HEADERS_S = 15.0  # from the connection, or from the first byte after an answer, to the headers' end
 HEADERS_BYTES = 64 * 1024
+TAKEN_S = 30.0  # in which a caller that is sent something must take some of it
 
 _Base: Any = object if TYPE_CHECKING else AutoHTTPProtocol  # httptools' where it is installed
 
@@ -23,6 +25,8 @@ class Prompt(_Base):  # type: ignore[misc]  # one of two classes, known at run t
     """uvicorn's HTTP/1.1, with limits for what comes before a request is known."""
 
     headers_s = HEADERS_S
+    taken_s = TAKEN_S
+    _stalled: asyncio.TimerHandle | None = None
     _deadline: asyncio.TimerHandle | None = None
     _unparsed = 0
 
@@ -43,9 +47,37 @@ class Prompt(_Base):  # type: ignore[misc]  # one of two classes, known at run t
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the deadline."""
+        """Forget the deadlines."""
         self._disarm()
+        self._taken()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Begin to watch whether the caller takes what waits for it; nothing is added meanwhile."""
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        """Take note that it did."""
+        self._taken()
+        super().resume_writing()
+
+    def _watch(self) -> None:
+        self._taken()
+        left = self.transport.get_write_buffer_size()
+        self._stalled = self.loop.call_later(self.taken_s, self._look, left)
+
+    def _look(self, left: int) -> None:
+        self._stalled = None
+        if self.transport.get_write_buffer_size() < left:
+            self._watch()
+        else:
+            self.transport.abort()
+
+    def _taken(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def _arm(self) -> None:
         if self._deadline is None:

@@ -52,7 +52,7 @@ def add_observation(
         without either from now on. ``for_s`` ends the answer after so many seconds.
         """
         begin = after if last_event_id is None else last_event_id
-        return EventStream(hub, hub.join(deployment, begin), for_s)
+        return EventStream(hub, await hub.join(deployment, begin), for_s)
 
     @app.get("/fleet", include_in_schema=False)
     async def get_fleet_page() -> HTMLResponse:

@@ -138,11 +138,28 @@ def _announce(ready_fd: int | None, url: str) -> None:
             ready.write(json.dumps({"url": url}) + "\n")
 
 
+class OneLine(logging.Formatter):
+    """One line an event: a line break that came with somebody's words makes no line of its own.
+
+    What a traceback has stays as it is.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
+        """Return the line, with what no terminal should be sent written out."""
+        text = record.message
+        if not text.isprintable():
+            record.message = "".join(
+                each if each.isprintable() else each.encode("unicode_escape").decode()
+                for each in text
+            )
+        return super().formatMessage(record)
+
+
 def _log_to(path: Path) -> None:
     """Have this process's log end in a file; standard output stays empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=2, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)

@@ -3,8 +3,9 @@
 Nothing runs while nobody watches. A hub looks at most once a second, and more rarely where a look
 costs more than a twentieth of its interval, so that a thousand watchers cost the coordinator what
 one costs. Each watcher has a bounded queue; who does not read is dropped with the reason, and comes
-back with ``Last-Event-ID``. The format of the items is ``wire.stream``'s; what a Moment holds is
-decided in ``observe.moments``. It works on a standby as on the leader: it only reads.
+back with ``Last-Event-ID``. What is copied at a look stands in ``looking``, what a Moment holds is
+decided in ``observe.moments``, the format of the items is ``wire.stream``'s. It works on a standby
+as on the leader: it only reads.
 """
 
 from __future__ import annotations
@@ -12,23 +13,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol
 
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paceline.coordinator import CoordinatorState
-from paceline.coordinator.deployment import DeploymentRun
 from paceline.errors import PacelineError, ServiceUnavailable
-from paceline.observe import DeploymentSeen, Look, Moments, PartSeen, of_deployment
+from paceline.observe import Moments, of_deployment
+from paceline.service.looking import Looks, Seen
 from paceline.wire.calls import EventList
 from paceline.wire.events import Event
-from paceline.wire.plan import Plan
-from paceline.wire.records import Deployment, Failure, WorkerStatus
 from paceline.wire.stream import Dropped, Happened, LeaderView, Missed, Moment
 
 log = logging.getLogger(__name__)
@@ -42,20 +40,14 @@ RETRY_MS = 1000  # what browsers wait before they come back
 MOST_WATCHERS = 200
 MOST_QUEUED = 4096  # messages that wait for one reader
 MOST_QUEUED_BYTES = 16 * 1024 * 1024
-SHOWN_FINAL = 20  # of the newest deployments that have ended,
-SHOWN_FINAL_PARTS = 20_000  # and no more parts than these
-
-Answer = TypeVar("Answer")
 
 
-class Watched(Protocol):
+class Watched(Seen, Protocol):
     """What the hub needs of a coordinator."""
 
     @property
     def stopping(self) -> bool: ...
-    def read(self, question: Callable[[CoordinatorState], Answer]) -> Answer: ...
     def events(self, after: int) -> EventList: ...
-    def now(self) -> float: ...
 
 
 @dataclass(eq=False)
@@ -109,13 +101,11 @@ class StreamHub:
 
     def __init__(self, coordinator: Watched, leader: Callable[[], LeaderView]) -> None:
         self._coordinator = coordinator
-        self._leader = leader
+        self._looks = Looks(coordinator, leader)
         self._watchers: set[Watcher] = set()
         self._moments = Moments()
         self._after = 0
         self._task: asyncio.Task[None] | None = None
-        self._upstream: dict[tuple[str, int], dict[str, str]] = {}
-        self._ended: dict[str, DeploymentSeen] = {}
         self.dropped = 0  # since this process began
 
     @property
@@ -123,21 +113,24 @@ class StreamHub:
         """Return how many watch now."""
         return len(self._watchers)
 
-    def join(self, deployment_id: str | None, after: int | None) -> Watcher:
+    async def join(self, deployment_id: str | None, after: int | None) -> Watcher:
         """Return a new watcher; ``after`` None means from now on.
 
         Raises NotFound for a deployment that is not there, ServiceUnavailable where too many watch.
         """
+        targets, since = frozenset[str](), 0.0
+        if deployment_id is not None:
+            # On a thread: the state is locked while the store is written to, which may be away.
+            record = await run_in_threadpool(
+                self._coordinator.read, lambda state: state.run(deployment_id).deployment
+            )
+            targets, since = frozenset(record.target_workers), record.started_at
         if len(self._watchers) >= MOST_WATCHERS:
             raise ServiceUnavailable(
                 "too many watch this replica",
                 wanted=f"at most {MOST_WATCHERS}",
                 do="Watch another replica, or come back.",
             )
-        targets, since = frozenset[str](), 0.0
-        if deployment_id is not None:
-            record = self._coordinator.read(lambda state: state.run(deployment_id).deployment)
-            targets, since = frozenset(record.target_workers), record.started_at
         if self._task is None or self._task.done():
             self._moments = Moments()
             self._after = self._coordinator.events(2**62).last
@@ -235,7 +228,8 @@ class StreamHub:
         self, wanted: set[tuple[bool, str | None]], targets: dict[str | None, frozenset[str]]
     ) -> dict[tuple[bool, str | None], bytes]:
         """Look, and return what to tell each kind of watcher: all or changes, of one or all."""
-        changed = self._moments.take(self._look({each for _, each in wanted if each is not None}))
+        look = self._looks.take({each for _, each in wanted if each is not None})
+        changed = self._moments.take(look)
         whole = self._moments.whole() if any(fresh for fresh, _ in wanted) else changed
         said = {}
         for fresh, deployment_id in wanted:
@@ -244,85 +238,6 @@ class StreamHub:
                 moment = of_deployment(moment, deployment_id, targets[deployment_id])
             said[fresh, deployment_id] = _message(moment)
         return said
-
-    def _look(self, wanted: set[str]) -> Look:
-        leader = self._leader()
-        look = self._coordinator.read(lambda state: self._seen(state, wanted, leader))
-        shown = {each.deployment.deployment_id: each for each in look.deployments}
-        for key in [each for each in self._upstream if each[0] not in shown]:
-            del self._upstream[key]
-        self._ended = {key: each for key, each in shown.items() if _is_over(each)}
-        return look
-
-    def _seen(self, state: CoordinatorState, wanted: set[str], leader: LeaderView) -> Look:
-        """Copy what is to be shown; under the coordinator's lock, so no more than that."""
-        every = state.deployments()
-        shown, room = set(wanted), SHOWN_FINAL_PARTS
-        for each in reversed([each for each in every if each.status.is_final][-SHOWN_FINAL:]):
-            room -= len(each.target_workers)
-            if room >= 0:
-                shown.add(each.deployment_id)
-        newest: dict[str, int] = {}
-        for each in every:
-            number = state.run(each.deployment_id).memo.number
-            newest[each.model_id] = max(newest.get(each.model_id, 0), number)
-        deployments = [
-            self._deployment(state, each, newest[each.model_id])
-            for each in every
-            if not each.status.is_final or each.deployment_id in shown
-        ]
-        return Look(
-            at=self._coordinator.now(),
-            now_s=time.monotonic(),
-            leader=leader,
-            deployments=deployments,
-            workers=state.fleet.workers(),
-            beat_s=state.fleet.beat_interval_s(),
-        )
-
-    def _deployment(
-        self, state: CoordinatorState, deployment: Deployment, newest: int
-    ) -> DeploymentSeen:
-        run = state.run(deployment.deployment_id)
-        activation = _activation(run, newest)
-        ended = self._ended.get(deployment.deployment_id)
-        if ended and ended.deployment == deployment and ended.activation == activation:
-            return ended  # nothing of it changes any more: it is not copied again
-        upstream = self._sources(deployment, run.plan)
-        everything = tuple(range(deployment.total_chunks))
-        parts = {}
-        for worker_id, part in run.parts.items():
-            alive = state.fleet.alive(worker_id)
-            status, failure = part.status, part.failure
-            verified = part.receipt is not None
-            if not verified and failure is None and not alive:
-                lost = "its agent is silent" if part.incarnation else "it has not registered"
-                status, failure = WorkerStatus.FAILED, Failure(code="WorkerLost", message=lost)
-            parts[worker_id] = PartSeen(
-                status=status,
-                alive=alive,
-                chunks=everything if verified else part.chunks,
-                bytes_held=part.bytes_held,
-                upstream=upstream.get(worker_id),
-                standing=run.standing_of(worker_id).value,
-                verified=verified,
-                activated=part.activated,
-                failure=failure,
-            )
-        return DeploymentSeen(deployment, parts, activation)
-
-    def _sources(self, deployment: Deployment, plan: Plan | None) -> dict[str, str]:
-        """Return whom each worker takes its first lane from; found once for each plan."""
-        key = (deployment.deployment_id, 0 if plan is None else plan.epoch)
-        if key not in self._upstream:
-            workers = () if plan is None else plan.workers
-            self._upstream = {
-                other: known for other, known in self._upstream.items() if other[0] != key[0]
-            }
-            self._upstream[key] = {
-                each.worker_id: each.lanes[0].source.key for each in workers if each.lanes
-            }
-        return self._upstream[key]
 
 
 class EventStream(Response):
@@ -388,17 +303,6 @@ class EventStream(Response):
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _activation(run: DeploymentRun, newest: int) -> Literal["none", "switching", "active"]:
-    """Return how its version stands; of a model's activations the ``newest`` number is active."""
-    if run.memo.switch is not None and run.memo.switch.open:
-        return "switching"
-    return "active" if 0 < run.memo.number == newest else "none"
-
-
-def _is_over(seen: DeploymentSeen) -> bool:
-    return seen.deployment.status.is_final and seen.activation != "switching"
 
 
 def _concerns(event: Event, watcher: Watcher) -> bool:

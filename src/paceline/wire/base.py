@@ -6,13 +6,17 @@ import hashlib
 import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 SHA256_HEX = r"^[0-9a-f]{64}$"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
 Sha256 = Annotated[str, StringConstraints(pattern=SHA256_HEX)]
 Name = Annotated[str, StringConstraints(pattern=NAME)]
+COUNT_MAX = 2**63 - 1
+# Of bytes, pieces, restarts: what a machine may say. JSON knows larger numbers, and stores, floats
+# and monitors do not.
+Count = Annotated[int, Field(ge=0, le=COUNT_MAX)]
 
 
 class Record(BaseModel):

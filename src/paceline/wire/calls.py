@@ -28,11 +28,11 @@ Errors are RFC 9457 problem documents (``Problem``) with the error's class name 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paceline.wire.base import Name, Record
+from paceline.wire.base import COUNT_MAX, Count, Name, Record
 from paceline.wire.events import Event
 from paceline.wire.plan import Labels, Topology
 from paceline.wire.records import (
@@ -45,6 +45,9 @@ from paceline.wire.records import (
     WorkerStatus,
 )
 
+SourceKey = Annotated[str, Field(max_length=2200)]  # a worker id, or "origin:URL"
+SourceKeys = Annotated[tuple[SourceKey, ...], Field(max_length=20_000)]  # as many as targets
+
 
 class CreateDeployment(Record):
     """Bring ``version`` of ``model_id`` from ``source_url`` to every target worker."""
@@ -55,7 +58,7 @@ class CreateDeployment(Record):
     target_workers: tuple[Name, ...] = Field(min_length=1, max_length=20_000)
     topology: Topology = Topology.AUTO
     max_failed: float = Field(default=0.05, ge=0, le=1)
-    seed: int = 0
+    seed: int = Field(default=0, ge=-COUNT_MAX, le=COUNT_MAX)
     allow_older: bool = False  # than the version that is active on a target; else a Conflict
     flow_run_id: str | None = Field(default=None, max_length=64)
     run_id: str | None = Field(default=None, max_length=64)
@@ -141,12 +144,12 @@ class RegisterWorker(Record):
     worker_id: Name
     hostname: str = Field(max_length=255)
     rack: str = Field(max_length=255)
-    available_storage: int = Field(ge=0)
+    available_storage: Count
     labels: Labels = Labels()
     address: str = Field(default="", max_length=300)
-    link_mbit: float = Field(default=10_000, gt=0)
-    incarnation: int = Field(default=1, ge=1)
-    pid: int = 0
+    link_mbit: float = Field(default=10_000, ge=1e-3, le=1e9)  # what plans can be made with
+    incarnation: int = Field(default=1, ge=1, le=COUNT_MAX)
+    pid: int = Field(default=0, ge=0, le=2**32)
 
 
 class Registered(Record):
@@ -163,26 +166,26 @@ class EdgeTally(Record):
     for the origin, which counts nothing, all four.
     """
 
-    source: str = Field(max_length=2200)  # a source key: a worker id, or "origin:URL"
+    source: SourceKey
     reader: Name
-    bytes: int = Field(default=0, ge=0)
-    busy_s: float = Field(default=0.0, ge=0)
-    pieces: int = Field(default=0, ge=0)  # that matched
-    corrupt: int = Field(default=0, ge=0)  # that did not
+    bytes: Count = 0
+    busy_s: float = Field(default=0.0, ge=0, le=1e9)
+    pieces: Count = 0  # that matched
+    corrupt: Count = 0  # that did not
 
 
 class DeploymentBeat(Record):
     """What an agent says in each beat about one deployment it takes part in."""
 
     deployment_id: str
-    epoch: int = Field(ge=0)
+    epoch: Count
     status: WorkerStatus
-    pieces_held: int = Field(ge=0)
-    bytes_held: int = Field(ge=0)
+    pieces_held: Count
+    bytes_held: Count
     chunks_received: tuple[int, ...] = ()
-    origin_bytes: int = Field(default=0, ge=0)
-    lost_sources: tuple[str, ...] = ()  # source keys this worker gave up since its last lanes
-    corrupt_sources: tuple[str, ...] = ()
+    origin_bytes: Count = 0
+    lost_sources: SourceKeys = ()  # that this worker gave up since its last lanes
+    corrupt_sources: SourceKeys = ()
     edges: tuple[EdgeTally, ...] = Field(default=(), max_length=512)
     failure: Failure | None = None
     receipt: Receipt | None = None
@@ -193,11 +196,11 @@ class Heartbeat(Record):
     worker_id: Name
     status: WorkerStatus
     chunks_received: tuple[int, ...] = ()  # of the deployment in progress, if one
-    bandwidth_in: float = Field(default=0.0, ge=0)  # bytes per second
-    bandwidth_out: float = Field(default=0.0, ge=0)
-    incarnation: int = Field(default=1, ge=1)
-    number: int = Field(default=0, ge=0)  # grows with each beat of a process; 0: it does not count
-    available_storage: int = Field(default=0, ge=0)
+    bandwidth_in: float = Field(default=0.0, ge=0, le=1e15)  # bytes per second
+    bandwidth_out: float = Field(default=0.0, ge=0, le=1e15)
+    incarnation: int = Field(default=1, ge=1, le=COUNT_MAX)
+    number: Count = 0  # grows with each beat of a process; 0: it does not count
+    available_storage: Count = 0
     deployments: tuple[DeploymentBeat, ...] = ()
 
 

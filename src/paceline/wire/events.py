@@ -15,6 +15,7 @@ class EventName(StrEnum):
     WORKER_REGISTERED = "worker.registered"
     WORKER_LOST = "worker.lost"
     WORKER_RETURNED = "worker.returned"
+    WORKER_FORGOTTEN = "worker.forgotten"  # lost a month ago
     DEPLOYMENT_CREATED = "deployment.created"
     DEPLOYMENT_PLANNED = "deployment.planned"
     DEPLOYMENT_REPLANNED = "deployment.replanned"

@@ -8,14 +8,17 @@ from contextlib import contextmanager
 import pytest
 
 from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.messages import Register
+from paceline.coordinator.membership import Membership
+from paceline.coordinator.messages import Answer, Beat, Observed, Register
 from paceline.coordinator.replica import Replica
+from paceline.coordinator.state import CoordinatorState
 from paceline.coordinator.stores import Candidate
 from paceline.coordinator.stores.memory_progress import MemoryProgress
 from paceline.coordinator.stores.sqlite import SqliteCoordination
 from paceline.coordinator.stores.sqlite_audit import SqliteAudit
 from paceline.errors import Conflict, NotLeading, ServiceUnavailable
-from paceline.wire.calls import CreateDeployment, RegisterWorker
+from paceline.wire.calls import CreateDeployment, Heartbeat, HeartbeatAnswer, RegisterWorker
+from paceline.wire.events import EventName
 from tests.coordinator.conftest import small_manifest
 
 
@@ -98,6 +101,37 @@ def test_what_cannot_be_committed_is_not_answered_and_not_remembered(coordinator
     assert coordinator.create(creation(), "k1").deployment_id == made.deployment_id
     with pytest.raises(Conflict):
         coordinator.create(creation(seed=1), "k1")
+
+
+def test_what_a_defect_had_changed_is_undone(coordinator, monkeypatch):
+    """The state ran into a bug half way: nobody sees, or builds on, what was never kept."""
+    coordinator.handle(register())
+    entered = Membership.register
+
+    def broken(self, *given):
+        entered(self, *given)
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Membership, "register", broken)
+        with pytest.raises(ZeroDivisionError):
+            coordinator.handle(register("node-1"))
+    coordinator.check_ready()
+    names = [each.worker_id for each in coordinator.read(lambda state: state.fleet.workers())]
+    assert names == ["node-0"]
+    coordinator.handle(register("node-2"))
+
+
+def test_calm_beat_that_left_something_to_keep_is_undone(coordinator, monkeypatch):
+    coordinator.handle(register())
+    beat = Heartbeat(worker_id="node-0", status="idle")
+    lost = Observed(EventName.WORKER_LOST, 0.0)
+    answer = Answer(HeartbeatAnswer(epoch=1, next_beat_s=1))
+    monkeypatch.setattr(CoordinatorState, "handle", lambda *_: [lost, answer])
+    with pytest.raises(AssertionError):
+        coordinator.decide_now(Beat(beat=beat, at=0.0))
+    monkeypatch.undo()
+    assert coordinator.handle(Beat(beat=beat, at=0.0)).go_on
 
 
 def test_same_key_at_once_from_many_threads_makes_one_deployment(coordinator):

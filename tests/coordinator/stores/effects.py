@@ -9,6 +9,7 @@ from paceline.coordinator.memo import Memo
 from paceline.coordinator.messages import (
     DropDeployment,
     DropToken,
+    DropWorker,
     KeepDeployment,
     KeepKey,
     KeepPlan,
@@ -166,6 +167,8 @@ def expected(effects: list[object]) -> Kept:
                 receipts.setdefault(one.deployment_id, {})[one.worker_id] = one
             case KeepWorker(one):
                 workers[one.worker_id] = one
+            case DropWorker(name):
+                workers.pop(name, None)
             case KeepToken(one):
                 tokens[one.token_id] = one
             case DropToken(name):

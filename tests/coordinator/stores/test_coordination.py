@@ -10,7 +10,14 @@ import threading
 
 import pytest
 
-from paceline.coordinator.messages import Answer, DropDeployment, DropToken, KeepKey, Observed
+from paceline.coordinator.messages import (
+    Answer,
+    DropDeployment,
+    DropToken,
+    DropWorker,
+    KeepKey,
+    Observed,
+)
 from paceline.coordinator.stores import Coordination
 from paceline.coordinator.stores.contracts import OUTBOX_EVENTS, RECENT_EVENTS
 from paceline.errors import ServiceUnavailable, StaleEpoch
@@ -46,6 +53,9 @@ def test_everything_that_was_kept_is_read_back_equal(coordination):
         token("t0"),
         token("t1"),
         DropToken("t0"),
+        worker("w2"),
+        worker("w22"),
+        DropWorker("w2"),
         deployment("d1", new=False, epoch=6),
         Answer(Success()),
     ]

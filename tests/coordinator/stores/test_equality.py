@@ -7,7 +7,7 @@ import itertools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.coordinator.messages import DropDeployment, DropToken, KeepKey
+from paceline.coordinator.messages import DropDeployment, DropToken, DropWorker, KeepKey
 from paceline.coordinator.stores import Candidate
 from paceline.coordinator.stores.sqlite import SqliteCoordination
 from tests.coordinator.stores.conftest import REAL
@@ -27,6 +27,7 @@ workers = st.sampled_from(["w0", "w1", "w.2"])
 numbers = st.integers(1, 9)
 effects = st.one_of(
     st.builds(worker, workers, numbers),
+    st.builds(DropWorker, workers),
     st.builds(deployment, deployments, st.sampled_from(["v1", "v2"]), st.sampled_from([8, 9_000])),
     st.builds(deployment, deployments, new=st.just(False), epoch=numbers),
     st.builds(DropDeployment, deployments),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from paceline.coordinator.messages import (
     Answer,
     DropDeployment,
     DropToken,
+    DropWorker,
     Effect,
     KeepDeployment,
     KeepKey,
@@ -41,8 +41,9 @@ from paceline.coordinator.stores.contracts import (
 from paceline.coordinator.stores.events import numbered
 from paceline.coordinator.stores.fences import load_first, outbox_is_full, stale
 from paceline.coordinator.stores.memos import boot_id, read_memo, write_memo
+from paceline.coordinator.stores.sqlite_file import SqliteFile
 from paceline.coordinator.stores.sqlite_schema import bring_up_to_date
-from paceline.errors import PacelineError, ServiceUnavailable
+from paceline.errors import PacelineError
 from paceline.manifest import parse_manifest
 from paceline.wire.access import TokenRecord
 from paceline.wire.events import Event
@@ -50,7 +51,6 @@ from paceline.wire.plan import Plan
 from paceline.wire.records import Deployment, Receipt, StageRecord, Worker
 
 KEPT_PLANS = 3  # of each deployment, the newest
-BUSY_S = 5.0  # how long a transaction waits for another process's
 LOOK_S = 0.1  # between two looks whether the file changed
 _EVENT = "seq, name, at, deployment_id, worker_id, data"
 
@@ -64,20 +64,11 @@ class SqliteCoordination:
         self.path = path
         self.backend = f"sqlite {sqlite3.sqlite_version}"
         self._boot_id = boot_id()
-        self._lock = threading.RLock()
         self._unsure = False  # a write failed, and nothing was loaded since
         self._lost: set[int] = set()  # epochs of ours that were refused
         self._closed = False
-        with self._translated():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(
-                path, isolation_level=None, check_same_thread=False, timeout=BUSY_S
-            )
-            try:
-                bring_up_to_date(self._db, path)
-            except BaseException:
-                self._db.close()
-                raise
+        self._file = SqliteFile(path, "coordinator's file", lambda db: bring_up_to_date(db, path))
+        self._db = self._file.db
 
     def check(self) -> None:
         """Raise ServiceUnavailable where the file cannot be read."""
@@ -85,9 +76,8 @@ class SqliteCoordination:
 
     def close(self) -> None:
         """Let the file go."""
-        with self._lock:
-            self._closed = True
-            self._db.close()
+        self._closed = True
+        self._file.close()
 
     # --- who leads -------------------------------------------------------------------------------
 
@@ -117,7 +107,7 @@ class SqliteCoordination:
 
     def leader(self) -> Term | None:
         """Return who campaigned last and has not resigned."""
-        row = self._one("SELECT epoch, replica_id, url FROM leader")
+        row = self._file.one("SELECT epoch, replica_id, url FROM leader")
         return Term(*row) if row[1] else None
 
     # --- state -----------------------------------------------------------------------------------
@@ -134,18 +124,19 @@ class SqliteCoordination:
 
     def load(self, now_s: float) -> Kept:
         """Return everything, as one transaction shows it."""
-        with self._reading():
+        rows = self._file.rows
+        with self._file.reading():
             plans: dict[str, str] = dict(
-                self._rows("SELECT deployment_id, plan FROM plans ORDER BY plan_epoch")
+                rows("SELECT deployment_id, plan FROM plans ORDER BY plan_epoch")
             )
             receipts: dict[str, list[Receipt]] = {}
-            for deployment_id, raw in self._rows(
+            for deployment_id, raw in rows(
                 "SELECT deployment_id, receipt FROM receipts ORDER BY worker_id"
             ):
                 receipts.setdefault(deployment_id, []).append(Receipt.model_validate_json(raw))
             deployments = []
             query = "SELECT deployment_id, record, memo, boot_id, manifest FROM deployments"
-            for deployment_id, record, memo, boot, manifest in self._rows(f"{query} ORDER BY seq"):
+            for deployment_id, record, memo, boot, manifest in rows(f"{query} ORDER BY seq"):
                 plan = plans.get(deployment_id)
                 deployments.append(
                     KeptDeployment(
@@ -156,11 +147,9 @@ class SqliteCoordination:
                         receipts=tuple(receipts.get(deployment_id, ())),
                     )
                 )
-            workers = self._rows("SELECT record FROM workers ORDER BY worker_id")
-            keys = self._rows(
-                "SELECT key, body_digest, deployment_id FROM idempotency_keys ORDER BY key"
-            )
-            tokens = self._rows("SELECT record FROM tokens ORDER BY token_id")
+            workers = rows("SELECT record FROM workers ORDER BY worker_id")
+            keys = rows("SELECT key, body_digest, deployment_id FROM idempotency_keys ORDER BY key")
+            tokens = rows("SELECT record FROM tokens ORDER BY token_id")
             loaded = Kept(
                 deployments=tuple(deployments),
                 workers=tuple(Worker.model_validate_json(raw) for (raw,) in workers),
@@ -172,7 +161,7 @@ class SqliteCoordination:
 
     def revision(self) -> int:
         """Return how many transactions changed the file."""
-        return int(self._one("SELECT revision FROM counters")[0])
+        return int(self._file.one("SELECT revision FROM counters")[0])
 
     def wait(self, after: int, timeout_s: float) -> int:
         """Look ten times a second whether the file changed."""
@@ -185,7 +174,7 @@ class SqliteCoordination:
 
     def stage(self, stage: str, input_digest: str) -> StageRecord | None:
         """Return the ledger's record, or None."""
-        row = self._one(
+        row = self._file.one(
             "SELECT record FROM ledger WHERE stage = ? AND input_digest = ?", (stage, input_digest)
         )
         return None if row is None else StageRecord.model_validate_json(row[0])
@@ -205,13 +194,12 @@ class SqliteCoordination:
 
     def outbox(self) -> Outbox:
         """Return the numbers between which events wait."""
-        return Outbox(*self._one("SELECT shipped, last FROM counters"))
+        return Outbox(*self._file.one("SELECT shipped, last FROM counters"))
 
     def events_after(self, seq: int, limit: int) -> list[Event]:
         """Return up to ``limit`` kept events after ``seq``."""
         query = f"SELECT {_EVENT} FROM outbox WHERE seq > ? ORDER BY seq LIMIT ?"  # noqa: S608
-        with self._lock, self._translated():
-            return [read_event(row) for row in self._db.execute(query, (seq, limit))]
+        return [read_event(row) for row in self._file.rows(query, (seq, limit))]
 
     def trim_events(self, term: Term, seq: int) -> None:
         """Note what was shipped, and drop what is neither waiting nor recent."""
@@ -273,6 +261,8 @@ class SqliteCoordination:
                     "INSERT OR REPLACE INTO workers VALUES (?, ?, ?)",
                     (worker.worker_id, epoch, worker.model_dump_json()),
                 )
+            case DropWorker(worker_id):
+                execute("DELETE FROM workers WHERE worker_id = ?", (worker_id,))
             case KeepKey(key, body_digest, deployment_id):
                 execute(
                     "INSERT OR REPLACE INTO idempotency_keys VALUES (?, ?, ?, ?)",
@@ -309,9 +299,9 @@ class SqliteCoordination:
     @contextlib.contextmanager
     def _fenced(self, term: Term, *, decides: bool = True) -> Iterator[None]:
         """A transaction that proves that ``term`` leads; none where a decision failed before."""
-        with self._lock:
+        with self._file.held():
             if term.epoch in self._lost:
-                newest = int(self._one("SELECT epoch FROM leader")[0])
+                newest = int(self._file.one("SELECT epoch FROM leader")[0])
                 raise stale(term, newest, self.path)
             if self._unsure and decides:
                 raise load_first(self.path)
@@ -330,49 +320,9 @@ class SqliteCoordination:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        with self._lock, self._translated():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._db.execute("UPDATE counters SET revision = revision + 1")
-                self._db.execute("COMMIT")
-            except BaseException:
-                self._roll_back()
-                raise
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        with self._lock, self._translated():
-            self._db.execute("BEGIN")
-            try:
-                yield
-            finally:
-                self._roll_back()
-
-    def _roll_back(self) -> None:
-        with contextlib.suppress(sqlite3.Error):  # a failed COMMIT may have ended it already
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
+        with self._file.writing() as db:
             yield
-        except (sqlite3.Error, OSError) as error:
-            # Full, locked or gone: nothing was acknowledged, and the same call may work later.
-            raise ServiceUnavailable(
-                "the coordinator's file cannot be used",
-                got=f"{type(error).__name__}: {error}",
-                where=self.path,
-                do="Check the disk and its space.",
-            ) from error
-
-    def _one(self, query: str, values: tuple[object, ...] = ()) -> Any:
-        with self._lock, self._translated():
-            return self._db.execute(query, values).fetchone()
-
-    def _rows(self, query: str) -> list[Any]:
-        return self._db.execute(query).fetchall()
+            db.execute("UPDATE counters SET revision = revision + 1")
 
 
 def event_row(event: Event, epoch: int) -> tuple[object, ...]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import sqlite3
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.coordinator.stores.audit_rows import event_of, pruning, require_same, row_of, select
 from paceline.coordinator.stores.contracts import EVERYTHING, Question
-from paceline.errors import ServiceUnavailable
+from paceline.coordinator.stores.sqlite_file import SqliteFile
 from paceline.wire.events import Event
 
-BUSY_S = 5.0
 # The table is the one that version 1 of the coordinator's file had; ``epoch`` is no longer told.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS audit (
@@ -29,23 +26,8 @@ class SqliteAudit:
     """One table, as the Audit contract wants it."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self.backend = f"sqlite {sqlite3.sqlite_version}"
-        self._lock = threading.Lock()
-        with self._translated():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(
-                path, isolation_level=None, check_same_thread=False, timeout=BUSY_S
-            )
-            try:
-                self._db.execute("PRAGMA journal_mode=WAL")
-                self._db.execute("PRAGMA synchronous=FULL")
-                with self._transaction():
-                    for statement in SCHEMA.split(";\n"):
-                        self._db.execute(statement)
-            except BaseException:
-                self._db.close()
-                raise
+        self._file = SqliteFile(path, "audit file", _make_tables)
 
     def check(self) -> None:
         """Raise ServiceUnavailable where the file cannot be read."""
@@ -53,58 +35,36 @@ class SqliteAudit:
 
     def append(self, events: Sequence[Event]) -> None:
         """Keep all of ``events`` in one transaction."""
-        with self._lock, self._translated(), self._transaction():
+        with self._file.writing() as db:
             for event in events:
                 seq, *rest = row_of(event)
-                added = self._db.execute(
+                added = db.execute(
                     "INSERT INTO audit (seq, epoch, name, at, deployment_id, worker_id, data)"
                     " VALUES (?, 0, ?, ?, ?, ?, ?) ON CONFLICT (seq) DO NOTHING",
                     (seq, *rest),
                 )
                 if added.rowcount == 0:
                     same = select(Question(after=event.seq - 1, limit=1), "?")
-                    require_same(event_of(self._db.execute(*same).fetchone()), event, self.path)
+                    require_same(event_of(db.execute(*same).fetchone()), event, self._file.path)
 
     def last(self) -> int:
         """Return the highest number kept."""
-        with self._lock, self._translated():
-            return int(self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM audit").fetchone()[0])
+        return int(self._file.one("SELECT COALESCE(MAX(seq), 0) FROM audit")[0])
 
     def query(self, asked: Question = EVERYTHING) -> list[Event]:
         """Return the events asked for."""
-        with self._lock, self._translated():
-            return [event_of(row) for row in self._db.execute(*select(asked, "?"))]
+        return [event_of(row) for row in self._file.rows(*select(asked, "?"))]
 
     def prune(self, keep: int) -> int:
         """Delete the oldest events beyond the newest ``keep``."""
-        with self._lock, self._translated(), self._transaction():
-            return self._db.execute(*pruning("?", keep)).rowcount
+        with self._file.writing() as db:
+            return db.execute(*pruning("?", keep)).rowcount
 
     def close(self) -> None:
         """Let the file go."""
-        with self._lock:
-            self._db.close()
+        self._file.close()
 
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._db.execute("COMMIT")
-        except BaseException:
-            with contextlib.suppress(sqlite3.Error):
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-            raise
 
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.Error, OSError) as error:
-            raise ServiceUnavailable(
-                "the audit file cannot be used",
-                got=f"{type(error).__name__}: {error}",
-                where=self.path,
-                do="Check the disk and its space.",
-            ) from error
+def _make_tables(db: sqlite3.Connection) -> None:
+    for statement in SCHEMA.split(";\n"):
+        db.execute(statement)

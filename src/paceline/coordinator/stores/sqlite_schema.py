@@ -61,29 +61,20 @@ _STEPS = (_VERSION_1, _VERSION_2)
 
 
 def bring_up_to_date(db: sqlite3.Connection, path: Path) -> None:
-    """Give the file behind ``db`` this version's tables, in one transaction or not at all.
+    """Give the file behind ``db`` this version's tables; within a transaction of the caller's.
 
     Raises ServiceUnavailable where a newer Paceline wrote it, and sqlite3.Error.
     """
-    db.execute("PRAGMA journal_mode=WAL")
-    db.execute("PRAGMA synchronous=FULL")
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        version = int(db.execute("PRAGMA user_version").fetchone()[0])
-        if not 0 <= version <= SCHEMA_VERSION:
-            raise ServiceUnavailable(
-                "the coordinator's file is of another version",
-                got=version,
-                wanted=SCHEMA_VERSION,
-                where=path,
-                do="Start the Paceline version that wrote it, or move the file away.",
-            )
-        for step in _STEPS[version:]:
-            for statement in step.split(";\n"):
-                db.execute(statement)
-        db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-        db.execute("COMMIT")
-    except BaseException:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        raise
+    version = int(db.execute("PRAGMA user_version").fetchone()[0])
+    if not 0 <= version <= SCHEMA_VERSION:
+        raise ServiceUnavailable(
+            "the coordinator's file is of another version",
+            got=version,
+            wanted=SCHEMA_VERSION,
+            where=path,
+            do="Start the Paceline version that wrote it, or move the file away.",
+        )
+    for step in _STEPS[version:]:
+        for statement in step.split(";\n"):
+            db.execute(statement)
+    db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")

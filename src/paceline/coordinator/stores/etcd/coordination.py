@@ -25,12 +25,13 @@ from paceline.coordinator.stores.contracts import (
     Outbox,
     Term,
 )
+from paceline.coordinator.stores.etcd.batches import BYTES, batches, fits, ops_of
+from paceline.coordinator.stores.etcd.blobs import Blobs
 from paceline.coordinator.stores.etcd.client import CALL_S, Access, EtcdClient
 from paceline.coordinator.stores.etcd.election import Election, Held
 from paceline.coordinator.stores.etcd.layout import (
     Blob,
     Change,
-    Delete,
     Layout,
     Put,
     pack,
@@ -59,8 +60,6 @@ from paceline.wire.records import StageRecord
 
 log = logging.getLogger(__name__)
 
-OPS = 100  # of one transaction: etcd takes 128
-BYTES = 1_000_000  # of one transaction: etcd takes 1.5 MiB
 COLLECT_EVERY = 32  # blobs written, before those that nothing names are looked for
 EVENT_KEYS = 50  # read at once
 
@@ -81,8 +80,8 @@ class EtcdCoordination:
         self._unsure = False  # a decision failed, and nothing was loaded since
         self._tip = Tip()
         self._shipped = 0
-        self._written: set[str] = set()  # blobs of this term, until the next collection
         self._mirror = Mirror(self._client, self._layout, self._boot)
+        self._blobs = Blobs(self._client, self._layout, self._mirror)
         self._watcher = Watcher(self._client, *self._layout.below("meta"), self._look)
         self._election = Election(self._client, self._layout, self._watcher, lease_s)
         self._version = ""
@@ -122,7 +121,8 @@ class EtcdCoordination:
         with self._lock:
             tip, shipped = self._read_tip()
             self._held, self._lost, self._unsure = held, False, False
-            self._tip, self._shipped, self._written = tip, shipped, set()
+            self._tip, self._shipped = tip, shipped
+            self._blobs.begin()
 
     def resign(self, term: Term) -> None:
         """Give the lease back, which takes the leader's key along."""
@@ -276,12 +276,12 @@ class EtcdCoordination:
                 fields["last"] = events[-1].seq
             settled, blobs = settle([*changes, *self._layout.told(events)])
             for blob in blobs:
-                self._put_blob(held, blob)
-            if _fits(settled):
-                self._move_tip(held, self._tip.next(**fields), _ops(settled))
+                self._blobs.put(blob, lambda ops: self._fenced(held, ops))
+            if fits(settled):
+                self._move_tip(held, self._tip.next(**fields), ops_of(settled))
             else:
                 journal = Blob.of(write_journal(settled))
-                self._put_blob(held, journal)
+                self._blobs.put(journal, lambda ops: self._fenced(held, ops))
                 pending = (journal.digest, len(journal.parts))
                 self._move_tip(held, self._tip.next(**fields, pending=pending))
         except BaseException:
@@ -332,50 +332,24 @@ class EtcdCoordination:
         """Do what a pending journal says; doing it twice does no harm."""
         if self._tip.pending is None:
             return
-        for some in _batches(read_journal(self._mirror.blob(self._tip.pending))):
-            self._fenced(held, _ops(some))
+        for some in batches(read_journal(self._mirror.blob(self._tip.pending))):
+            self._fenced(held, ops_of(some))
         self._move_tip(held, self._tip.next(pending=None))
 
     def _tidy(self, held: Held) -> None:
         """Finish what a commit left to do; it is committed whatever happens here."""
         try:
             self._carry_out(held)
-            if len(self._written) >= COLLECT_EVERY:
+            if self._blobs.written >= COLLECT_EVERY:
                 self._collect(held)
         except PacelineError as error:
             self._unsure = True  # of the tip: the caller loads before the next commit
             log.warning("to be done later: %s", error)
 
-    # --- inside: blobs ---------------------------------------------------------------------------
-
-    def _put_blob(self, held: Held, blob: Blob) -> None:
-        if blob.digest in self._written:
-            return
-        for number, part in enumerate(blob.parts):
-            self._fenced(held, [put(self._layout.part(blob.digest, number), part)])
-        self._written.add(blob.digest)
-
     def _collect(self, held: Held) -> None:
         """Delete blobs that nothing names; with the tip, so that a late deletion is barred too."""
-        named = self._mirror.blobs()
-        start, end = self._layout.below("blobs")
-        there: set[str] = set()
-        more = True
-        while more:
-            message = request("RangeRequest", key=start, range_end=end, limit=1_000, keys_only=True)
-            answer = self._client.call("Range", message)
-            there |= {self._layout.parts_of(kv.key)[1] for kv in answer.kvs}
-            more = answer.more
-            if more:
-                start = answer.kvs[-1].key + b"\0"
-        self._written.clear()
-        unnamed: list[Change] = [
-            Delete(*self._layout.below("blobs", digest)) for digest in sorted(there - named)
-        ]
-        for some in _batches(unnamed):
-            self._move_tip(held, self._tip.next(), _ops(some))
-        if unnamed:
-            log.info("collected %d blobs of %d", len(unnamed), len(there))
+        for some in batches(self._blobs.unnamed()):
+            self._move_tip(held, self._tip.next(), ops_of(some))
 
     # --- inside: etcd ----------------------------------------------------------------------------
 
@@ -402,31 +376,3 @@ class EtcdCoordination:
         message = request("RangeRequest", key=start, range_end=end, keys_only=True)
         answer = self._client.call("Range", message, within_s=within_s)
         return max((kv.mod_revision for kv in answer.kvs), default=0)
-
-
-def _size(change: Change) -> int:
-    if isinstance(change, Put):
-        return len(change.key) + len(change.value)
-    return len(change.start) + len(change.end)
-
-
-def _fits(changes: Sequence[Change]) -> bool:
-    return len(changes) < OPS and sum(map(_size, changes)) < BYTES
-
-
-def _batches(changes: Iterable[Change]) -> Iterable[list[Change]]:
-    batch: list[Change] = []
-    for each in changes:
-        if not _fits([*batch, each]):
-            yield batch
-            batch = []
-        batch.append(each)
-    if batch:
-        yield batch
-
-
-def _ops(changes: Iterable[Change]) -> list[Any]:
-    return [
-        put(each.key, each.value) if isinstance(each, Put) else delete(each.start, each.end)
-        for each in changes
-    ]

@@ -26,6 +26,7 @@ from urllib.parse import quote, unquote
 from paceline.coordinator.messages import (
     DropDeployment,
     DropToken,
+    DropWorker,
     Effect,
     KeepDeployment,
     KeepKey,
@@ -175,8 +176,9 @@ class Layout:
                 case KeepToken(token):
                     yield self._put(token.model_dump_json(), "state", "tokens", token.token_id)
                 case DropToken(token_id):
-                    gone = self.key("state", "tokens", token_id)
-                    yield Delete(gone, gone + b"\0")
+                    yield self._gone("state", "tokens", token_id)
+                case DropWorker(worker_id):
+                    yield self._gone("state", "workers", worker_id)
                 case DropDeployment(deployment_id):
                     for table in ("deployments", "plans", "receipts", "keys"):
                         yield Delete(*self.below("state", table, deployment_id))
@@ -189,6 +191,10 @@ class Layout:
             some = events[at : at + EVENTS_A_KEY]
             text = "[" + ",".join(each.model_dump_json() for each in some) + "]"
             yield Put(self.events(some[-1].seq), pack(text))
+
+    def _gone(self, *parts: str) -> Delete:
+        key = self.key(*parts)
+        return Delete(key, key + b"\0")
 
     def _put(self, text: str | bytes, *parts: str) -> Put:
         return Put(self.key(*parts), pack(text))

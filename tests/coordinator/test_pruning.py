@@ -1,0 +1,101 @@
+"""Nothing grows for ever: lost workers are forgotten, and beats leave nothing behind.
+
+What is left of closed deployments is in ``test_switching``.
+"""
+
+import tracemalloc
+
+from paceline.coordinator.messages import Beat
+from paceline.coordinator.settings import Patience
+from paceline.coordinator.state import CoordinatorState
+from paceline.wire.calls import Heartbeat
+from paceline.wire.events import EventName
+from tests.coordinator.test_invariants import read_back
+
+
+def test_workers_that_were_lost_long_ago_are_forgotten_unless_a_deployment_names_them(make_world):
+    """Where each start of an agent has a name of its own, the dead do not pile up."""
+    world = make_world(
+        patience=Patience(kept_lost_s=3600.0, kept_closed=0, kept_closed_s=0.0, deadline_s=1e6)
+    )
+    world.register("node-0", "node-1")
+    d = world.create("node-0", "node-1", "named")
+    pods = [f"pod-{number}" for number in range(90)]
+    world.register(*pods, "named")
+    for each in (*pods, "named", "node-1"):
+        world.beat(each)
+        world.silent.add(each)
+    world.wait(61)
+    everybody = {"node-0", "node-1", "named", *pods}
+    assert workers(world) == everybody, "lost, and remembered for a while"
+    world.register("node-1")
+    world.now_s += 3600
+    world.state.fleet.forgive(3600, world.now_s)
+    world.wait(3 * 61)
+    assert workers(world) == {"node-0", "node-1", "named"}
+    told = [each.worker_id for each in world.names(EventName.WORKER_FORGOTTEN)]
+    assert sorted(told) == sorted(pods)
+    kept = {each.worker_id for each in read_back(world.kept).workers}
+    assert kept == workers(world), "and not in the store either"
+    world.cancel(d)
+    world.wait(2 * 61)
+    assert workers(world) == {"node-0", "node-1"}
+    world.register("pod-3")
+    assert world.state.fleet.alive("pod-3"), "it may come back"
+
+
+def test_the_dead_do_not_slow_down_the_beats_of_the_living(make_world):
+    world = make_world(patience=Patience(beat_s=0.5, beats_per_second=10.0))
+    names = [f"node-{number}" for number in range(30)]
+    world.register(*names)
+    assert world.state.fleet.beat_interval_s() == 3.0
+    world.silent.update(names[5:])
+    world.wait(30)
+    assert world.state.fleet.beat_interval_s() == 0.5
+    world.register(*names[:10])
+    assert world.state.fleet.beat_interval_s() == 1.0
+    world.state = CoordinatorState.restore(read_back(world.kept), world.now_s, world.patience)
+    assert world.state.fleet.beat_interval_s() == 1.0, "also after a change of leaders"
+
+
+def test_what_is_kept_does_not_grow_with_beats(world):
+    """A deployment of hours: each beat replaces what the one before said."""
+    world.register("node-0", "node-1")
+    d = world.create("node-0", "node-1")
+    world.wait(1.0)
+    for each in ("node-0", "node-1"):
+        world.lanes(d, each)
+
+    def beats(count, begin):
+        for number in range(begin, begin + count):
+            world.now_s += 0.01
+            for name, other in (("node-0", "node-1"), ("node-1", "node-0")):
+                edges = [
+                    {"source": name, "reader": other, "bytes": number, "busy_s": number / 100},
+                    {"source": other, "reader": name, "pieces": number},
+                ]
+                said = {
+                    "worker_id": name,
+                    "status": "receiving",
+                    "number": number,
+                    "deployments": [
+                        world.entry(d, name, 2).model_dump() | {"edges": edges, "origin_bytes": 1}
+                    ],
+                }
+                event = Beat(beat=Heartbeat.model_validate(said), at=world.now_s)
+                world.state.handle(event, world.now_s)
+
+    beats(200, 1)
+    tracemalloc.start()
+    try:
+        beats(50, 1_000)
+        before, _ = tracemalloc.get_traced_memory()
+        beats(1_000, 2_000)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 20_000, "20 bytes a beat would be 86 MB a day for 50 workers"
+
+
+def workers(world) -> set[str]:
+    return {each.worker_id for each in world.state.fleet.workers()}
