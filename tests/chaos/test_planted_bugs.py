@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,9 +18,9 @@ import pytest
 from mutmut.mutation.file_mutation import Mutation, create_mutations, deep_replace
 
 from paceline.relay import memory
-from paceline.relay.session import flights, pulling, session
+from paceline.relay.session import asking, flights, pulling, session
 from paceline.relay.session.budget import OriginBudget
-from paceline.relay.session.events import SessionAction
+from paceline.relay.session.events import SessionAction, SessionEvent, Woke
 from paceline.relay.session.extents import Extent
 from paceline.relay.session.feeds import Feed
 from paceline.relay.session.flights import Flights
@@ -113,6 +114,17 @@ def drops_a_corrupt_piece_and_never_asks_again(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(Repairs, "rejected", lambda *_arguments: [])
 
 
+def believes_others_dead_for_its_own_sleep(patch: pytest.MonkeyPatch) -> None:
+    honest = RelaySession.handle
+
+    def sleepy(self: RelaySession, event: SessionEvent, now_s: float) -> list[SessionAction]:
+        if isinstance(event, Woke):
+            event = replace(event, slept_s=0.0)
+        return honest(self, event, now_s)
+
+    patch.setattr(RelaySession, "handle", sleepy)
+
+
 BY_HAND: list[Plant] = [
     forwards_what_is_not_verified,
     forgets_what_was_in_flight,
@@ -122,6 +134,7 @@ BY_HAND: list[Plant] = [
     goes_back_to_older_lanes,
     waits_for_silent_sources_for_ever,
     drops_a_corrupt_piece_and_never_asks_again,
+    believes_others_dead_for_its_own_sleep,
 ]
 
 
@@ -133,12 +146,12 @@ def test_a_typical_protocol_bug_is_caught(plant: Plant, monkeypatch: pytest.Monk
 
 # ── by a tool: one small change to the source ────────────────────────────────────────────────────
 
-SOURCES = {"flights": flights, "pulling": pulling, "session": session}
+SOURCES = {"asking": asking, "flights": flights, "pulling": pulling, "session": session}
 # module, function, what stands there, what the tool makes of it
 MUTANTS = [
     (
-        "pulling",
-        "_request",
+        "asking",
+        "ask",
         "self._choice.budget.spent_bytes += self._pieces.bytes_of(extent)",
         "self._choice.budget.spent_bytes = self._pieces.bytes_of(extent)",
     ),
@@ -198,7 +211,9 @@ def test_a_mutant_of_the_session_is_caught(
 ) -> None:
     source, mutated = mutate(module, function, before, after)
     changed = load(f"paceline.relay.session.{module}", mutated)
-    if module == "flights":
+    if module == "asking":
+        monkeypatch.setattr(pulling, "Asking", changed.Asking)
+    elif module == "flights":
         monkeypatch.setattr(pulling, "Flights", changed.Flights)
     elif module == "pulling":
         monkeypatch.setattr(session, "Puller", changed.Puller)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
+import math
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,85 +16,14 @@ import pytest
 from paceline.errors import InvalidInput, InvalidProfile, PortInUse
 from paceline.manifest import Manifest, verify_directory
 from paceline.profile import (
-    Endpoints,
-    Profile,
-    Runtime,
-    Secrets,
-    SecuritySettings,
     load_runtime,
-    save_runtime,
 )
-from paceline.relay.agent import Agent, AgentConfig
+from paceline.relay.agent import Agent
+from paceline.relay.settings import AgentConfig
 from paceline.wire.calls import Command
-from paceline.wire.records import WorkerStatus
-from tests.relay.fake_coordinator import TOKEN, FakeCoordinator
+from tests.relay.agents import LINK_MBIT, NAMES, Fleet, until
+from tests.relay.fake_coordinator import FakeCoordinator
 from tests.relay.kit import DEPLOYMENT, manifest_of, write_model
-
-LINK_MBIT = 8.0  # of a model of 3 MB: three seconds to break things in
-NAMES = ["node-0", "node-1", "node-2", "node-3"]
-
-
-def until(what: Callable[[], object], why: str, timeout_s: float = 40.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < end, f"never came: {why}"
-        time.sleep(0.02)
-
-
-class Fleet:
-    """Agent processes of one state directory; it kills only those it started."""
-
-    def __init__(self, state: Path, coordinator: FakeCoordinator) -> None:
-        self.state, self.coordinator = state, coordinator
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        state.mkdir()
-        runtime = Runtime(
-            profile=Profile(security=SecuritySettings(source_roots=(str(state.parent),))),
-            state_dir=state,
-            endpoints=Endpoints(coordinator_url=coordinator.url),
-            secrets=Secrets(worker_token=TOKEN),
-        )
-        save_runtime(runtime)
-
-    def start(self, name: str, *before: str, **more: str) -> subprocess.Popen[bytes]:
-        given = {
-            "state_dir": self.state,
-            "worker_id": name,
-            "link_mbit": LINK_MBIT,
-            "limit_mbit": LINK_MBIT,
-        }
-        given |= more
-        arguments = [f"{key}={value}" for key, value in given.items()]
-        with (self.state / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [*before, sys.executable, "-m", "paceline.relay.agent", *arguments],
-                stdout=log,
-                stderr=log,
-            )
-        self.processes[name] = process
-        return process
-
-    def kill(self, name: str) -> None:
-        process = self.processes.pop(name)
-        process.kill()
-        process.wait(10)
-
-    def close(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-        for process in self.processes.values():
-            process.wait(10)
-
-    def pieces(self, name: str) -> int:
-        beat = self.coordinator.beats.get(name)
-        return beat.pieces_held if beat else 0
-
-    def is_complete(self, name: str) -> bool:
-        beat = self.coordinator.beats.get(name)
-        return beat is not None and beat.status is WorkerStatus.COMPLETE
-
-    def final(self, name: str) -> Path:
-        return self.state / "nodes" / name / "store/models/m/v1"
 
 
 @pytest.fixture
@@ -323,6 +251,7 @@ def test_settings_that_are_wrong_end_the_agent_and_leave_nothing_behind(fleet: F
     runtime = load_runtime(fleet.state)
     for listen, advertise, error in (
         ("nowhere", "", InvalidInput),
+        ("127.0.0.1:65536", "", InvalidInput),
         ("0.0.0.0:0", "", InvalidProfile),
         ("127.0.0.1:0", "0.0.0.0", InvalidInput),
     ):
@@ -331,22 +260,28 @@ def test_settings_that_are_wrong_end_the_agent_and_leave_nothing_behind(fleet: F
         )
         with pytest.raises(error):
             Agent(config, runtime)
-    assert not (fleet.state / "nodes/node-1").exists()
-    assert not (fleet.state / "nodes/node-0/agent.json").exists()
+    assert not list((fleet.state / "nodes").iterdir()), "nothing of either is left"
 
 
-def test_a_frozen_agent_is_worked_around_and_catches_up(
-    fleet: Fleet, coordinator: FakeCoordinator, manifest: Manifest
+@pytest.mark.parametrize(
+    ("wrong", "needles"),
+    [
+        ({"worker_id": "../evil"}, ("worker's name", "../evil", "--worker-id")),
+        ({"worker_id": ""}, ("worker's name", "--worker-id")),
+        ({"rack": "r" * 256}, ("label", "256 characters", "at most 255", "--rack")),
+        ({"link_mbit": math.nan}, ("rate", "nan", "--link-mbit")),
+        ({"link_mbit": 0.0}, ("rate", "0.0", "--link-mbit")),
+        ({"limit_mbit": math.inf}, ("rate", "inf", "--limit-mbit")),
+        ({"limit_mbit": -1.0}, ("rate", "-1.0", "--limit-mbit")),
+    ],
+    ids=lambda each: "-".join(each) if isinstance(each, dict) else "",
+)
+def test_what_no_coordinator_would_take_is_refused_by_its_option(
+    tmp_path: Path, wrong: dict[str, object], needles: tuple[str, ...]
 ) -> None:
-    coordinator.targets = NAMES[:3]
-    for name in NAMES[:3]:
-        fleet.start(name)
-    until(lambda: coordinator.plan is not None, "three agents")
-    assert coordinator.plan is not None
-    first, second, third = (each.worker_id for each in coordinator.plan.workers)
-    until(lambda: fleet.pieces(second) > 40, "pieces at the second")
-    os.kill(fleet.processes[second].pid, signal.SIGSTOP)
-    until(lambda: fleet.is_complete(first) and fleet.is_complete(third), "the others complete")
-    os.kill(fleet.processes[second].pid, signal.SIGCONT)
-    until(lambda: fleet.is_complete(second), "the thawed one completes")
-    verify_directory(fleet.final(second), manifest)
+    with pytest.raises(InvalidInput) as caught:
+        AgentConfig(**{"state_dir": tmp_path, "worker_id": "node-0", **wrong})  # type: ignore[arg-type]
+    for needle in needles:
+        assert needle in caught.value.one_line()
+    assert AgentConfig(state_dir=tmp_path, worker_id="node-0", limit_mbit=0.0).limit_mbit == 0
+    assert not list(tmp_path.iterdir())

@@ -11,11 +11,11 @@ import pytest
 from paceline.errors import DeploymentFailed, NotReady
 from paceline.manifest import FileEntry, Manifest, verify_directory
 from paceline.relay.local import LocalFleet
-from paceline.relay.origin import DirectoryReader, OnSocket
 from paceline.relay.session.extents import Extent
 from paceline.relay.session.feeds import Feed
 from paceline.relay.session.flights import Flights
 from paceline.relay.session.limits import SessionLimits
+from paceline.relay.sources import DirectoryReader, OnSocket
 from paceline.wire.plan import Source, WorkerLanes
 from paceline.wire.records import Receipt, WorkerStatus
 from tests.relay.kit import DEPLOYMENT, damage, lanes, manifest_of, plan, worker, write_model

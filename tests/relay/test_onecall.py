@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import socket
@@ -208,8 +209,13 @@ def test_another_name_than_the_manifests_is_refused(tmp_path: Path, model: Path)
     refused(InvalidInput, tmp_path, "another model", source=model, model_id="other")
     refused(InvalidInput, tmp_path, "another version", source=model, version="v9")
     refused(InvalidPlan, tmp_path, "no such topology", source=model, topology="ring")
-    refused(InvalidInput, tmp_path, "link", source=model, link_mbit=0)
+    for link_mbit in (0, -1.0, math.nan, math.inf):
+        refused(InvalidInput, tmp_path, "link", source=model, link_mbit=link_mbit)
     refused(InvalidInput, tmp_path, "racks", source=model, racks=0)
+    refused(InvalidInput, tmp_path, "share", "nan", source=model, max_failed=math.nan)
+    for first_port in (-5, 65_535):
+        refused(InvalidInput, tmp_path, "no such ports", source=model, first_port=first_port)
+    refused(InvalidInput, tmp_path, "2000000", "at most 1000", source=model, workers=2_000_000)
 
 
 def test_a_disk_too_small_for_all_is_told_before_a_byte_moves(

@@ -14,10 +14,11 @@ from paceline.manifest import FileEntry, Manifest, publish_model, verify_directo
 from paceline.objects import ObjectStore
 from paceline.relay.disk.store import Store
 from paceline.relay.local import LocalFleet
-from paceline.relay.origin import DirectoryReader, OnSocket, OriginStream, S3Reader, range_bytes
+from paceline.relay.origin import OriginStream, range_bytes
 from paceline.relay.session.events import SessionEvent
 from paceline.relay.session.extents import Extent
 from paceline.relay.session.limits import SessionLimits
+from paceline.relay.sources import DirectoryReader, OnSocket, S3Reader
 from paceline.relay.wires.counters import Counters
 from paceline.relay.wires.pacing import Pacer
 from paceline.wire.plan import Source, WorkerLanes

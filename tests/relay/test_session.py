@@ -473,7 +473,7 @@ def test_who_stood_still_reads_the_origin_again_when_its_lanes_are_confirmed() -
     relay = session()
     begun = relay.handle(LanesAssigned(striped("origin", "w2")), 0)
     assert fetches(begun) == [(ORIGIN.key, 0, 4), ("w2", 8, 12)]
-    relay.handle(Woke(), 5.0)
+    relay.handle(Woke(5.0, replaced=True), 5.0)
     actions = arrive(relay, ORIGIN.key, 0, 4, 5.0)  # it was on its way
     actions += relay.handle(Tick(), 8.0)
     assert ORIGIN.key not in {key for key, *_ in fetches(actions)}
@@ -484,6 +484,25 @@ def test_who_stood_still_reads_the_origin_again_when_its_lanes_are_confirmed() -
     newer = striped("origin", "w2").model_copy(update={"epoch": 2})
     assert ORIGIN.key not in {k for k, *_ in fetches(relay.handle(LanesAssigned(newer), 8.1))}
     assert ORIGIN.key in {key for key, *_ in fetches(relay.handle(Confirmed(), 8.2))}
+
+
+def test_who_stood_still_does_not_believe_others_dead_for_its_own_sleep() -> None:
+    """A minute later than its sources' deadlines, and than its own: they get what was left."""
+    relay = session()
+    relay.handle(LanesAssigned(striped("w1", "w2")), 0)
+    due_s = relay.deadline_s()
+    assert due_s is not None
+    assert fetches(relay.handle(Woke(90.0), 90.2)) == []
+    then_s = relay.deadline_s()
+    assert then_s is not None
+    assert then_s == pytest.approx(due_s + 90.0)
+    said = arrive(relay, "w1", 0, 1, 0.1)  # before it slept, told only now
+    said += relay.handle(Tick(), then_s - 0.1)
+    assert (said, relay.progress().lost_sources) == ([], ())
+    assert relay.progress().status is WorkerStatus.RECEIVING
+    for step in range(40):
+        relay.handle(Tick(), then_s + 0.1 + step / 10)
+    assert set(relay.progress().lost_sources) >= {"w1", "w2"}, "who is silent now is silent"
 
 
 def test_when_the_origins_budget_is_spent_the_peers_are_asked_at_once() -> None:

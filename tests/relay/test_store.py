@@ -126,6 +126,22 @@ def test_a_torn_mark_and_what_follows_it_is_not_trusted(
     assert list(again.durable) == [Extent(0, 2)]
 
 
+def test_a_disk_that_takes_marks_bit_by_bit_keeps_all_of_them(
+    tmp_path: Path, model: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "store")
+    staging = store.open(manifest)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:5]))
+    for first in (0, 4, 8):
+        fill(staging, model, range(first, first + 2))
+        staging.commit()
+    monkeypatch.undo()
+    store.close()
+    again = Store(tmp_path / "store").open(manifest)
+    assert list(again.durable) == [Extent(0, 2), Extent(4, 6), Extent(8, 10)]
+
+
 def test_marks_without_their_file_are_not_trusted(
     tmp_path: Path, model: Path, manifest: Manifest
 ) -> None:

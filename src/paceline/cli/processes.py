@@ -81,25 +81,25 @@ def agent(
     profile that are wrong or unsafe; 1 for a port that is taken (PortInUse), a store that another
     agent holds (StateLocked), or a disk that refuses; standard error says what, and what to do.
     """
-    from paceline.relay.agent import AgentConfig, run_agent
+    from paceline.relay.agent import run_agent
+    from paceline.relay.settings import AgentConfig
 
+    config = AgentConfig(  # first: a mistake should not spend the one-time token
+        state_dir=state.absolute(),
+        worker_id=worker_id,
+        host=host,
+        rack=rack,
+        zone=zone,
+        link_mbit=link_mbit,
+        limit_mbit=limit_mbit,
+        listen=listen,
+        advertise=advertise,
+        warm=warm,
+        die_with_parent=die_with_parent,
+    )
     if join_token or coordinator_url:
         _join(state.absolute(), worker_id, coordinator_url, join_token, ca)
-    return run_agent(
-        AgentConfig(
-            state_dir=state.absolute(),
-            worker_id=worker_id,
-            host=host,
-            rack=rack,
-            zone=zone,
-            link_mbit=link_mbit,
-            limit_mbit=limit_mbit,
-            listen=listen,
-            advertise=advertise,
-            warm=warm,
-            die_with_parent=die_with_parent,
-        )
-    )
+    return run_agent(config)
 
 
 def _join(state: Path, worker_id: str, url: str, token: str, ca: Path | None) -> None:

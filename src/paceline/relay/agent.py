@@ -15,17 +15,15 @@ import json
 import logging
 import os
 import random
+import shutil
 import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paceline.client import CoordinatorClient
 from paceline.errors import (
-    InvalidInput,
     NotFound,
     PacelineError,
     PortInUse,
@@ -43,15 +41,13 @@ from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
 from paceline.relay.joining import Renewal
 from paceline.relay.lifetime import PARENT_POLL_S, StopSignal
-from paceline.relay.origin import DirectoryReader, RangeReader, S3Reader
 from paceline.relay.report import ENDED, Report
+from paceline.relay.settings import AgentConfig, address_of
+from paceline.relay.sources import Sources
 from paceline.relay.wires.transport import Transport
 from paceline.relay.wires.transports import transport_for
 from paceline.wire.calls import Command, HeartbeatAnswer, RegisterWorker
 from paceline.wire.plan import Labels, WorkerLanes
-
-if TYPE_CHECKING:
-    from paceline.objects import ObjectStore
 
 log = logging.getLogger(__name__)
 
@@ -64,23 +60,6 @@ CALL_TIMEOUT_S = 10.0
 HOLD_S = 1.0  # how long an idle agent's beat waits for a command
 ALONE_S = 2.0  # how long a restarted agent asks before it goes on with what it was at
 NEWS_S = 0.05  # between two beats, however much there is to tell
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentConfig:
-    """Who this agent is and where it works."""
-
-    state_dir: Path
-    worker_id: str
-    host: str = ""  # labels: where the node stands
-    rack: str = ""
-    zone: str = ""
-    link_mbit: float | None = None  # what plans count on; None: the profile's
-    limit_mbit: float | None = None  # of each direction; None: the link's if [cluster] paced; 0: no
-    listen: str = "127.0.0.1:0"
-    advertise: str = ""  # the host that others are told; "": the one listened on, or found out
-    die_with_parent: bool = False
-    warm: bool = False  # import the S3 client before somebody waits for it
 
 
 def run_agent(config: AgentConfig) -> int:
@@ -110,7 +89,7 @@ class Agent:
         self._trust = TrustPolicy.of(
             security.trusted_publishers, required=security.require_signature
         )
-        host, port = _listen(config.listen)
+        host, port = address_of(config.listen)
         self._advertised(config.listen)  # to refuse it before anything is made
         self._transport = transport = transport_for(runtime, host, config.worker_id)
         self._renewal = Renewal.of(runtime, on_renewed=self._go_on_as)
@@ -119,12 +98,15 @@ class Agent:
         self._news = threading.Event()
         self._interval_s = 0.0  # between beats, as the coordinator said last
         self._node_dir = runtime.node_dir(config.worker_id)
+        new = not self._node_dir.exists()
         self._node_dir.mkdir(parents=True, exist_ok=True)
         self._store = Store(self._node_dir / "store", StorePolicy.of(runtime.profile.store))
         try:
             self.incarnation = self._next_incarnation()
             self.driver = self._make_driver(transport, host, port)
         except BaseException:
+            if new:  # nobody else can have put anything there: the store is still locked by us
+                shutil.rmtree(self._node_dir, ignore_errors=True)
             self._store.close()
             raise
         # Without patience of its own: between two rounds of asking, this loop has its own pause.
@@ -357,39 +339,6 @@ class Agent:
 
     def _renew(self) -> None:
         self.incarnation = self.driver.incarnation = self._next_incarnation()
-
-
-class Sources:
-    """Opens origins by URL; S3 (and boto3) only when one is asked for, and one client for all."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._lock = threading.Lock()
-        self._objects: ObjectStore | None = None
-
-    def open(self, url: str) -> RangeReader:
-        """Return a reader of ``url``; raises AccessDenied for a directory that is no source."""
-        if url.startswith("s3://"):
-            return S3Reader(url, self.objects())
-        roots: list[str | Path] = [self._runtime.state_dir]
-        roots += self._runtime.profile.security.source_roots
-        return DirectoryReader(Path(url.removeprefix("file://")), roots)
-
-    def objects(self) -> ObjectStore:
-        """Return the installation's object store."""
-        from paceline.objects import ObjectStore
-
-        with self._lock:
-            if self._objects is None:
-                self._objects = ObjectStore.from_runtime(self._runtime)
-            return self._objects
-
-
-def _listen(listen: str) -> tuple[str, int]:
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit():
-        raise InvalidInput("bad listen address", got=listen, wanted="host:port")
-    return host, int(port)
 
 
 def _backoff_s(failures: int) -> float:

@@ -19,7 +19,7 @@ from paceline.errors import DeploymentFailed, PacelineError
 from paceline.manifest import Manifest
 from paceline.relay.deployments import Deployments
 from paceline.relay.disk.store import Store
-from paceline.relay.origin import LazyReader, OriginStream, RangeReader
+from paceline.relay.origin import OriginStream
 from paceline.relay.session.events import (
     SLEPT_S,
     Abandon,
@@ -37,6 +37,7 @@ from paceline.relay.session.events import (
 )
 from paceline.relay.session.limits import SessionLimits
 from paceline.relay.share import Share
+from paceline.relay.sources import LazyReader, RangeReader
 from paceline.relay.wires.pacing import Pacer
 from paceline.relay.wires.pull import Pull
 from paceline.relay.wires.transport import PullStream, Transport
@@ -51,6 +52,7 @@ LOOK_S = 0.03  # how long a verified piece may wait for others before the sessio
 # and how many may wait: an eighth of the largest window. A call wakes the owner, for about 0.1 ms.
 DELIVER_BYTES = 4 * 1024 * 1024
 REFRESH_S = 0.1  # how old a reported count may be
+NAP_S = 0.3  # the owner came so much later than it wanted to: the process stood still
 DRAIN_S = 0.5  # at a stop, for the pieces that are on their way
 DRAIN_LOOK_S = 0.02
 
@@ -203,22 +205,37 @@ class RelayDriver:
         self._inbox.put((work, time.monotonic()))
 
     def _run(self) -> None:
+        due_s = time.monotonic()  # when this loop wants to come round at the latest
         while not self._stop.is_set():
+            self._look_at_clock(due_s)  # it may have stood still in the middle of its work, too
             wait_s = self._tick()
             due_s = time.monotonic() + wait_s
             found = None
             with suppress(queue.Empty):
                 found = self._inbox.get(timeout=wait_s)
-            if self._coordinated and time.monotonic() - due_s >= SLEPT_S:
-                self._woke_s = time.monotonic()
-                for share in self._deployments:
-                    self._tell(share, Woke(), time.monotonic())
+            self._look_at_clock(due_s)
+            due_s = time.monotonic()
             if found is not None:
                 work, at = found
                 try:
                     work(at)
                 except Exception:
                     log.exception("an event could not be handled")
+
+    def _look_at_clock(self, due_s: float) -> None:
+        """Tell the sessions where this process stood still (stopped, swapped out, its machine
+        paused) since ``due_s``, before they hear of anything else.
+        """
+        now_s = time.monotonic()
+        late_s = now_s - due_s
+        if late_s < NAP_S:
+            return
+        replaced = self._coordinated and late_s >= SLEPT_S
+        if replaced:
+            self._woke_s = now_s
+        log.log(logging.WARNING if replaced else logging.DEBUG, "stood still for %.1f s", late_s)
+        for share in self._deployments:
+            self._tell(share, Woke(late_s, replaced), now_s)
 
     def _tick(self) -> float:
         """Tell the sessions whose time has come, however busy the others are; return how long to

@@ -13,8 +13,8 @@ from paceline.errors import DeploymentFailed, NotReady
 from paceline.manifest import Manifest
 from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
-from paceline.relay.origin import DirectoryReader, RangeReader
 from paceline.relay.session.limits import SessionLimits
+from paceline.relay.sources import DirectoryReader, RangeReader
 from paceline.relay.wires.tcp import TcpTransport
 from paceline.wire.calls import DeploymentBeat
 from paceline.wire.plan import WorkerLanes

@@ -141,10 +141,15 @@ class MemoryFleet:
         node = self.nodes[name]
         node.frozen = False
         backlog, node.backlog = node.backlog, []
-        if (
-            self._coordinated and self.now_s - node.frozen_s >= SLEPT_S
-        ):  # the first that its loop sees
-            self._tell(node, Woke())
+        slept_s = self.now_s - node.frozen_s  # the first that its loop sees
+        peers = [
+            stream
+            for stream in node.streams.values()
+            if stream.open and stream.source is not self.origin
+        ]
+        self._tell(node, Woke(slept_s, replaced=self._coordinated and slept_s >= SLEPT_S))
+        if blamed := [stream.key for stream in peers if not stream.open]:
+            raise AssertionError(f"{name} blames {blamed} for its own sleep")
         for event in backlog:
             self._tell(node, event)
         for stream in [*node.readers, *node.streams.values()]:

@@ -22,7 +22,6 @@ from paceline.errors import (
     Conflict,
     CorruptData,
     DeploymentFailed,
-    InvalidInput,
     NotReady,
     PermanentError,
 )
@@ -35,7 +34,6 @@ from paceline.plan import PlanWorker, Standing, make_plan, next_order
 from paceline.relay.disk.room import StorePolicy
 from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
-from paceline.relay.origin import RangeReader
 from paceline.relay.request import (
     UNLIMITED_MBIT,
     Request,
@@ -47,6 +45,7 @@ from paceline.relay.request import (
     opener_of,
 )
 from paceline.relay.session.limits import SessionLimits
+from paceline.relay.sources import RangeReader
 from paceline.relay.wires.tcp import TcpTransport
 from paceline.wire.calls import DeploymentBeat
 from paceline.wire.local import Distribution
@@ -96,19 +95,6 @@ def distribute(
     failed of the same.
     """
     names = names_of(workers, targets)
-    if racks < 1:
-        raise InvalidInput("no racks", got=racks, wanted="at least 1")
-    if link_mbit is not None and not link_mbit > 0:
-        raise InvalidInput("link has no speed", got=link_mbit, wanted="more than 0 Mbit/s")
-    manifest = manifest_of(source, objects, model_id, version, trust)
-    if digest and manifest.digest != digest:
-        raise CorruptData(
-            "the source holds another model",
-            got=manifest.digest,
-            wanted=digest,
-            where=source,
-            do="Check the URL and the digest; a published version never changes.",
-        )
     request = Request(
         into=Path(into),
         names=names,
@@ -122,6 +108,15 @@ def distribute(
         limits=limits,
         on_progress=on_progress,
     )
+    manifest = manifest_of(source, objects, model_id, version, trust)
+    if digest and manifest.digest != digest:
+        raise CorruptData(
+            "the source holds another model",
+            got=manifest.digest,
+            wanted=digest,
+            where=source,
+            do="Check the URL and the digest; a published version never changes.",
+        )
     open_source = opener_of(objects)
     url = str(source) if is_s3(source) else str(Path(source).resolve())
     new = [name for name in names if not (request.into / name).exists()]

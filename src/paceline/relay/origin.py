@@ -1,34 +1,28 @@
-"""Reading pieces from the source: an S3 prefix by parallel ranged GETs, or a local directory.
+"""Reading pieces from the source, by parallel ranges that begin small and grow.
 
-Every object is pinned to the version and ETag it had when this worker first looked, so that
-versions never mix; every piece is checked against the manifest like a peer's, and may be forwarded,
-as soon as its last byte is here, while the rest of its range still comes in. Bytes are counted for
-the origin fuse and paced by the same link as everything that comes in. Which pieces to read is
-decided elsewhere.
+Every piece is checked against the manifest like a peer's, and may be forwarded, as soon as its last
+byte is here, while the rest of its range still comes in. Bytes are counted for the origin fuse and
+paced by the same link as everything that comes in. What a source is, is in ``sources``; which
+pieces to read is decided elsewhere.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Protocol
 
 from paceline.errors import (
-    AccessDenied,
     PacelineError,
-    SourceChanged,
     SourceMissing,
     StorageFailed,
     StorageFull,
 )
-from paceline.manifest import FileEntry, Manifest, Piece
+from paceline.manifest import Manifest, Piece
 from paceline.relay.disk.staging import Staging
 from paceline.relay.session.events import (
     LocalFailed,
@@ -39,6 +33,7 @@ from paceline.relay.session.events import (
     SourceFailed,
 )
 from paceline.relay.session.extents import Extent
+from paceline.relay.sources import RangeReader
 from paceline.relay.width import Width
 from paceline.relay.wires.counters import Counters
 from paceline.relay.wires.lull import Lull
@@ -52,180 +47,8 @@ MAX_RANGE = 16 * MIB
 # All ranges under way together span this much of the stream. A peer asks for a second's worth in
 # order: of ranges that span more it would see one, at a fraction of the link.
 SPREAD_S = 0.5
-STEP = 1 * MIB  # of a local file
 AHEAD = 3  # files whose objects are looked up before a range of them is wanted
 ALIVE_S = 0.2  # how often a range under way is said to move
-
-
-OnSocket = Callable[[socket.socket], None]
-
-
-class RangeReader(Protocol):
-    """Something that fills memory with part of a file of the model."""
-
-    def pin(self, file: FileEntry) -> None:
-        """Find out which content ``file`` has; ``stream`` does it where nobody did."""
-
-    def stream(
-        self, file: FileEntry, offset: int, view: memoryview, on_socket: OnSocket
-    ) -> Iterator[int]:
-        """Fill ``view`` from ``offset`` of ``file`` and yield how much of it is there, as it comes
-        (and the same number again where nothing came); raises SourceChanged, SourceMissing, …
-
-        ``on_socket`` is given each connection, where there is one, before it is read.
-        """
-
-
-class DirectoryReader:
-    """A model in a local directory; with ``roots``, one of these must hold it (AccessDenied)."""
-
-    def __init__(self, directory: Path, roots: Sequence[str | Path] | None = None) -> None:
-        self._directory = directory if roots is None else below_roots(directory, roots)
-
-    def pin(self, file: FileEntry) -> None:
-        """Do nothing: the size is compared with each range, the bytes with their digests."""
-
-    def stream(
-        self,
-        file: FileEntry,
-        offset: int,
-        view: memoryview,
-        on_socket: OnSocket,  # noqa: ARG002 (there is none)
-    ) -> Iterator[int]:
-        """Fill ``view``; see RangeReader."""
-        path = self._directory / file.path
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise SourceMissing("cannot read the source", got=error.strerror, where=path) from error
-        try:
-            size = os.fstat(descriptor).st_size
-            if size != file.size:
-                raise _changed(path, size, file.size)
-            done = 0
-            while done < len(view):
-                got = os.preadv(descriptor, [view[done : done + STEP]], offset + done)
-                if not got:
-                    raise _changed(path, offset + done, file.size)
-                done += got
-                yield done
-        finally:
-            os.close(descriptor)
-
-
-class S3Reader:
-    """A model below an S3 prefix; ``store`` is an ObjectStore."""
-
-    def __init__(self, url: str, store: S3Ranges) -> None:
-        self._url = url
-        self._store = store
-        self._lock = threading.Lock()
-        self._pinned: dict[str, ObjectHead] = {}
-        self._pinning: dict[str, threading.Lock] = {}
-
-    def pin(self, file: FileEntry) -> None:
-        """Find out which content the object has; see RangeReader."""
-        self._head(file)
-
-    def stream(
-        self, file: FileEntry, offset: int, view: memoryview, on_socket: OnSocket
-    ) -> Iterator[int]:
-        """Fill ``view``; see RangeReader."""
-        pinned = self._head(file)
-        return self._store.stream_range(
-            self._object(file),
-            offset,
-            view,
-            etag=pinned.etag,
-            size=file.size,
-            version_id=pinned.version_id,
-            on_socket=on_socket,
-        )
-
-    def _head(self, file: FileEntry) -> ObjectHead:
-        url = self._object(file)
-        with self._lock:
-            one_by_one = self._pinning.setdefault(url, threading.Lock())
-        with one_by_one:
-            if (known := self._pinned.get(url)) is None:
-                known = self._store.head(url)
-                if known.size != file.size:
-                    raise _changed(url, known.size, file.size)
-                self._pinned[url] = known
-            return known
-
-    def _object(self, file: FileEntry) -> str:
-        return f"{self._url.rstrip('/')}/{file.path}"
-
-
-class LazyReader:
-    """Opens its source at the first read, on the reading thread: importing boto3 takes a while."""
-
-    def __init__(self, open_source: Callable[[str], RangeReader], url: str) -> None:
-        self._open_source = open_source
-        self._url = url
-        self._lock = threading.Lock()
-        self._reader: RangeReader | None = None
-
-    def pin(self, file: FileEntry) -> None:
-        """Look the object up; see RangeReader."""
-        self._opened().pin(file)
-
-    def stream(
-        self, file: FileEntry, offset: int, view: memoryview, on_socket: OnSocket
-    ) -> Iterator[int]:
-        """Fill ``view``; see RangeReader."""
-        return self._opened().stream(file, offset, view, on_socket)
-
-    def _opened(self) -> RangeReader:
-        with self._lock:
-            if self._reader is None:
-                self._reader = self._open_source(self._url)
-            return self._reader
-
-
-class ObjectHead(Protocol):
-    """Size, ETag and version of one object."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def etag(self) -> str: ...
-    @property
-    def version_id(self) -> str | None: ...
-
-
-class S3Ranges(Protocol):
-    """The two calls of ``objects.ObjectStore`` that reading needs."""
-
-    def head(self, url: str) -> ObjectHead: ...
-    def stream_range(
-        self,
-        url: str,
-        offset: int,
-        view: memoryview,
-        *,
-        etag: str,
-        size: int | None = None,
-        version_id: str | None = None,
-        on_socket: OnSocket | None = None,
-    ) -> Iterator[int]: ...
-
-
-def below_roots(directory: Path, roots: Sequence[str | Path]) -> Path:
-    """Return ``directory``, with its links followed, where one of ``roots`` holds it.
-
-    Raises AccessDenied: whoever names a source must not choose what an agent reads.
-    """
-    real = directory.resolve()
-    if any(real.is_relative_to(Path(root).resolve()) for root in roots):
-        return real
-    raise AccessDenied(
-        "this directory is not a source",
-        got=directory,
-        wanted=f"one below {', '.join(str(root) for root in roots) or '(none allowed)'}, or s3://…",
-        do="Add its root to security.source_roots in the profile.",
-    )
 
 
 class OriginStream:
@@ -461,13 +284,3 @@ def _unhurried(steps: Iterator[int], lull: Lull) -> Iterator[int]:
 def range_bytes(manifest: Manifest) -> int:
     """Return how long a GET becomes: up to 16 MiB, whole pieces, never beyond a chunk."""
     return max(manifest.piece_bytes, min(MAX_RANGE, manifest.chunk_bytes))
-
-
-def _changed(where: object, got: int, wanted: int) -> SourceChanged:
-    return SourceChanged(
-        "the source is not what the manifest describes",
-        got=f"{got} bytes",
-        wanted=f"{wanted} bytes",
-        where=where,
-        do="Publish under a new version; a published version never changes.",
-    )

@@ -23,20 +23,22 @@ from paceline.manifest import (
     verify_signature,
 )
 from paceline.relay.disk.room import StorePolicy, room_lacking
-from paceline.relay.origin import DirectoryReader, RangeReader, S3Reader
 from paceline.relay.session.limits import SessionLimits
+from paceline.relay.settings import LINK_MBIT, MOST_PORT
+from paceline.relay.sources import DirectoryReader, RangeReader, S3Reader
 from paceline.wire.base import NAME
 from paceline.wire.plan import Topology
 
 if TYPE_CHECKING:
     from paceline.objects import ObjectStore
 
+MOST_WORKERS = 1000  # each has threads, sockets and files in this one process
 UNLIMITED_MBIT = 10_000.0  # what a plan counts with where no limit was asked for
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What ``distribute`` was asked for, beside the source; see there."""
+    """What ``distribute`` was asked for, beside the source; see there. Raises InvalidInput."""
 
     into: Path
     names: tuple[str, ...]
@@ -50,8 +52,43 @@ class Request:
     limits: SessionLimits | None = None
     on_progress: Callable[[int, int], None] = lambda _held, _all: None
 
+    def __post_init__(self) -> None:
+        least, most = LINK_MBIT
+        last_port = self.first_port + len(self.names) - 1 if self.first_port else 0
+        for wrong, what, got, wanted in (
+            (self.racks < 1, "no racks", self.racks, "at least 1"),
+            (
+                self.link_mbit is not None and not least <= self.link_mbit <= most,
+                "not a link's rate",
+                self.link_mbit,
+                f"{least:g} to {most:g} Mbit/s",
+            ),
+            (
+                not 0 <= self.max_failed <= 1,
+                "bad share of workers that may fail",
+                self.max_failed,
+                "0 to 1",
+            ),
+            (
+                self.first_port < 0 or last_port > MOST_PORT,
+                "no such ports",
+                f"{self.first_port} to {last_port}",
+                f"1 to {MOST_PORT}",
+            ),
+        ):
+            if wrong:
+                raise InvalidInput(what, got=got, wanted=wanted)
+
 
 def names_of(workers: int | Sequence[str], targets: Sequence[str] | None) -> tuple[str, ...]:
+    count = workers if isinstance(workers, int) else len(workers)
+    if count > MOST_WORKERS:
+        raise InvalidInput(
+            "too many workers for one process",
+            got=count,
+            wanted=f"at most {MOST_WORKERS}",
+            do="Start agents on their machines, or `paceline simulate` to see how it would go.",
+        )
     if isinstance(workers, int):
         if workers < 1:
             raise InvalidInput("no workers", got=workers, wanted="at least 1 worker")

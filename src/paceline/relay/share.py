@@ -12,10 +12,10 @@ from pathlib import Path
 from paceline.manifest import Manifest
 from paceline.relay.disk.committer import Committer
 from paceline.relay.disk.staging import Staging
-from paceline.relay.origin import RangeReader
 from paceline.relay.session.events import PieceVerified
 from paceline.relay.session.extents import Extents
 from paceline.relay.session.session import RelaySession
+from paceline.relay.sources import RangeReader
 from paceline.relay.wires.counters import Counters
 from paceline.relay.wires.transport import PullStream
 from paceline.wire.calls import DeploymentBeat

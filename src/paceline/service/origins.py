@@ -11,7 +11,7 @@ from paceline.errors import InvalidInput
 from paceline.manifest import Manifest, fetch_manifest
 from paceline.manifest.signing import TrustPolicy, verify_signature
 from paceline.profile import Runtime
-from paceline.relay.origin import below_roots
+from paceline.relay.sources import below_roots
 
 
 def manifest_at(url: str, runtime: Runtime) -> Manifest:

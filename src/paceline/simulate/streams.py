@@ -193,8 +193,9 @@ class Streams:
         if host.complete:
             self.disk.publish_soon(host)
         missed, host.missed = host.missed, []
-        host.slept = self.clock.now_s - host.frozen_s >= SLEPT_S
-        for event in (*((Woke(),) if host.slept else ()), *missed, Tick()):
+        slept_s = self.clock.now_s - host.frozen_s
+        host.slept = slept_s >= SLEPT_S
+        for event in (Woke(slept_s, replaced=host.slept), *missed, Tick()):
             self.tell(host, event)
 
     def confirm(self, host: Host) -> None:

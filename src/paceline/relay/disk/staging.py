@@ -2,8 +2,8 @@
 
 Bytes go to preallocated files; a piece is *verified* once its digest matched (it may be forwarded)
 and *durable* once its bytes and then its mark were fsynced (only that is reported as held, I2).
-Marks are a log of checksummed runs, appended by group commit, so that after ``kill -9`` or power
-loss exactly the durable pieces are trusted. Which pieces to fetch from whom is not known here.
+After ``kill -9`` or power loss exactly the pieces with a mark are trusted (``marks``). Which pieces
+to fetch from whom is not known here.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,10 +20,10 @@ from pathlib import Path
 from paceline.errors import Cancelled, StorageFailed, StorageFull
 from paceline.manifest import Manifest, Piece
 from paceline.relay.disk.edges import Edges
+from paceline.relay.disk.marks import Marks
 from paceline.relay.session.extents import Extent, Extents
 
 _COPY = 4 * 1024 * 1024
-_MARK = struct.Struct(">III")  # first piece, stop, CRC-32 of both
 READ_ONLY = 0o444  # what is published never changes; a link to it is never written to
 CLAIM_S = 5.0  # how long a stream waits for another one that writes the same piece
 
@@ -93,7 +91,7 @@ class Staging:
         self._files: dict[int, int] = {}  # file index → descriptor, open until close()
         self._retired: list[int] = []  # descriptors of files that were made our own
         self._dirty: set[int] = set()
-        self._marks = -1
+        self._marks: Marks | None = None
         self._users = 0
         if published:
             everything = Extent(0, manifest.piece_count)
@@ -152,22 +150,13 @@ class Staging:
         return before != file.size
 
     def _load_marks(self, *, trust: bool) -> None:
-        path = self.directory / "marks"
-        self._marks = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        self._marks = Marks(self.directory / "marks")
         if not trust:
-            os.ftruncate(self._marks, 0)
+            self._marks.clear()
             return
-        raw = os.pread(self._marks, os.fstat(self._marks).st_size, 0)
-        good = 0
-        for at in range(0, len(raw) - _MARK.size + 1, _MARK.size):
-            first, stop, check = _MARK.unpack_from(raw, at)
-            torn = check != zlib.crc32(raw[at : at + 8])
-            if torn or not first < stop <= self.manifest.piece_count:
-                break  # a torn tail: what follows was never acknowledged
-            self.verified.add(Extent(first, stop))
-            self.durable.add(Extent(first, stop))
-            good = at + _MARK.size
-        os.ftruncate(self._marks, good)
+        for run in self._marks.load(self.manifest.piece_count):
+            self.verified.add(run)
+            self.durable.add(run)
 
     # ── pieces ───────────────────────────────────────────────────────────────────────────────────
 
@@ -245,9 +234,9 @@ class Staging:
             with self._lock:
                 for extents in (self.verified, self.durable, self._fresh):
                     extents.remove(extent)
-            if self._marks >= 0:
-                os.ftruncate(self._marks, 0)
-                self._mark(self.durable)
+            if self._marks is not None:
+                self._marks.clear()
+                self._marks.append(self.durable)
             return True
 
     def is_linked(self, index: int) -> bool:
@@ -329,20 +318,13 @@ class Staging:
                 return []
             for index in dirty:
                 os.fdatasync(self.descriptor(index))
-            self._mark(fresh)
+            if self._marks is None:
+                raise AssertionError("pieces arrived for a model that is whole or not prepared")
+            self._marks.append(fresh)
             with self._lock:
                 for extent in fresh:
                     self.durable.add(extent)
             return fresh
-
-    def _mark(self, runs: Iterable[Extent]) -> None:
-        record = b"".join(
-            _MARK.pack(first, stop, zlib.crc32(struct.pack(">II", first, stop)))
-            for first, stop in runs
-        )
-        os.lseek(self._marks, 0, os.SEEK_END)
-        os.write(self._marks, record)
-        os.fdatasync(self._marks)
 
     def give_up(self, gave_up: bool) -> None:
         """Say whether what is missing will not come here (it may yet, with a new plan)."""
@@ -354,18 +336,16 @@ class Staging:
         """Take note that the files were published at ``directory``; open descriptors stay good."""
         with self._lock:
             self.directory, self.published = directory, True
-            if self._marks >= 0:
-                os.close(self._marks)
-                self._marks = -1
+            self._close_marks()
 
     def withdrawn(self, directory: Path) -> None:
         """Take note that the files are hidden again, at ``directory``; what is good is held."""
         with self._commit_lock, disk_errors(directory):
             with self._lock:
                 self.directory, self.published = directory, False
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._marks = os.open(directory / "marks", flags, 0o644)
-            self._mark(self.durable)
+            self._marks = Marks(directory / "marks")
+            self._marks.clear()
+            self._marks.append(self.durable)
 
     def close(self) -> None:
         """End every use; descriptors are closed with the last one, never under a running write."""
@@ -395,9 +375,12 @@ class Staging:
             os.close(descriptor)
         self._files.clear()
         self._retired.clear()
-        if self._marks >= 0:
-            os.close(self._marks)
-            self._marks = -1
+        self._close_marks()
+
+    def _close_marks(self) -> None:
+        if self._marks is not None:
+            self._marks.close()
+            self._marks = None
 
     def descriptor(self, index: int) -> int:
         """Return the open descriptor of file ``index``; raises Cancelled after ``close``.

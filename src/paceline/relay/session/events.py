@@ -93,7 +93,13 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Woke:
-    """This process stood still for SLEPT_S or longer: others may stand in its place by now."""
+    """This process stood still for ``slept_s``: whatever it waits for has that much longer.
+
+    ``replaced``: for SLEPT_S or longer, so that others may stand in its place by now.
+    """
+
+    slept_s: float
+    replaced: bool = False
 
 
 @dataclass(frozen=True, slots=True)

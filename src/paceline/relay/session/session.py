@@ -89,6 +89,9 @@ class RelaySession:
         self._error: PacelineError | None = None
         self._progress_s = self._alive_s = 0.0
         self._due_s = float("-inf")  # nothing can be due before; see ``handle``
+        # Its own clock: it stands still while the process does, so that nobody counts as silent who
+        # was not listened to. Times of events from before the process stood still come later.
+        self._slept_s, self._woke_s = 0.0, float("-inf")
         self._corrupt: dict[str, None] = {}  # an ordered set of who sent corrupt pieces
         self._refetched = self._rejected = 0
 
@@ -101,6 +104,7 @@ class RelaySession:
         their own lane alone (10 us a piece instead of 20, and no more with many lanes).
         """
         actions: list[SessionAction] = []
+        now_s = max(now_s - self._slept_s, self._woke_s)
         early = now_s < self._due_s
         match event:
             case PieceVerified(key, stream, extent):
@@ -131,8 +135,11 @@ class RelaySession:
                 self._over = True
                 self._status = WorkerStatus.IDLE
                 self._pull.close_all(actions)
-            case Woke():
-                self._pull.sleep(woke=True)
+            case Woke(slept_s, replaced):
+                self._slept_s += slept_s
+                now_s = self._woke_s = max(now_s - slept_s, self._woke_s)
+                if replaced:
+                    self._pull.sleep(woke=True)
             case Confirmed():
                 self._pull.sleep(woke=False)
             case Tick():
@@ -151,13 +158,13 @@ class RelaySession:
         if self._status is not WorkerStatus.RECEIVING:
             return None
         if self._due_s > float("-inf"):
-            return self._due_s
+            return self._due_s + self._slept_s
         give_up_s = self._give_up_s()
         # What lies in the past was looked at in the last ``handle`` and waits for something else.
         seen_s = self._pull.checked_s
         later = (at for at in self._pull.deadlines() if seen_s < at < give_up_s)
         self._due_s = min(later, default=give_up_s)
-        return self._due_s
+        return self._due_s + self._slept_s
 
     def progress(self) -> SessionProgress:
         """Return where this worker stands; what is reported as held is durable (I2)."""
@@ -216,11 +223,12 @@ class RelaySession:
         if feed is None:
             return
         feed.heard_s = self._alive_s = now_s
-        if event.moving or event.until_s > now_s:
+        until_s = event.until_s - self._slept_s
+        if event.moving or until_s > now_s:
             feed.moved_s = now_s
-        if event.until_s < feed.vouched_s:
+        if until_s < feed.vouched_s:
             self._due_s = float("-inf")  # less is vouched for than was counted on
-        feed.vouched_s = event.until_s
+        feed.vouched_s = until_s
 
     def _arrived(self, key: str, stream: int, extent: Extent, now_s: float) -> None:
         new = self._pull.arrived(key, stream, extent, now_s)

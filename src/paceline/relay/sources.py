@@ -1,0 +1,229 @@
+"""What a model is read from: a local directory, or an S3 prefix by ranged GETs.
+
+Every object is pinned to the version and ETag it had when this process first looked, so that
+versions never mix. Pieces, digests and pacing are the business of who reads.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from paceline.errors import AccessDenied, SourceChanged, SourceMissing
+from paceline.manifest import FileEntry
+from paceline.profile import Runtime
+
+if TYPE_CHECKING:
+    from paceline.objects import ObjectStore
+
+STEP = 1024 * 1024  # of a local file
+
+OnSocket = Callable[[socket.socket], None]
+
+
+class RangeReader(Protocol):
+    """Something that fills memory with part of a file of the model."""
+
+    def pin(self, file: FileEntry) -> None:
+        """Find out which content ``file`` has; ``stream`` does it where nobody did."""
+
+    def stream(
+        self, file: FileEntry, offset: int, view: memoryview, on_socket: OnSocket
+    ) -> Iterator[int]:
+        """Fill ``view`` from ``offset`` of ``file`` and yield how much of it is there, as it comes
+        (and the same number again where nothing came); raises SourceChanged, SourceMissing, …
+
+        ``on_socket`` is given each connection, where there is one, before it is read.
+        """
+
+
+class DirectoryReader:
+    """A model in a local directory; with ``roots``, one of these must hold it (AccessDenied)."""
+
+    def __init__(self, directory: Path, roots: Sequence[str | Path] | None = None) -> None:
+        self._directory = directory if roots is None else below_roots(directory, roots)
+
+    def pin(self, file: FileEntry) -> None:
+        """Do nothing: the size is compared with each range, the bytes with their digests."""
+
+    def stream(
+        self,
+        file: FileEntry,
+        offset: int,
+        view: memoryview,
+        on_socket: OnSocket,  # noqa: ARG002 (there is none)
+    ) -> Iterator[int]:
+        """Fill ``view``; see RangeReader."""
+        path = self._directory / file.path
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise SourceMissing("cannot read the source", got=error.strerror, where=path) from error
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != file.size:
+                raise _changed(path, size, file.size)
+            done = 0
+            while done < len(view):
+                got = os.preadv(descriptor, [view[done : done + STEP]], offset + done)
+                if not got:
+                    raise _changed(path, offset + done, file.size)
+                done += got
+                yield done
+        finally:
+            os.close(descriptor)
+
+
+class S3Reader:
+    """A model below an S3 prefix; ``store`` is an ObjectStore."""
+
+    def __init__(self, url: str, store: S3Ranges) -> None:
+        self._url = url
+        self._store = store
+        self._lock = threading.Lock()
+        self._pinned: dict[str, ObjectHead] = {}
+        self._pinning: dict[str, threading.Lock] = {}
+
+    def pin(self, file: FileEntry) -> None:
+        """Find out which content the object has; see RangeReader."""
+        self._head(file)
+
+    def stream(
+        self, file: FileEntry, offset: int, view: memoryview, on_socket: OnSocket
+    ) -> Iterator[int]:
+        """Fill ``view``; see RangeReader."""
+        pinned = self._head(file)
+        return self._store.stream_range(
+            self._object(file),
+            offset,
+            view,
+            etag=pinned.etag,
+            size=file.size,
+            version_id=pinned.version_id,
+            on_socket=on_socket,
+        )
+
+    def _head(self, file: FileEntry) -> ObjectHead:
+        url = self._object(file)
+        with self._lock:
+            one_by_one = self._pinning.setdefault(url, threading.Lock())
+        with one_by_one:
+            if (known := self._pinned.get(url)) is None:
+                known = self._store.head(url)
+                if known.size != file.size:
+                    raise _changed(url, known.size, file.size)
+                self._pinned[url] = known
+            return known
+
+    def _object(self, file: FileEntry) -> str:
+        return f"{self._url.rstrip('/')}/{file.path}"
+
+
+class LazyReader:
+    """Opens its source at the first read, on the reading thread: importing boto3 takes a while."""
+
+    def __init__(self, open_source: Callable[[str], RangeReader], url: str) -> None:
+        self._open_source = open_source
+        self._url = url
+        self._lock = threading.Lock()
+        self._reader: RangeReader | None = None
+
+    def pin(self, file: FileEntry) -> None:
+        """Look the object up; see RangeReader."""
+        self._opened().pin(file)
+
+    def stream(
+        self, file: FileEntry, offset: int, view: memoryview, on_socket: OnSocket
+    ) -> Iterator[int]:
+        """Fill ``view``; see RangeReader."""
+        return self._opened().stream(file, offset, view, on_socket)
+
+    def _opened(self) -> RangeReader:
+        with self._lock:
+            if self._reader is None:
+                self._reader = self._open_source(self._url)
+            return self._reader
+
+
+class ObjectHead(Protocol):
+    """Size, ETag and version of one object."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def etag(self) -> str: ...
+    @property
+    def version_id(self) -> str | None: ...
+
+
+class S3Ranges(Protocol):
+    """The two calls of ``objects.ObjectStore`` that reading needs."""
+
+    def head(self, url: str) -> ObjectHead: ...
+    def stream_range(
+        self,
+        url: str,
+        offset: int,
+        view: memoryview,
+        *,
+        etag: str,
+        size: int | None = None,
+        version_id: str | None = None,
+        on_socket: OnSocket | None = None,
+    ) -> Iterator[int]: ...
+
+
+def below_roots(directory: Path, roots: Sequence[str | Path]) -> Path:
+    """Return ``directory``, with its links followed, where one of ``roots`` holds it.
+
+    Raises AccessDenied: whoever names a source must not choose what an agent reads.
+    """
+    real = directory.resolve()
+    if any(real.is_relative_to(Path(root).resolve()) for root in roots):
+        return real
+    raise AccessDenied(
+        "this directory is not a source",
+        got=directory,
+        wanted=f"one below {', '.join(str(root) for root in roots) or '(none allowed)'}, or s3://…",
+        do="Add its root to security.source_roots in the profile.",
+    )
+
+
+class Sources:
+    """Opens origins by URL; S3 (and boto3) only when one is asked for, and one client for all."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._lock = threading.Lock()
+        self._objects: ObjectStore | None = None
+
+    def open(self, url: str) -> RangeReader:
+        """Return a reader of ``url``; raises AccessDenied for a directory that is no source."""
+        if url.startswith("s3://"):
+            return S3Reader(url, self.objects())
+        roots: list[str | Path] = [self._runtime.state_dir]
+        roots += self._runtime.profile.security.source_roots
+        return DirectoryReader(Path(url.removeprefix("file://")), roots)
+
+    def objects(self) -> ObjectStore:
+        """Return the installation's object store."""
+        from paceline.objects import ObjectStore
+
+        with self._lock:
+            if self._objects is None:
+                self._objects = ObjectStore.from_runtime(self._runtime)
+            return self._objects
+
+
+def _changed(where: object, got: int, wanted: int) -> SourceChanged:
+    return SourceChanged(
+        "the source is not what the manifest describes",
+        got=f"{got} bytes",
+        wanted=f"{wanted} bytes",
+        where=where,
+        do="Publish under a new version; a published version never changes.",
+    )

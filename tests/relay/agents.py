@@ -1,0 +1,83 @@
+"""Agent processes of one state directory, started and killed one by one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.profile import Endpoints, Profile, Runtime, Secrets, SecuritySettings, save_runtime
+from paceline.wire.records import WorkerStatus
+from tests.relay.fake_coordinator import TOKEN, FakeCoordinator
+
+LINK_MBIT = 8.0  # of a model of 3 MB: three seconds to break things in
+NAMES = ["node-0", "node-1", "node-2", "node-3"]
+
+
+def until(what: Callable[[], object], why: str, timeout_s: float = 40.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < end, f"never came: {why}"
+        time.sleep(0.02)
+
+
+class Fleet:
+    """Agent processes of one state directory; it kills only those it started."""
+
+    def __init__(self, state: Path, coordinator: FakeCoordinator) -> None:
+        self.state, self.coordinator = state, coordinator
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        state.mkdir()
+        runtime = Runtime(
+            profile=Profile(security=SecuritySettings(source_roots=(str(state.parent),))),
+            state_dir=state,
+            endpoints=Endpoints(coordinator_url=coordinator.url),
+            secrets=Secrets(worker_token=TOKEN),
+        )
+        save_runtime(runtime)
+
+    def start(self, name: str, *before: str, **more: str) -> subprocess.Popen[bytes]:
+        given = {
+            "state_dir": self.state,
+            "worker_id": name,
+            "link_mbit": LINK_MBIT,
+            "limit_mbit": LINK_MBIT,
+        }
+        given |= more
+        arguments = [f"{key}={value}" for key, value in given.items()]
+        with (self.state / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [*before, sys.executable, "-m", "paceline.relay.agent", *arguments],
+                stdout=log,
+                stderr=log,
+            )
+        self.processes[name] = process
+        return process
+
+    def kill(self, name: str) -> None:
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait(10)
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+        for process in self.processes.values():
+            process.wait(10)
+
+    def pieces(self, name: str) -> int:
+        beat = self.coordinator.beats.get(name)
+        return beat.pieces_held if beat else 0
+
+    def origin_bytes(self, name: str) -> int:
+        beat = self.coordinator.beats.get(name)
+        return beat.origin_bytes if beat else 0
+
+    def is_complete(self, name: str) -> bool:
+        beat = self.coordinator.beats.get(name)
+        return beat is not None and beat.status is WorkerStatus.COMPLETE
+
+    def final(self, name: str) -> Path:
+        return self.state / "nodes" / name / "store/models/m/v1"
