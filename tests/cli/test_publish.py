@@ -169,7 +169,13 @@ def test_speeds_are_read_as_people_write_them(text: str, mbit: float) -> None:
     assert link_mbit(text) == pytest.approx(mbit)
 
 
-@pytest.mark.parametrize("text", ["", "fast", "10GBps!", "0", "-5Mbit", "10 Gigs"])
+@pytest.mark.parametrize("text", ["", "fast", "10GBps!", "0", "-5Mbit", "10 Gigs", "1e400Gbps"])
 def test_what_is_no_speed_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="10Gbps"):
         link_mbit(text)
+
+
+@pytest.mark.parametrize("text", ["", "3 bytes", "-1", "1e400GB", "10000000000GB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="64MiB"):
+        size_bytes(text)

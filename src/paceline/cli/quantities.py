@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 import click
 
 from paceline.errors import InvalidInput
+from paceline.wire.base import COUNT_MAX
 
 T = TypeVar("T")
 
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*")
+MOST_MBIT = 1e12  # as a number; what is too fast to plan with is refused there
 _PREFIX = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50}
 _BITS = re.compile(r"([kmgt]?)(?:bit|bits|bit/s|bps|b/s)?")
@@ -29,21 +31,24 @@ def size_bytes(text: str) -> int:
     match = _NUMBER.fullmatch(text)
     unit = match[2].lower().removesuffix("b") if match else "?"
     factor = {**_PREFIX, **_BINARY}.get(unit)
-    if match is None or factor is None:
+    size = float(match[1]) * factor if match and factor else -1.0
+    if not 0 <= size <= COUNT_MAX:
         raise InvalidInput("not a size", got=repr(text), wanted="500GB, 64MiB or a number of bytes")
-    return round(float(match[1]) * factor)
+    return round(size)
 
 
 def link_mbit(text: str) -> float:
     """Return the Mbit/s that ``text`` says; raises InvalidInput."""
     match = _NUMBER.fullmatch(text)
-    if match and float(match[1]) > 0 and (unit_of_bytes := _BYTES.fullmatch(match[2])):
+    if match and not 0 < float(match[1]) <= MOST_MBIT:
+        match = None
+    if match and (unit_of_bytes := _BYTES.fullmatch(match[2])):
         factor = {**_PREFIX, **_BINARY}.get(unit_of_bytes[1].lower())
         if factor is not None:
             return float(match[1]) * factor * 8 / 1e6
     unit = match[2].lower() if match else "?"
     bits = _BITS.fullmatch(unit)
-    if match is None or bits is None or not float(match[1]) > 0:
+    if match is None or bits is None:
         raise InvalidInput(
             "not a speed", got=repr(text), wanted="10Gbps, 100Mbit or a number of Mbit/s above 0"
         )
