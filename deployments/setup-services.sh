@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Debian's servers, tracer and browser for the tests that use real ones. Safe to run again.
+# Debian's servers, tracer, browser and promtool for the tests that use real ones. Safe to run again.
 # The tests start servers of their own: what is installed here neither starts now nor at boot.
 set -euo pipefail
 packages=(
   strace iproute2 iptables aria2 chromium chromium-driver
-  etcd-server etcd-client redis-server postgresql
+  etcd-server etcd-client redis-server postgresql prometheus
 )
 missing=()
 for each in "${packages[@]}"; do
@@ -22,7 +22,7 @@ export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq
 apt-get install -y -qq --no-install-recommends "${missing[@]}"
 for each in "${missing[@]}"; do # a server that was here before keeps its setting
-  case "$each" in etcd-server | redis-server | postgresql)
+  case "$each" in etcd-server | redis-server | postgresql | prometheus)
     service=${each/etcd-server/etcd}
     if [ -d /run/systemd/system ]; then systemctl disable --quiet --now "$service"; else update-rc.d "$service" disable; fi
     ;;
