@@ -18,6 +18,7 @@ import numpy as np
 from paceline.data.formats.sample import Array, clean_array
 from paceline.data.samples import ShardSamples
 from paceline.errors import AccessDenied, InvalidInput
+from paceline.profile.allowed import module_allowed
 
 Transform = Callable[[dict[str, Any]], Mapping[str, Any]]
 TOKENS, KEY = "tokens", "key"
@@ -26,7 +27,7 @@ TOKENS, KEY = "tokens", "key"
 def require_allowed(name: str, sources: Sequence[str]) -> None:
     """Raise AccessDenied where the module of ``name`` is none of ``sources``, nor inside of one."""
     module = name.partition(":")[0]
-    if name and not any(module == each or module.startswith(f"{each}.") for each in sources):
+    if name and not module_allowed(module, sources):
         raise AccessDenied(
             "transform is from a source that is not allowed",
             got=name,

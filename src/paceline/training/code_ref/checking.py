@@ -1,0 +1,142 @@
+"""User code tried out in a process of its own, before any rank starts.
+
+``python -m paceline.training.code_ref`` is that process: it imports, calls and builds what the line
+on its standard input names, and its last line of output says what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.errors import (
+    AccessDenied,
+    CorruptData,
+    InvalidInput,
+    MissingTool,
+    PacelineError,
+    ServiceUnavailable,
+    TrainingFailed,
+)
+from paceline.training.code_ref.loading import SAID_CHARACTERS, Task, load, raised, scrub
+from paceline.training.code_ref.reference import CodeRef, parse, require_allowed, where
+
+if TYPE_CHECKING:
+    from paceline.profile import Runtime
+    from paceline.training.workload import Workload
+    from paceline.wire.training import TrainJob
+
+CHECK_S = 180.0  # import, call and build
+
+
+def check(
+    text: str, sources: Sequence[str], cache: Path, task: Task, *, deadline_s: float = CHECK_S
+) -> None:
+    """Load the reference and build its model in a process of its own, before any rank starts.
+
+    Raises what ``load`` raises, with the same fields. The process gets no ambient credentials.
+    """
+    parse(text)
+    require_allowed(parse(text), sources)
+    environment = dict(os.environ)
+    scrub(environment)
+    asked = {"text": text, "sources": list(sources), "cache": str(cache), "task": asdict(task)}
+    command = [sys.executable, "-m", "paceline.training.code_ref"]
+    try:
+        done = subprocess.run(
+            command,
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=deadline_s,
+            check=False,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TrainingFailed(
+            "code reference does not come to an end",
+            got=f"nothing within {deadline_s:.0f} s",
+            where=where(text),
+        ) from error
+    if done.returncode == 0:
+        return
+    try:
+        said = json.loads(done.stdout.splitlines()[-1])
+        kind = _KINDS[said["code"]]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        tail = done.stderr.strip().splitlines()[-1:] or ["nothing"]
+        raise TrainingFailed(
+            "code reference ended its process",
+            got=f"exit code {done.returncode}: {tail[0][:SAID_CHARACTERS]}",
+            where=where(text),
+        ) from error
+    raise kind(
+        said["what"], got=said["got"], wanted=said["wanted"], where=said["where"], do=said["do"]
+    )
+
+
+def require_code(job: TrainJob, runtime: Runtime, vocabulary: int) -> None:
+    """Check the job's own code before any rank is started; see ``check``."""
+    if not job.settings.code_ref:
+        return
+    task = Task(
+        seed=job.settings.seed,
+        context=runtime.profile.model.context,
+        vocabulary=vocabulary,
+        parameters=runtime.profile.model.parameters,
+    )
+    sources = runtime.profile.security.code_sources
+    check(job.settings.code_ref, sources, runtime.state_dir / "code", task)
+
+
+_KINDS: dict[str, type[PacelineError]] = {
+    each.__name__: each
+    for each in (
+        AccessDenied, CorruptData, InvalidInput, MissingTool, ServiceUnavailable, TrainingFailed
+    )
+}  # fmt: skip
+
+
+def main() -> int:
+    """Check the reference on standard input; the last line of output says what is wrong."""
+    asked = json.loads(sys.stdin.readline())
+    try:
+        workload = load(
+            asked["text"], asked["sources"], Path(asked["cache"]), Task(**asked["task"])
+        )
+        _build(workload, parse(asked["text"]))
+    except PacelineError as error:
+        said = {"code": error.code, "what": error.what, "do": error.do} | {
+            name: None if value is None else str(value)[:SAID_CHARACTERS]
+            for name, value in (
+                ("got", error.got),
+                ("wanted", error.wanted),
+                ("where", error.where),
+            )
+        }
+        sys.stdout.write("\n" + json.dumps(said) + "\n")
+        return error.exit_code
+    return 0
+
+
+def _build(workload: Workload, ref: CodeRef) -> None:
+    from torch import nn
+
+    try:
+        model = workload.build()
+    except Exception as error:
+        raise raised("code reference raised while it built its model", ref, error) from error
+    if not isinstance(model, nn.Module) or not any(True for _ in model.parameters()):
+        raise InvalidInput(
+            "code reference builds no model",
+            got=type(model).__name__,
+            wanted="a torch.nn.Module with parameters",
+            where=where(ref.text),
+        )

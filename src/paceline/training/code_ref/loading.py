@@ -1,0 +1,164 @@
+"""User code in this process: its environment scrubbed, then imported from its tree and called."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import InvalidInput, TrainingFailed
+from paceline.training.code_ref.fetching import fetch
+from paceline.training.code_ref.reference import CodeRef, parse, require_allowed, where
+
+if TYPE_CHECKING:
+    from paceline.training.workload import Workload
+
+SAID_CHARACTERS = 2000
+
+# What user code may find in its environment; everything else is taken away before its import.
+_KEPT = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|LANG|LANGUAGE|LC_\w+|TZ|PWD|VIRTUAL_ENV|LD_LIBRARY_PATH"
+    r"|PYTHON(PATH|HOME|HASHSEED|UNBUFFERED|DONTWRITEBYTECODE|WARNINGS|FAULTHANDLER|UTF8)"
+    r"|(OMP|MKL|KMP|OPENBLAS|GLOO|NCCL|TORCH|TORCHINDUCTOR|CUDA|NVIDIA|CUBLAS|ATEN|ONEDNN)_\w+"
+    r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
+    r"|PACELINE_(ATTEMPT|WORKER_ID)"
+)
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|_KEY$|_AUTH", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the entrypoint is told."""
+
+    seed: int = 0
+    context: int = 256  # tokens of a row
+    vocabulary: int = 256
+    parameters: int = 100_000  # a wish: the profile's dial
+
+
+def load(
+    text: str, sources: Sequence[str], cache: Path, task: Task, *, scrub_environment: bool = True
+) -> Workload:
+    """Return the workload that ``text`` names, in this process and without ambient credentials.
+
+    Raises InvalidInput (malformed, unpinned, no workload), AccessDenied (not allowed), CorruptData
+    (other content than the pin), ServiceUnavailable (cannot be fetched), TrainingFailed (raised).
+    """
+    ref = parse(text)
+    require_allowed(ref, sources)
+    tree = fetch(ref, cache)
+    if scrub_environment:
+        scrub(os.environ)
+    entry = _entry(ref, tree)
+    try:
+        workload = entry(task)
+    except Exception as error:
+        raise raised("code reference raised", ref, error) from error
+    return require_workload(workload, ref)
+
+
+def scrub(environment: MutableMapping[str, str]) -> list[str]:
+    """Remove every variable that user code has no need of; return their names.
+
+    Libraries that were imported before keep what they have read.
+    """
+    removed = [name for name in environment if not _KEPT.fullmatch(name) or _SECRET.search(name)]
+    for name in removed:
+        del environment[name]
+    return removed
+
+
+def require_workload(found: Any, ref: CodeRef) -> Workload:
+    """Return ``found`` where it is a workload; raises InvalidInput where it is not."""
+    from paceline.training.workload import Workload
+
+    if isinstance(found, type) or not isinstance(found, Workload):
+        missing = [
+            name
+            for name in ("build", "inputs", "loss_sum")
+            if not callable(getattr(found, name, None))
+        ]
+        raise InvalidInput(
+            "code reference returned no workload",
+            got=f"{type(found).__name__} without {', '.join(missing) or 'an instance'}",
+            wanted="an object with build, inputs and loss_sum",
+            where=where(ref.text),
+        )
+    return found
+
+
+def raised(what: str, ref: CodeRef, error: Exception) -> TrainingFailed:
+    """Return the error that says what user code raised."""
+    return TrainingFailed(
+        what,
+        got=f"{type(error).__name__}: {error}"[:SAID_CHARACTERS],
+        where=where(ref.text),
+        do="Mend the code, pin it anew, and start the job again.",
+    )
+
+
+def _entry(ref: CodeRef, tree: Path | None) -> Any:
+    if tree is not None:
+        _require_own_name(ref, tree)
+        if str(tree) not in sys.path:
+            sys.path.append(str(tree))  # at the end: it hides nothing that is installed
+        importlib.invalidate_caches()
+    try:
+        with _no_bytecode():
+            module = importlib.import_module(ref.module)
+        entry = getattr(module, ref.function)
+    except AttributeError as error:
+        raise InvalidInput(
+            "code reference names no function", got=ref.function, where=where(ref.text)
+        ) from error
+    except Exception as error:
+        raise raised("code reference cannot be imported", ref, error) from error
+    file = getattr(module, "__file__", None) or ""
+    if tree is not None and not Path(file).resolve().is_relative_to(tree.resolve()):
+        raise InvalidInput(
+            "code reference's module is hidden by another",
+            got=file,
+            wanted=f"a file below {tree}",
+            do="Give the module a name that nothing installed has.",
+        )
+    if not callable(entry):
+        raise InvalidInput(
+            "code reference names no function", got=type(entry).__name__, where=where(ref.text)
+        )
+    return entry
+
+
+def _require_own_name(ref: CodeRef, tree: Path) -> None:
+    """Refuse a name that is taken before anything of that name is run."""
+    taken = ref.top in sys.stdlib_module_names
+    if not taken and ref.top in sys.modules:
+        file = getattr(sys.modules[ref.top], "__file__", None) or ""
+        taken = not Path(file).resolve().is_relative_to(tree.resolve())
+    elif not taken:
+        spec = importlib.util.find_spec(ref.top)
+        origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+        taken = origin is not None and not origin.is_relative_to(tree.resolve())
+    if taken:
+        raise InvalidInput(
+            "code reference's module is hidden by another",
+            got=ref.top,
+            wanted="a name that nothing installed has",
+            where=where(ref.text),
+        )
+
+
+@contextlib.contextmanager
+def _no_bytecode() -> Iterator[None]:
+    before = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = before
