@@ -75,7 +75,10 @@ class Host:
 
     def edge(self, source: str, reader: str) -> Tally:
         """Return the count of one edge."""
-        return self.edges.setdefault((source, reader), Tally())
+        known = self.edges.get((source, reader))
+        if known is None:
+            known = self.edges[source, reader] = Tally()
+        return known
 
 
 ORIGIN_RACK = "\0origin"

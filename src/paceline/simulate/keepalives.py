@@ -53,7 +53,7 @@ class Keepalives:
         While bytes flow a session is told so once, until further notice.
         """
         going = self._network.moved_since(self._clock.now_s - WATCH_S)
-        slots = np.flatnonzero(~(going & self._network.noted))
+        slots = np.flatnonzero(self._network.used & ~(going & self._network.noted))
         streams: dict[tuple[Host, str, int], None] = {}
         for slot in slots.tolist():
             flow = self._runs.by_slot.get(slot)

@@ -44,6 +44,7 @@ class Network:
         self.pair: Ints = np.zeros(self._size, np.int64)
         self.moving: Flags = np.zeros(self._size, np.bool_)
         self.parked: Flags = np.zeros(self._size, np.bool_)
+        self.used: Flags = np.zeros(self._size, np.bool_)  # slots that hold a flow
         self.noted: Flags = np.zeros(self._size, np.bool_)  # a mark of the caller's
         self._unused = list(range(self._size - 1, -1, -1))
         self._dirty = True
@@ -78,6 +79,7 @@ class Network:
         self.uses[: len(uses), slot] = uses
         self.lag[slot], self.pair[slot] = lag, pair
         self.leader[slot] = -1
+        self.used[slot] = True
         self.moving[slot] = self.noted[slot] = False
         self.rate[slot] = self.carried[slot] = self.busy_s[slot] = self.over[slot] = 0.0
         self.moved_s[slot] = self.now_s
@@ -86,6 +88,7 @@ class Network:
     def remove(self, slot: int) -> None:
         """Forget a flow."""
         self.halt(slot)
+        self.used[slot] = False
         self._unused.append(slot)
 
     def start(self, slot: int, at: float, stop: float, static: float, leader: int) -> None:
@@ -140,6 +143,7 @@ class Network:
         self.pair = np.concatenate([self.pair, np.zeros(old, np.int64)])
         self.moving = np.concatenate([self.moving, np.zeros(old, np.bool_)])
         self.parked = np.concatenate([self.parked, np.zeros(old, np.bool_)])
+        self.used = np.concatenate([self.used, np.zeros(old, np.bool_)])
         self.noted = np.concatenate([self.noted, np.zeros(old, np.bool_)])
         self._unused = list(range(self._size - 1, old - 1, -1))
 

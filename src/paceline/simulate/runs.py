@@ -324,8 +324,9 @@ class Runs:
         reader, size = flow.reader, self._pieces.bytes_of(run)
         self._count(flow, size)
         source = flow.source
-        got = [run] if source.is_origin else list(source.have.common(run))
-        if sum(each.size for each in got) < run.size:
+        got = [run]
+        if not source.is_origin and not source.have.covers(run):
+            got = list(source.have.common(run))
             for each in source.have.gaps(run):
                 flow.owed.add(each)
         self._take(flow, got)
@@ -363,7 +364,7 @@ class Runs:
             if not flow.reader.have.add(run):
                 continue
             for other in flow.reader.readers:
-                if other.owed:  # it was sent something in their place
+                if other.owed.count:  # it was sent something in their place
                     owed = list(other.owed.common(run))
                     for each in owed:
                         other.owed.remove(each)
@@ -379,13 +380,12 @@ class Runs:
         for flow in host.waiting:
             if next(flow.wanted.common(run), None) is not None:
                 self._to_start.append(flow)
-        for flow in list(host.readers):
-            if flow.moving and run.first < flow.base:
-                behind = Extent(run.first, min(run.stop, flow.base))
-                passed = list(flow.wanted.common(behind))
-                for each in passed:
-                    flow.wanted.remove(each)
-                    self._aside(flow, each)
+        for flow in [each for each in host.readers if each.moving and run.first < each.base]:
+            behind = Extent(run.first, min(run.stop, flow.base))
+            passed = list(flow.wanted.common(behind))
+            for each in passed:
+                flow.wanted.remove(each)
+                self._aside(flow, each)
 
     def _aside(self, flow: Flow, extent: Extent) -> None:
         """Send pieces that were passed by, in turns with what is on its way."""
