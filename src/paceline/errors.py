@@ -36,6 +36,7 @@ PacelineError
     ├── DataRejected                a data snapshot failed its validation
     ├── TrainingFailed
     ├── GateRefused                 a candidate did not earn promotion
+    ├── NotReproducible             what a training depended on is not here as it was
     └── MissingTool                 a program that must be installed is not there
 """
 
@@ -229,6 +230,12 @@ class GateRefused(PermanentError):
     """A candidate did not earn promotion."""
 
     exit_code = 3
+
+
+class NotReproducible(PermanentError):
+    """What a training depended on (code, libraries, data, base model) is not here as it was."""
+
+    exit_code = 4
 
 
 class MissingTool(PermanentError):

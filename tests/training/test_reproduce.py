@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from paceline.errors import NotFound
-from paceline.training import LocalLauncher, config_digest, run_job
+from paceline.errors import InvalidSnapshot, NotReproducible, ServiceUnavailable
+from paceline.training import LocalLauncher, config_digest, environment, run_job, sameness
 from paceline.training.environment import current, differences
-from paceline.training.reproduce import (
-    Recorded,
-    again,
-    compare,
-    differences_of,
-    holders_of,
-    require_possible,
-)
-from paceline.wire.training import RankEvent
+from paceline.training.reproduce import again, compare
+from paceline.training.sameness import Recorded, differences_of, holders_of, require_same
+from paceline.wire.training import RankEvent, Restart
 from tests.training.conftest import Camp
 
 
@@ -47,18 +43,26 @@ def test_the_same_job_again_gives_the_same_bits(
     assert found.identical and found.steps == 6
     assert found.weights_now == found.weights_then == recorded.result.weights_digest
     assert found.again_job_id not in (None, recorded.job.job_id)
+    left = f"{recorded.job.checkpoint_url}/{found.again_job_id}"
+    assert camp.store.list(left) == [], "what says nothing new is not kept"
+    work = [camp.runtime.node_dir(each) / "work" for each in camp.nodes]
+    assert not [each for each in work if (each / str(found.again_job_id)).exists()]
 
 
-def test_another_seed_is_told_by_its_first_step(
+def test_another_seed_is_refused_and_compared_only_when_asked(
     camp: Camp, launcher: LocalLauncher, recorded: Recorded
 ) -> None:
     settings = recorded.job.settings.model_copy(update={"seed": 7})
     job = recorded.job.model_copy(update={"settings": settings})
     other = Recorded(recorded.run_id, job, recorded.result, recorded.losses)
-    found = again(other, camp.runtime, camp.store, launcher)
+    with pytest.raises(NotReproducible, match="configuration digest is not as it was"):
+        again(other, camp.runtime, camp.store, launcher)
+    found = again(other, camp.runtime, camp.store, launcher, anyway=True)
     assert (found.status, found.first_different_step) == ("different", 1)
     assert found.loss_then != found.loss_now
-    assert "configuration digest" in [each.what for each in found.differences]
+    assert [each.what for each in found.differences] == ["configuration digest"]
+    left = f"{recorded.job.checkpoint_url}/{found.again_job_id}"
+    assert camp.store.list(left), "what came out otherwise is kept, to be looked at"
 
 
 def test_the_first_step_that_parts_is_named(recorded: Recorded) -> None:
@@ -76,43 +80,125 @@ def test_the_first_step_that_parts_is_named(recorded: Recorded) -> None:
     assert (found.status, found.first_different_step) == ("different", None)
 
 
-def test_what_differs_is_said_exactly(camp: Camp, recorded: Recorded) -> None:
-    environment = dict(recorded.result.environment) | {"torch": "1.0", "system": "Plan 9"}
-    result = recorded.result.model_copy(
-        update={"environment": environment, "code_version": "0.0.1+src.old"}
-    )
-    before = Recorded(recorded.run_id, recorded.job, result, recorded.losses)
-    found = {each.what: each for each in differences_of(before, camp.runtime, camp.store)}
-    assert set(found) == {"torch", "system", "code version"}
-    assert (found["torch"].then, found["torch"].decisive) == ("1.0", True)
-    assert not found["system"].decisive
-
-
-def test_data_or_model_that_is_gone_is_refused_before_ranks_start(
-    camp: Camp, launcher: LocalLauncher, recorded: Recorded
+def test_a_run_that_went_on_with_an_interrupted_job_is_compared_by_what_it_recorded(
+    recorded: Recorded,
 ) -> None:
-    for change, what in (
+    result = recorded.result.model_copy(update={"resumed_from_step": 4})
+    late = {step: loss for step, loss in recorded.losses.items() if step > 4}
+    resumed = Recorded(recorded.run_id, recorded.job, result, late)
+    found = compare(resumed, recorded.result, recorded.losses, [], 0.0)
+    assert (found.status, found.steps) == ("identical", 2)
+    others = dict(recorded.losses) | {5: 0.25}
+    assert compare(resumed, recorded.result, others, [], 0.0).first_different_step == 5
+
+
+def test_what_differs_is_said_exactly(camp: Camp, recorded: Recorded) -> None:
+    then = dict(recorded.result.environment) | {
+        "torch": "1.0", "system": "Plan 9", "packages": "0" * 64, "commit": "c0ffee" * 6, "diff": ""
+    }  # fmt: skip
+    shrunk = Restart(
+        attempt=2, failed_rank=1, worker_id="node-1", reason="lost", resumed_step=4, lost_steps=1,
+        seconds=1.0, ranks=1,
+    )  # fmt: skip
+    result = recorded.result.model_copy(
+        update={
+            "environment": then,
+            "code_version": "0.0.1+src.old",
+            "restarts": (shrunk,),
+            "skipped_batches": (3,),
+        }
+    )
+    job = recorded.job.model_copy(update={"deterministic": False})
+    before = Recorded(recorded.run_id, job, result, recorded.losses)
+    found = {each.what: each for each in differences_of(before, camp.runtime, camp.store)}
+    decisive = {each.what for each in found.values() if each.decisive}
+    assert decisive == {"torch", "code version", "ranks", "deterministic mode"}
+    told = {"system", "batches passed over", "commit"} | ({"diff"} & set(found))
+    assert set(found) == decisive | told, "packages that no code of ours imports change no bits"
+    assert (found["torch"].then, found["torch"].now) == ("1.0", current(1).torch)
+    with pytest.raises(NotReproducible) as caught:
+        require_same([*found.values()])
+    error = caught.value
+    assert error.what == "code version is not as it was when the run trained"
+    assert "(differs too: torch, " in str(error.got)
+    assert error.wanted == "0.0.1+src.old"
+    assert error.where
+    assert error.do is not None
+    assert error.do.startswith("Check out commit c0ffeec0ffee")
+    require_same([*found.values()], anyway=True)
+    require_same([each for each in found.values() if not each.decisive])
+
+
+def test_a_driver_asks_the_machine_for_its_accelerator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert environment._accelerator() == current(1).accelerator
+    card = tmp_path / "0000:01:00.0"
+    card.mkdir()
+    (card / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:  \t 34\n")
+    monkeypatch.setattr(environment, "_NVIDIA", tmp_path)
+    assert environment._accelerator() == "NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
         ({"snapshot_digest": "0" * 64}, "data snapshot"),
+        ({"snapshot_url": "s3://training/data/snapshots/" + "0" * 64}, "data snapshot"),
         ({"manifest_digest": "0" * 64}, "base model"),
         ({"version": "v9"}, "base model"),
-    ):
-        job = recorded.job.model_copy(update=change)
-        other = Recorded(recorded.run_id, job, recorded.result, recorded.losses)
-        with pytest.raises(NotFound, match=what):
-            require_possible(differences_of(other, camp.runtime, camp.store))
-        with pytest.raises(NotFound, match=what):
-            again(other, camp.runtime, camp.store, launcher)
+    ],
+)
+def test_data_or_model_that_is_gone_is_refused_whatever_is_asked(
+    camp: Camp, launcher: LocalLauncher, recorded: Recorded, change: dict[str, str], what: str
+) -> None:
+    job = recorded.job.model_copy(update=change)
+    other = Recorded(recorded.run_id, job, recorded.result, recorded.losses)
+    with pytest.raises(NotReproducible, match=f"{what} is not as it was") as caught:
+        again(other, camp.runtime, camp.store, launcher, anyway=True)
+    assert None not in (caught.value.got, caught.value.wanted, caught.value.where, caught.value.do)
     assert holders_of(recorded.job, camp.runtime) == list(camp.nodes)
 
 
+def test_a_store_that_is_away_is_no_difference(
+    camp: Camp, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise ServiceUnavailable("S3 does not answer")
+
+    monkeypatch.setattr(sameness, "load_snapshot", away)
+    with pytest.raises(ServiceUnavailable):
+        differences_of(recorded, camp.runtime, camp.store)
+
+
+def test_a_shard_that_is_cut_or_damaged_is_another_snapshot(
+    camp: Camp, launcher: LocalLauncher, recorded: Recorded
+) -> None:
+    shard = camp.snapshot.of_split("train")[0]
+    url = camp.snapshot.shard_url(shard)
+    whole = camp.store.get_bytes(url)
+    try:
+        camp.store.put_bytes(url, whole[:-1])
+        (cut,) = differences_of(recorded, camp.runtime, camp.store)
+        assert cut.what == "data snapshot"
+        assert shard.name in cut.now
+        camp.store.put_bytes(url, whole[:-1] + bytes([whole[-1] ^ 1]))
+        for node in camp.nodes:  # nor may the copy from before answer for it
+            shutil.rmtree(camp.runtime.node_dir(node) / "cache", ignore_errors=True)
+        assert differences_of(recorded, camp.runtime, camp.store) == []
+        with pytest.raises((NotReproducible, InvalidSnapshot), match="damaged") as caught:
+            again(recorded, camp.runtime, camp.store, launcher)
+        assert shard.sha256[:12] in str(caught.value)
+    finally:
+        camp.store.put_bytes(url, whole)
+
+
 def test_an_environment_is_the_same_twice_and_knows_what_matters() -> None:
-    environment = current(2)
-    assert environment == current(2)
-    assert environment.digest != current(1).digest
-    assert environment.torch.startswith("2.13") and environment.kernels
-    (difference,) = differences(
-        environment.model_dump(mode="json"), current(1).model_dump(mode="json")
-    )
+    twice = current(2)
+    assert twice == current(2)
+    assert twice.digest != current(1).digest
+    assert twice.torch.startswith("2.13") and twice.kernels
+    (difference,) = differences(twice.model_dump(mode="json"), current(1).model_dump(mode="json"))
     assert (difference.what, difference.then, difference.now) == ("threads", "2", "1")
     code = (
         "import sys, paceline.training.environment as its; its.current();"

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.cli.options import json_option, state_directory, state_option
-from paceline.errors import CorruptData, NotFound
+from paceline.errors import CorruptData, NotFound, NotReproducible
 from paceline.profile import Runtime, load_runtime
 from paceline.wire.reproducing import Reproduction
 
 if TYPE_CHECKING:
-    from paceline.training.reproduce import Recorded
+    from paceline.training.sameness import Recorded
     from paceline.wire.training import RankEvent
 
 NOT_IDENTICAL = 3
@@ -22,16 +22,19 @@ NOT_IDENTICAL = 3
 @click.command()
 @click.argument("run_id", metavar="RUN")
 @click.option("--check", is_flag=True, help="Only say what differs; train nothing.")
+@click.option("--anyway", is_flag=True, help="Train although code or machine are not as they were.")
 @state_option
 @json_option
-def reproduce(run_id: str, check: bool, state: Path | None, as_json: bool) -> int:
+def reproduce(run_id: str, check: bool, anyway: bool, state: Path | None, as_json: bool) -> int:
     """Train RUN's job again and compare each step's loss and the final weights, bit by bit.
 
-    Exit code 0: identical. 3: not, and the first step that differs is named.
+    Exit code 0: bit-identical. 3: not, and the first step that differs is named. 4: nothing was
+    trained, because code, libraries, machine, data or base model are not as they were.
     """
     from paceline.objects import open_store
     from paceline.training import LocalLauncher
-    from paceline.training.reproduce import again, differences_of
+    from paceline.training.reproduce import again
+    from paceline.training.sameness import differences_of
 
     runtime = load_runtime(state_directory(state))
     recorded = recorded_run(runtime, run_id)
@@ -48,13 +51,15 @@ def reproduce(run_id: str, check: bool, state: Path | None, as_json: bool) -> in
         )
     else:
         with LocalLauncher() as launcher:
-            said = None if as_json else _tell_step
-            found = again(recorded, runtime, store, launcher, on_event=said)
+            said = None if as_json else _Teller(recorded.job.settings.steps)
+            found = again(recorded, runtime, store, launcher, anyway=anyway, on_event=said)
     if as_json:
         click.echo(found.model_dump_json())
     else:
         show(found)
-    return 0 if found.identical or (check and not found.differences) else NOT_IDENTICAL
+    if found.status == "checked":
+        return NotReproducible.exit_code if any(x.decisive for x in found.differences) else 0
+    return 0 if found.identical else NOT_IDENTICAL
 
 
 def recorded_run(runtime: Runtime, run_id: str) -> Recorded:
@@ -62,7 +67,7 @@ def recorded_run(runtime: Runtime, run_id: str) -> Recorded:
     from pydantic import ValidationError
 
     from paceline.registry import Registry, lineage
-    from paceline.training.reproduce import Recorded
+    from paceline.training.sameness import Recorded
     from paceline.wire.training import TrainJob, TrainResult
 
     registry = Registry.from_runtime(runtime)
@@ -92,27 +97,40 @@ def show(found: Reproduction) -> None:
     for each in found.differences:
         mark = "!" if each.decisive else " "
         click.echo(f"{mark} {each.what}: then {each.then}, now {each.now}")
-    if not found.differences:
-        click.echo("nothing differs: code, environment, data and base model are as they were")
     if found.status == "checked":
-        return
-    if found.identical:
+        decisive = sum(each.decisive for each in found.differences)
         click.echo(
-            f"identical: {found.steps} losses and the weights {found.weights_now[:16]}, "
-            f"in {found.seconds:.1f} s (job {found.again_job_id})"
+            f"{decisive} of these may change bits (marked !)"
+            if decisive
+            else "code, environment, data and base model are as they were"
+        )
+    elif found.identical:
+        click.echo(
+            f"bit-identical: {found.steps} losses and the exported weights "
+            f"{found.weights_now[:16]}, in {found.seconds:.1f} s"
         )
     elif found.first_different_step is not None:
         click.echo(
             f"different from step {found.first_different_step} on: loss then {found.loss_then!r}, "
-            f"now {found.loss_now!r} (job {found.again_job_id})"
+            f"now {found.loss_now!r} (kept as job {found.again_job_id})"
         )
     else:
         click.echo(
             f"{found.steps} losses are identical, the weights are not: then "
-            f"{found.weights_then[:16]}, now {found.weights_now[:16]}"
+            f"{found.weights_then[:16]}, now {found.weights_now[:16]} "
+            f"(kept as job {found.again_job_id})"
         )
 
 
-def _tell_step(event: RankEvent) -> None:
-    if event.event == "step" and event.rank == 0:
-        click.echo(f"step {event.step}: loss {event.data.get('loss')}", err=True)
+class _Teller:
+    """Says some forty of the steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._every = steps, max(1, steps // 40)
+
+    def __call__(self, event: RankEvent) -> None:
+        if event.event != "step" or event.rank != 0:
+            return
+        if event.step % self._every == 0 or event.step in (1, self._steps):
+            loss = event.data.get("loss")
+            click.echo(f"  step {event.step:>6}/{self._steps}  loss {loss}", err=True)

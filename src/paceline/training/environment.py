@@ -34,9 +34,13 @@ _KERNELS = (
     "sve",
     "neon",
 )
+_NVIDIA = Path("/proc/driver/nvidia/gpus")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # Of these a difference may change bits; the others are said, not blamed.
-DECISIVE = ("python", "torch", "numpy", "machine", "kernels", "sources", "threads", "packages")
+DECISIVE = (
+    "python", "torch", "numpy", "machine", "accelerator", "kernels", "sources", "threads",
+    "packages",
+)  # fmt: skip
 
 
 class Environment(Record):
@@ -49,6 +53,7 @@ class Environment(Record):
     system: str
     processor: str
     cores: int
+    accelerator: str = ""  # the first one's name; "": none
     kernels: tuple[str, ...]  # instruction sets of the processor that choose other kernels
     packages: str  # digest of every installed package and its version
     lock: str  # digest of requirements.lock; "": not there (an installed wheel)
@@ -70,6 +75,7 @@ def current(threads: int = 1) -> Environment:
     variables = {name: os.environ[name] for name in _THREADS if name in os.environ}
     for name in (
         "CUBLAS_WORKSPACE_CONFIG",
+        "CUDA_VISIBLE_DEVICES",
         "ATEN_CPU_CAPABILITY",
         "MKL_CBWR",
         "ONEDNN_MAX_CPU_ISA",
@@ -114,6 +120,7 @@ def _fixed() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "processor": model,
         "cores": os.cpu_count() or 1,
+        "accelerator": _accelerator(),
         "kernels": [each for each in _KERNELS if each in flags],
         "packages": _packages(),
         "lock": hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else "",
@@ -148,6 +155,16 @@ def _processor() -> tuple[str, set[str]]:
     }
     flags = said.get("flags") or said.get("features") or ""
     return said.get("model name") or platform.processor() or "unknown", set(flags.split())
+
+
+def _accelerator() -> str:
+    """Return what the driver calls the first GPU; torch, which would know, takes seconds."""
+    for each in sorted(_NVIDIA.glob("*/information")):
+        for line in each.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "Model":
+                return value.strip()
+    return ""
 
 
 def _commit(root: Path) -> tuple[str, str]:

@@ -1,91 +1,37 @@
-"""Training again what was trained before: what differs now, and whether the same bits come out.
+"""Training again what was trained before, and whether the same bits come out.
 
-``differences_of`` asks the installation what is not as it was (code, libraries, processor, data,
-base model); ``again`` runs the same job under a new id; ``compare`` says where the losses part.
-Knows no MLflow: what was recorded is handed in.
+``again`` runs the same job under a new id; ``compare`` says where the losses part. What has to be
+as it was is ``sameness``'s. Knows no MLflow: what was recorded is handed in.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
-from paceline.data import load_snapshot
-from paceline.errors import NotFound, PacelineError
-from paceline.manifest import MANIFEST_FILE, parse_manifest
-from paceline.objects import ObjectStore
+from paceline.data.snapshot import store_at
+from paceline.errors import Cancelled, NotReproducible, PacelineError
+from paceline.objects import ObjectStore, join_url
 from paceline.profile import Runtime
 from paceline.training.driver import run_job
-from paceline.training.environment import current, differences
 from paceline.training.gang import Launcher
-from paceline.training.identity import code_version, config_digest
+from paceline.training.sameness import (
+    SNAPSHOT,
+    Recorded,
+    differences_of,
+    holders_of,
+    require_same,
+)
 from paceline.wire.reproducing import Differs, Reproduction
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
 
+__all__ = ["Recorded", "again", "compare", "differences_of", "holders_of", "require_same"]
 
-@dataclass(frozen=True)
-class Recorded:
-    """A training as its run recorded it."""
-
-    run_id: str
-    job: TrainJob
-    result: TrainResult
-    losses: Mapping[int, float]  # by step
-
-
-def holders_of(job: TrainJob, runtime: Runtime) -> list[str]:
-    """Return the nodes on this machine's disk that hold the job's base model, as it was."""
-    held = []
-    for node in sorted((runtime.state_dir / "nodes").glob("*")):
-        path = node / "store" / "models" / job.model_id / job.version / MANIFEST_FILE
-        try:
-            manifest = parse_manifest(path.read_bytes())
-        except (OSError, PacelineError):
-            continue  # it holds none, or a damaged one: no place to start from
-        if manifest.digest == job.manifest_digest:
-            held.append(node.name)
-    return held
-
-
-def differences_of(recorded: Recorded, runtime: Runtime, store: ObjectStore) -> list[Differs]:
-    """Return everything that is not as it was when ``recorded`` was made."""
-    job, result = recorded.job, recorded.result
-    now = current(job.settings.threads_per_rank).model_dump(mode="json")
-    found = differences(result.environment, now) if result.environment else []
-    if result.code_version != code_version():
-        found.append(_differs("code version", result.code_version, code_version()))
-    if result.config_digest != config_digest(job):
-        found.append(_differs("configuration digest", result.config_digest, config_digest(job)))
-    try:
-        digest = load_snapshot(job.snapshot_url, store).digest
-    except PacelineError as error:
-        found.append(_differs("data snapshot", job.snapshot_digest, error.one_line()))
-    else:
-        if digest != job.snapshot_digest:
-            found.append(_differs("data snapshot", job.snapshot_digest, digest))
-    if not job.settings.code_ref and not holders_of(job, runtime):
-        wanted = f"{job.model_id} {job.version} {job.manifest_digest[:16]}"
-        found.append(_differs("base model", wanted, "on no node of this machine"))
-    if result.skipped_batches or job.skip_batches:
-        found.append(_differs("batches passed over", str(result.skipped_batches), "none"))
-    if not job.deterministic:
-        found.append(_differs("deterministic mode", "off", "on"))
-    return found
-
-
-def require_possible(found: Sequence[Differs]) -> None:
-    """Raise NotFound where what the training started from is not there any more."""
-    for each in found:
-        if each.what in ("data snapshot", "base model"):
-            raise NotFound(
-                f"{each.what} of the run is not there as it was",
-                got=each.now,
-                wanted=each.then,
-                do="Prepare the same snapshot, or distribute the same version, then try again.",
-            )
+log = logging.getLogger(__name__)
 
 
 def again(
@@ -94,23 +40,19 @@ def again(
     store: ObjectStore,
     launcher: Launcher,
     *,
+    anyway: bool = False,
     on_event: Callable[[RankEvent], None] | None = None,
 ) -> Reproduction:
     """Train ``recorded``'s job once more, deterministically, and compare it.
 
-    Raises NotFound where data or base model are not there as they were, and what ``run_job`` does.
+    What it stored is removed again where the bits are the same, and kept to be looked at where they
+    are not. Raises NotReproducible where something is not as it was (with ``anyway``: where data
+    or base model are not there, or damaged), and what ``run_job`` does.
     """
     found = differences_of(recorded, runtime, store)
-    require_possible(found)
+    require_same(found, anyway=anyway)
     started = time.monotonic()
-    job = recorded.job.model_copy(
-        update={
-            "job_id": f"{recorded.job.job_id[:100]}-again-{secrets.token_hex(3)}",
-            "state_dir": str(runtime.state_dir),
-            "deterministic": True,
-            "skip_batches": recorded.result.skipped_batches or recorded.job.skip_batches,
-        }
-    )
+    job = job_again(recorded, runtime)
     losses: dict[int, float] = {}
 
     def keep(event: RankEvent) -> None:
@@ -120,9 +62,29 @@ def again(
         if on_event is not None:
             on_event(event)
 
-    nodes = holders_of(job, runtime) or ["node-0"]
-    result = run_job(job, nodes[: job.settings.ranks], launcher, on_event=keep, store=store)
-    return compare(recorded, result, losses, found, time.monotonic() - started)
+    nodes = (holders_of(job, runtime) or ["node-0"])[: job.settings.ranks]
+    try:
+        result = run_job(job, nodes, launcher, on_event=keep, store=store)
+        _require_same_shards(recorded, result)
+    except (NotReproducible, Cancelled, KeyboardInterrupt):
+        _forget(job, runtime, nodes, store)
+        raise
+    reproduction = compare(recorded, result, losses, found, time.monotonic() - started)
+    if reproduction.identical:
+        _forget(job, runtime, nodes, store)
+    return reproduction
+
+
+def job_again(recorded: Recorded, runtime: Runtime) -> TrainJob:
+    """Return ``recorded``'s job under an id of its own, to run on this machine."""
+    return recorded.job.model_copy(
+        update={
+            "job_id": f"{recorded.job.job_id[:100]}-again-{secrets.token_hex(3)}",
+            "state_dir": str(runtime.state_dir),
+            "deterministic": True,
+            "skip_batches": recorded.result.skipped_batches or recorded.job.skip_batches,
+        }
+    )
 
 
 def compare(
@@ -132,8 +94,12 @@ def compare(
     found: Sequence[Differs],
     seconds: float,
 ) -> Reproduction:
-    """Return how the second training relates to the first: the same bits, or where they part."""
-    steps = sorted(set(recorded.losses) | set(losses))
+    """Return how the second training relates to the first: the same bits, or where they part.
+
+    Steps that were not recorded (an earlier run made them, MLflow was away) are compared through
+    the weights alone.
+    """
+    steps = sorted(recorded.losses)
     parted = next((s for s in steps if not _same(recorded.losses.get(s), losses.get(s))), None)
     same = parted is None and result.weights_digest == recorded.result.weights_digest
     return Reproduction(
@@ -152,6 +118,31 @@ def compare(
     )
 
 
+def _require_same_shards(recorded: Recorded, result: TrainResult) -> None:
+    """Refuse bits that were learned from other data: a shard was good then and is bad now."""
+    before = set(recorded.result.quarantined_shards)
+    bad = [each for each in result.quarantined_shards if each not in before]
+    if bad:
+        raise NotReproducible(
+            f"{SNAPSHOT} is not as it was when the run trained",
+            got=f"{len(bad)} shards or samples damaged: {', '.join(x[:12] for x in bad[:5])}",
+            wanted=recorded.job.snapshot_digest,
+            where=recorded.job.snapshot_url,
+            do="Bring them back, or make the snapshot again with `paceline snapshot`.",
+        )
+
+
+def _forget(job: TrainJob, runtime: Runtime, nodes: Sequence[str], store: ObjectStore) -> None:
+    """Remove what ``job`` stored; what cannot be removed is named, and spoils nothing."""
+    for node in nodes:
+        shutil.rmtree(runtime.node_dir(node) / "work" / job.job_id, ignore_errors=True)
+    url = join_url(job.checkpoint_url, job.job_id)
+    try:
+        store_at(url, store).delete_prefix(url)
+    except PacelineError as error:
+        log.warning("left behind url=%s why=%s", url, error.one_line())
+
+
 def _same(then: float | None, now: float | None) -> bool:
     if then is None or now is None:
         return False
@@ -160,7 +151,3 @@ def _same(then: float | None, now: float | None) -> bool:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _differs(what: str, then: str, now: str) -> Differs:
-    return Differs(what=what, then=then, now=now, decisive=True)

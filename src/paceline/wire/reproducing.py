@@ -13,7 +13,9 @@ class Differs(Record):
     what: str
     then: str
     now: str
-    decisive: bool  # it may change bits
+    decisive: bool  # it may change bits: nothing is trained unless asked to anyway
+    where: str = ""
+    do: str = ""  # what would make it the same
 
 
 class Reproduction(Record):
@@ -25,7 +27,7 @@ class Reproduction(Record):
     run_id: str
     job_id: Name
     again_job_id: Name | None  # None where nothing was run
-    status: Literal["identical", "different", "checked", "impossible"]
+    status: Literal["identical", "different", "checked"]
     differences: tuple[Differs, ...]
     steps: int  # losses compared
     first_different_step: int | None = None
@@ -34,7 +36,6 @@ class Reproduction(Record):
     weights_then: str = ""
     weights_now: str = ""
     seconds: float = 0.0
-    do: str = ""  # what would make it possible
 
     @property
     def identical(self) -> bool:
