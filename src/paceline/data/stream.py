@@ -191,6 +191,7 @@ class PlannedStream:
         self.rows = range(size * rank // world_size, size * (rank + 1) // world_size)
         self.columns = columns_read(self.rows, size, plan.columns)
         self._reader.share = len(self.columns) / plan.columns
+        self._reader.plans_lengths = plan.needs_lengths
         self._ahead = Ahead(plan, self.rows)
         self._filler = Filler(
             vocabulary, columns, lambda index: shards[index].sha256, token_features
@@ -210,13 +211,17 @@ class PlannedStream:
         """Return where the batch after the last one handed over starts."""
         return self._position.to_json()
 
+    def start(self) -> None:
+        """Begin with the first batches now, while whoever wants them is not ready yet."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._produce, name="data-stream", daemon=True)
+            self._thread.start()
+
     def next(self) -> Batch:
         """Return the next batch; the time spent waiting for it is added to ``data_wait_s``."""
         if self._error is not None:
             raise self._error
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._produce, name="data-stream", daemon=True)
-            self._thread.start()
+        self.start()
         started = time.perf_counter()
         try:
             got = self._queue.get(timeout=NEXT_DEADLINE_S)

@@ -91,6 +91,7 @@ class DocumentPlan:
     """
 
     batching = ""
+    needs_lengths = True
     shares = "tokens"  # what columns have equal parts of: "tokens" or "documents"
 
     def __init__(

@@ -7,6 +7,7 @@ A shard that cannot be read is put in quarantine and its pieces get weight 0. Kn
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -38,7 +39,8 @@ class Reader:
     """The open shards of one stream; close it. All but ``close`` is for one thread only.
 
     Raises DataRejected once more than ``max_bad_share`` of the shards is in quarantine: of its own
-    ones, where this stream reads but a ``share`` of them (set before it is used).
+    ones, where this stream reads but a ``share`` of them. ``plans_lengths``: its plan is made from
+    lengths, so that each shard must agree with its index. Both are set before it is used.
     """
 
     def __init__(
@@ -46,28 +48,28 @@ class Reader:
     ) -> None:
         self.shards = shards
         self.share = 1.0
+        self.plans_lengths = True
         self._cache = cache
         self._max_bad_share = max_bad_share
         self._digests = {each.sha256 for each in shards}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="data-open")
         self._small = ThreadPoolExecutor(LENGTHS_AT_ONCE, thread_name_prefix="data-lengths")
-        self._known: dict[int, Array] = {}  # lengths that plans were made from
+        self._lock = threading.Lock()
+        self._known: dict[int, Future[Array]] = {}  # lengths that plans are made from
         self._open: dict[int, Future[OpenShard]] = {}
         self._ready: dict[int, OpenShard | None] = {}  # of those, the ones that came out
 
     def lengths(self, indexes: Sequence[int]) -> list[Array]:
         """Return the lengths of each shard's documents; for the thread that plans ahead."""
-        found = list(self._small.map(lambda each: self._lengths(self.shards[each]), indexes))
-        self._known.update(zip(indexes, found, strict=True))
-        return found
+        return [each.result() for each in [self._lengths_of(index) for index in indexes]]
 
     def expect(self, indexes: Sequence[int], planned: Collection[int] = ()) -> None:
         """Open these shards ahead, in this order, and close all others; of the shards ``planned``
         and of these, lengths are remembered."""
         wanted = set(indexes)
         remembered = wanted.union(planned)
-        for index in [each for each in self._known if each not in remembered]:
-            self._known.pop(index, None)
+        with self._lock:
+            self._known = {each: its for each, its in self._known.items() if each in remembered}
         for index in [each for each in self._open if each not in wanted]:
             self._forget(index)
         # What is being opened is named again: a cache lets go of what it is no longer told of.
@@ -113,12 +115,18 @@ class Reader:
             samples = self._cache.samples(shard)
             try:
                 return OpenShard(shard, samples, self._lengths_beside(index, samples))
-            except CorruptData:
+            except BaseException:
                 samples.close()
                 raise
         except CorruptData:
             log.warning("shard quarantined, going on without it shard=%s", shard.sha256[:12])
             raise
+
+    def _lengths_of(self, index: int) -> Future[Array]:
+        with self._lock:
+            if index not in self._known:
+                self._known[index] = self._small.submit(self._lengths, self.shards[index])
+            return self._known[index]
 
     def _lengths(self, shard: Shard) -> Array:
         if shard.lengths_sha256 is not None:
@@ -127,16 +135,14 @@ class Reader:
             return _byte_lengths(samples)
 
     def _lengths_beside(self, index: int, samples: ShardSamples) -> Array | None:
-        """Return the lengths that the plan was made from; None where none was made from any, and
-        the samples tell them."""
-        if (known := self._known.get(index)) is not None:
-            return known
+        """Return the lengths that the plan is made from; None where it is made from none, and the
+        samples tell them."""
         shard = self.shards[index]
-        if shard.tokens and samples.flat() is not None:
+        if shard.lengths_sha256 is None:
+            return _byte_lengths(samples)
+        if not self.plans_lengths and shard.tokens and samples.flat() is not None:
             return None
-        if shard.lengths_sha256 is not None:
-            return self._cache.lengths(shard)
-        return _byte_lengths(samples)
+        return self._lengths_of(index).result()
 
     def _forget(self, index: int) -> None:
         def close(done: Future[OpenShard]) -> None:

@@ -57,6 +57,7 @@ class Plan(Protocol):
     global_batch: int
     seed: int
     columns: int
+    needs_lengths: bool  # of documents; else the record says enough
 
     @property
     def groups(self) -> int:

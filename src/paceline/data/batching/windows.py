@@ -22,6 +22,7 @@ class WindowPlan:
     """Windows of streams of ``stream_tokens``; batches go on into the next group and epoch."""
 
     batching = "windows"
+    needs_lengths = False
 
     def __init__(
         self,
