@@ -149,6 +149,7 @@ def train_here(
     )
     cancel = threading.Event()
     with single.held(output), _stopping_gently(cancel) as signals:
+        say(f"preparing data and model below {output}")
         job = single.prepare(asked, run_id)
         if labels == "shuffled":
             job = job.model_copy(update={"labels": "shuffled", "job_id": f"{job.job_id}-shuffled"})
@@ -163,14 +164,23 @@ def train_here(
         answer = {"status": "complete", "run_id": job.run_id, "notes": lines.notes}
         click.echo(json.dumps(answer | result.model_dump(mode="json")))
     else:
+        if not lines.heard:
+            say("this very training is finished: nothing was trained again, this is its result")
         click.echo("\n".join(summary(job, result)))
     return 0
+
+
+def say(line: str) -> None:
+    """Write a line for whoever watches, on standard error."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
 
 
 class Lines:
     """Tells on standard error how training goes; keeps what a summary should mention."""
 
     def __init__(self, job: TrainJob) -> None:
+        self.heard = False  # whether any rank said a word
         self.step = 0
         self.saved = 0  # the newest step of which there is a checkpoint
         self.notes: list[str] = []
@@ -180,13 +190,14 @@ class Lines:
     def begin(self, output: Path) -> None:
         """Say what starts."""
         settings = self._job.settings
-        self._say(
+        say(
             f"training {self._job.job_id}: {settings.steps} steps on {settings.ranks} ranks, "
             f"below {output}"
         )
 
     def __call__(self, event: RankEvent) -> None:
         """Take in one event."""
+        self.heard = True
         if event.event == "failed" and event.data.get("code") != "Stopped":
             self._note(f"rank {event.rank} failed: {event.data.get('message')}")
         if event.rank != 0:
@@ -196,7 +207,7 @@ class Lines:
             self._note(f"goes on after step {event.step}")
         elif event.event == "checkpoint" and not event.data.get("rejected"):
             self.saved = event.step
-            self._say(f"  checkpoint of step {event.step}: {event.data.get('url')}")
+            say(f"  checkpoint of step {event.step}: {event.data.get('url')}")
         elif event.event == "step":
             self.step = event.step
             for alert in _list(event.data.get("alerts")):
@@ -205,7 +216,7 @@ class Lines:
             if event.step % self._every == 0 or event.step in (1, self._job.settings.steps):
                 loss = _number(event.data.get("loss"))
                 rate = _number(event.data.get("tokens_per_second"))
-                self._say(
+                say(
                     f"  step {event.step:>6}/{self._job.settings.steps}  loss {loss:.4f}  "
                     f"{rate:,.0f} tokens/s"
                 )
@@ -228,12 +239,7 @@ class Lines:
 
     def _note(self, line: str) -> None:
         self.notes.append(line)
-        self._say(f"! {line}")
-
-    @staticmethod
-    def _say(line: str) -> None:
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+        say(f"! {line}")
 
 
 def summary(job: TrainJob, result: TrainResult) -> list[str]:
