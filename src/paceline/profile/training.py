@@ -26,7 +26,7 @@ class DataSettings(Settings):
     # it runs in so many processes of each rank, at most so long for a sample; 0: on the rank's
     # thread that makes batches, under its interpreter's lock and without a deadline
     transform_processes: int = Field(default=0, ge=0, le=256)
-    transform_deadline_s: float = Field(default=60.0, gt=0)
+    transform_deadline_s: float = Field(default=20.0, gt=0)  # well below guard.step_deadline_s
     tokenizer: str = "bytes"  # or a tokenizer.json
     max_bytes: int = Field(default=16 * MIB, ge=1024)
     shard_bytes: int = Field(default=1 * MIB, ge=1024)
