@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.data import Snapshot, build_snapshot
-from paceline.errors import InvalidInput, InvalidSnapshot
+from paceline.errors import CorruptData, InvalidInput, InvalidSnapshot, SourceMissing
 from paceline.models import config_for
 from paceline.models.files import CONFIG_FILE
 from paceline.objects import DiskStore
 from paceline.profile import DataSettings, Endpoints, Profile, Runtime, Secrets, save_runtime
-from paceline.training.driver import require_data
+from paceline.training.admission import admit, require_data
+from paceline.wire.base import canonical_json, digest_of
 from paceline.wire.training import TrainJob
 from tests.data.test_formats import built, tokenizer_file
 
@@ -39,7 +41,7 @@ def job(runtime: Runtime, snapshot: Snapshot, **changes: Any) -> TrainJob:
         "snapshot_url": snapshot.url,
         "snapshot_digest": snapshot.digest,
         "purpose": "tests",
-        "checkpoint_url": "s3://b/c",
+        "checkpoint_url": "file:///nowhere/checkpoints",
         "settings": {},
     }
     return TrainJob.model_validate(fields | changes)
@@ -95,3 +97,65 @@ def test_frames_alone_are_for_a_users_own_model(runtime: Runtime, tmp_path: Path
         require_data(job(runtime, frames), "node-0", frames)
     own = {"code_ref": "package.module:function"}
     require_data(job(runtime, frames, settings=own), "node-0", frames)
+
+
+def test_rows_must_divide_into_columns(runtime: Runtime, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for n in range(6):
+        (source / f"{n}.txt").write_text(f"alpha {n}")
+    plain = built(source, tmp_path / "store")
+    settings = {"batch_sequences": 16}
+    require_data(job(runtime, plain, data={"columns": 8}, settings=settings), "node-0", plain)
+    with pytest.raises(InvalidInput, match="3 columns, 16 sequences"):
+        require_data(job(runtime, plain, data={"columns": 3}, settings=settings), "node-0", plain)
+
+
+def test_a_record_that_cannot_be_trusted_is_refused_before_any_rank_starts(
+    runtime: Runtime, tmp_path: Path
+) -> None:
+    """An empty shard, a shard of another split's number, a record that does not fit its name, none
+    at all: whoever submits the job is told."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for n in range(6):
+        (source / f"{n}.txt").write_text(f"alpha {n}")
+    plain = built(source, tmp_path / "store")
+    record = Path(plain.url.removeprefix("file://")) / "snapshot.json"
+    store = DiskStore()
+    admit(job(runtime, plain), "node-0", store)
+
+    def planted(change: Any) -> TrainJob:
+        fields = json.loads(record.read_bytes())
+        change(fields)
+        digest = digest_of(fields)
+        directory = record.parent.parent / digest
+        directory.mkdir()
+        (directory / "snapshot.json").write_bytes(canonical_json(fields))
+        url = f"{plain.url.rsplit('/', 1)[0]}/{digest}"
+        return job(runtime, plain, snapshot_url=url, snapshot_digest=digest)
+
+    def emptied(fields: dict[str, Any]) -> None:
+        first = fields["shards"][0]
+        fields["total_bytes"] -= first["text_bytes"]
+        fields["token_count"] -= first["token_count"]
+        first["text_bytes"] = first["token_count"] = 0
+
+    def one_sided(fields: dict[str, Any]) -> None:
+        for each in fields["shards"]:
+            each["split"] = "train"
+
+    with pytest.raises(InvalidSnapshot, match=r"shard [0-9a-f]{12} is empty"):
+        admit(planted(emptied), "node-0", store)
+    with pytest.raises(InvalidSnapshot, match="a split is empty"):
+        admit(planted(one_sided), "node-0", store)
+    with pytest.raises(InvalidSnapshot, match="malformed"):
+        admit(planted(lambda fields: fields["shards"][0].update(documents=0)), "node-0", store)
+    renamed = record.parent.parent / ("0" * 64)
+    shutil.copytree(record.parent, renamed)
+    wrong = job(runtime, plain, snapshot_url=f"{plain.url.rsplit('/', 1)[0]}/{'0' * 64}")
+    with pytest.raises(CorruptData, match="does not match its name"):
+        admit(wrong, "node-0", store)
+    shutil.rmtree(renamed)
+    with pytest.raises(SourceMissing, match="no snapshot here"):
+        admit(wrong, "node-0", store)
