@@ -95,7 +95,8 @@ class LooseAttempt(Attempt):
             self._hear(TICK_S)
             self._lose_silent()
             if self._done():
-                return self._linger()
+                self._linger()
+                return None
             if self._stopping is None:
                 if (fault := self._settle()) is not None:
                     self._check_cancel()
