@@ -19,6 +19,7 @@ from paceline.models import (
     read_config,
     require_tokenizer,
     save_model,
+    transformer,
     weights_digest,
 )
 
@@ -211,6 +212,32 @@ def test_documents_packed_into_a_row_do_not_see_each_other() -> None:
     # Without the mask the second document sees the first: the comparison can fail.
     leaking = model(packed_BT, positions_BT)[:, 12:]
     assert not torch.allclose(leaking, model(two), atol=1e-4)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kinds", [1, 2, 4])
+def test_attention_as_products_is_the_kernels(
+    kinds: int, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(kinds)
+    documents_BT = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 3 + [-1] * 4])
+    mask_B1TT = transformer.document_mask(documents_BT) if masked else None
+    shapes = [(2, heads, 16, 8) for heads in (4, kinds, kinds, 4)]
+    *given, weight = (torch.randn(each, generator=generator).bfloat16() for each in shapes)
+
+    def run(dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = [each.to(dtype, copy=True).requires_grad_() for each in given]
+        out = transformer.attend(*inputs, mask_B1TT)
+        torch.autograd.backward((out * weight).sum())
+        return [each.detach().float() for each in (out, *(one.grad for one in inputs))]
+
+    exact, products = run(torch.float32), run(torch.bfloat16)
+    monkeypatch.setattr(transformer, "MOST_SCORES", 0)
+    kernel = run(torch.bfloat16)
+    assert any(not torch.equal(a, b) for a, b in zip(products, kernel, strict=True)), "another way"
+    for one, other, wanted in zip(products, kernel, exact, strict=True):
+        torch.testing.assert_close(one, wanted, rtol=0.02, atol=0.03)
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.03)
 
 
 def test_padding_gives_numbers_and_changes_nothing_before_it() -> None:

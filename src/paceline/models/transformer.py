@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from paceline.models.config import ModelConfig
 
 INITIAL_STD = 0.02
+MOST_SCORES = 2**25  # of a layer that are kept for the backward pass: 64 MiB
 Rotation = tuple[Tensor, Tensor]  # cos and sin, (T or more, E) or (B, 1, T, E)
 
 
@@ -52,14 +53,7 @@ class Attention(nn.Module):
         k_BKTE = self.k_proj(x_BTD).view(b, t, -1, self.head_size).transpose(1, 2)
         v_BKTE = self.v_proj(x_BTD).view(b, t, -1, self.head_size).transpose(1, 2)
         q_BHTE, k_BKTE = rotate(q_BHTE, rotation), rotate(k_BKTE, rotation)
-        out_BHTE = F.scaled_dot_product_attention(
-            q_BHTE,
-            k_BKTE,
-            v_BKTE,
-            attn_mask=mask_B1TT,
-            is_causal=mask_B1TT is None,
-            enable_gqa=q_BHTE.shape[1] != k_BKTE.shape[1],
-        )
+        out_BHTE = attend(q_BHTE, k_BKTE, v_BKTE, mask_B1TT)
         out: Tensor = self.o_proj(out_BHTE.transpose(1, 2).reshape(b, t, -1))
         return out
 
@@ -223,9 +217,48 @@ def rotate(x_BHTE: Tensor, rotation: Rotation) -> Tensor:
 
     Computed in float32 at least: bfloat16 cannot tell positions of a long context apart.
     """
-    cos_TE, sin_TE = (each[..., : x_BHTE.shape[2], :] for each in rotation)
-    low, high = x_BHTE.chunk(2, dim=-1)
-    return (x_BHTE * cos_TE + torch.cat([-high, low], dim=-1) * sin_TE).to(x_BHTE.dtype)
+    half = x_BHTE.shape[-1] // 2  # cos and sin are the same in both halves
+    cos, sin = (each[..., : x_BHTE.shape[2], :half] for each in rotation)
+    low, high = x_BHTE.to(torch.promote_types(x_BHTE.dtype, cos.dtype)).chunk(2, dim=-1)
+    turned = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    return turned.to(x_BHTE.dtype)
+
+
+def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask_B1TT: Tensor | None) -> Tensor:
+    """Return each token's mix of the values it may see: its past, or what the mask says.
+
+    On a CPU in bfloat16 as plain products, while the scores are small enough to be kept: torch's
+    own kernel takes 2.3 times as long there (83 ms against 36 ms forward and backward, 8 rows of
+    512 tokens, 6 heads of 32, one core).
+    """
+    b, h, t, e = q_BHTE.shape
+    if not _as_products(q_BHTE):
+        return F.scaled_dot_product_attention(
+            q_BHTE,
+            k_BKTE,
+            v_BKTE,
+            attn_mask=mask_B1TT,
+            is_causal=mask_B1TT is None,
+            enable_gqa=h != k_BKTE.shape[1],
+        )
+    kinds = k_BKTE.shape[1]
+    bias = torch.full((), float("-inf"), dtype=q_BHTE.dtype)
+    if mask_B1TT is None:
+        bias_TT = bias.expand(t, t).triu(1)
+        bias = bias_TT.expand(h // kinds, t, t).reshape(1, -1, t)
+    else:
+        bias_B1TT = torch.zeros((), dtype=q_BHTE.dtype).where(mask_B1TT, bias)
+        bias = bias_B1TT.expand(b, h, t, t).reshape(b * kinds, -1, t)
+    # The query heads that share a key are rows of one product.
+    q, k, v = (each.reshape(b * kinds, -1, e) for each in (q_BHTE, k_BKTE, v_BKTE))
+    scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=1 / math.sqrt(e))
+    return torch.bmm(scores.softmax(dim=-1), v).view(b, h, t, e)
+
+
+def _as_products(q_BHTE: Tensor) -> bool:
+    b, h, t, _ = q_BHTE.shape
+    small = q_BHTE.device.type == "cpu" and b * h * t * t <= MOST_SCORES
+    return small and q_BHTE.dtype == torch.bfloat16
 
 
 def new_model(config: ModelConfig, seed: int) -> Transformer:
