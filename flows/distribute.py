@@ -7,12 +7,14 @@ from typing import Any
 from prefect import flow
 
 from tasks import distribute as stages
+from tasks.cancelling import cancellable
 from tasks.lineage import recorded
 from tasks.prepare import published_url
 from tasks.run import Run
 
 
 @flow(name="distribute-model")
+@cancellable
 def distribute_model(
     model_id: str,
     version: str,
@@ -74,6 +76,7 @@ def distribute_model(
 
 
 @flow(name="verify-model")
+@cancellable
 def verify_model(
     model_id: str,
     version: str,

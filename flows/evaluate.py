@@ -7,6 +7,7 @@ from typing import Any
 from prefect import flow
 
 from tasks import distribute
+from tasks.cancelling import cancellable
 from tasks.evaluate import evaluate
 from tasks.lineage import recorded
 from tasks.prepare import published_url, snapshot_reference
@@ -15,6 +16,7 @@ from tasks.run import Run
 
 
 @flow(name="evaluate-model")
+@cancellable
 def evaluate_model(
     model_id: str,
     base_version: str,

@@ -11,6 +11,7 @@ from flows.evaluate import evaluate_model
 from flows.promote import promote_model
 from flows.publish import prepare_inputs
 from flows.train import train_model
+from tasks.cancelling import cancellable
 from tasks.lineage import recorded
 from tasks.promote import has_champion
 from tasks.run import Run
@@ -18,6 +19,7 @@ from tasks.summary import summarise
 
 
 @flow(name="lifecycle")
+@cancellable
 def run_lifecycle(
     data: str | None = None,
     approver: str | None = None,

@@ -8,12 +8,14 @@ from prefect import flow
 
 from paceline.wire.training import EvaluationReport, TrainResult
 from tasks import distribute, promote
+from tasks.cancelling import cancellable
 from tasks.lineage import recorded
 from tasks.prepare import published_url, snapshot_reference
 from tasks.run import Run
 
 
 @flow(name="promote-model")
+@cancellable
 def promote_model(
     model_id: str,
     base_version: str,

@@ -6,12 +6,14 @@ from typing import Any
 
 from prefect import flow
 
+from tasks.cancelling import cancellable
 from tasks.lineage import recorded
 from tasks.prepare import build_data_snapshot, publish_base_model, publish_directory
 from tasks.run import Run
 
 
 @flow(name="publish-model")
+@cancellable
 def publish_model(
     directory: str,
     model_id: str,
@@ -26,6 +28,7 @@ def publish_model(
 
 
 @flow(name="build-snapshot")
+@cancellable
 def build_snapshot(
     data: str | None = None,
     reading: dict[str, Any] | None = None,
@@ -43,6 +46,7 @@ def build_snapshot(
 
 
 @flow(name="prepare-inputs")
+@cancellable
 def prepare_inputs(
     data: str | None = None, state_dir: str | None = None, run_id: str | None = None
 ) -> dict[str, Any]:

@@ -7,12 +7,14 @@ from typing import Any
 from prefect import flow
 
 from flows.distribute import distribute_model
+from tasks.cancelling import cancellable
 from tasks.lineage import recorded
 from tasks.promote import restore_previous
 from tasks.run import Run
 
 
 @flow(name="rollback-model")
+@cancellable
 def rollback_model(
     model_id: str, state_dir: str | None = None, run_id: str | None = None
 ) -> dict[str, Any]:

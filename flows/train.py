@@ -7,6 +7,7 @@ from typing import Any, Literal
 from prefect import flow
 
 from tasks import distribute, validate
+from tasks.cancelling import cancellable
 from tasks.lineage import recorded
 from tasks.prepare import published_url, snapshot_reference
 from tasks.run import Run
@@ -14,6 +15,7 @@ from tasks.train import train
 
 
 @flow(name="train-model")
+@cancellable
 def train_model(
     model_id: str,
     version: str,

@@ -1,22 +1,50 @@
-"""Nothing is published or promoted after a cancel was acknowledged (I11)."""
+"""A cancel in Prefect: noticed while work goes on, and told as what it was.
+
+Nothing is published or promoted after it was acknowledged (I11).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.runtime import flow_run
+from prefect.states import Cancelled as CancelledState
 
 from paceline.errors import Cancelled
 
 logger = logging.getLogger(__name__)
 
 ASK_EVERY_S = 2.0
+_ENDINGS = (signal.SIGTERM, signal.SIGINT)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def cancellable(body: Callable[P, R]) -> Callable[P, R]:
+    """Have a flow's run end as CANCELLED where ``body`` raises Cancelled: Prefect would say FAILED,
+    or leave it CANCELLING for ever. Whoever called the flow gets the same Cancelled."""
+
+    @functools.wraps(body)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Any:
+        try:
+            return body(*args, **kwargs)
+        except Cancelled as error:
+            return CancelledState(message=error.one_line(), data=error)
+
+    # Prefect would look for the annotations' names in this module, where `run` is from.
+    run.__signature__ = inspect.signature(body, eval_str=True)  # type: ignore[attr-defined]
+    return run
 
 
 def stop_if_cancelled() -> None:
@@ -52,8 +80,38 @@ def _cancelled_of(ids: list[str]) -> str | None:
 
 
 @contextlib.contextmanager
+def held_back(heard: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Keep SIGTERM and Ctrl-C from tearing the ``with`` apart: ``heard`` is called at once, and the
+    signal is delivered at the end. A second Ctrl-C is not held back.
+
+    Prefect's worker ends a cancelled flow by SIGTERM, and by SIGKILL 30 s later. Off the main
+    thread, where no signal arrives, this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def hear(number: int, _frame: object) -> None:
+        if number == signal.SIGINT and number in came:
+            raise KeyboardInterrupt
+        came.append(number)
+        heard()
+
+    before = {number: signal.signal(number, hear) for number in _ENDINGS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in dict.fromkeys(came):
+            signal.raise_signal(number)
+
+
+@contextlib.contextmanager
 def noticed() -> Iterator[threading.Event]:
-    """Give an event that is set within seconds of a cancel in Prefect, for as long as the ``with``.
+    """Give an event that is set within seconds of a cancel in Prefect, for as long as the ``with``,
+    and at once when a signal asks this process to end.
 
     For work that goes on for hours: asking once it is done would be too late. A server that does
     not answer for a while cancels nothing.
@@ -75,7 +133,8 @@ def noticed() -> Iterator[threading.Event]:
     if ids:
         thread.start()
     try:
-        yield cancelled
+        with held_back(cancelled.set):
+            yield cancelled
     finally:
         over.set()
         if ids:

@@ -12,7 +12,7 @@ from paceline.errors import WorkerLost
 from paceline.evaluation import as_markdown, plot_report
 from paceline.registry import lineage
 from paceline.wire.training import EvaluationReport, EvaluationSpec
-from tasks import artifacts
+from tasks import artifacts, cancelling
 from tasks.run import Run, StageResult
 
 DEADLINE_S = 900.0
@@ -24,7 +24,8 @@ def evaluate(
 ) -> StageResult:
     """Score every one of ``models`` (name → {url, digest}), an n-gram model and compressors.
 
-    Raises WorkerLost when the evaluating process dies; the same call is safe to repeat.
+    Raises WorkerLost when the evaluating process dies, Cancelled once it is gone because the flow
+    run was cancelled; the same call is safe to repeat.
     """
     profile = run.runtime.profile
     spec = EvaluationSpec(
@@ -48,7 +49,7 @@ def evaluate(
                 run.tell("evaluate", float(data.get("fraction", 0)), str(data.get("message", "")))
                 page.show(float(data.get("fraction", 0)))
 
-        with run.fleet() as fleet:
+        with run.fleet() as fleet, cancelling.noticed() as cancel:
             ended = fleet.run_process(
                 node,
                 argv=[sys.executable, "-m", "paceline.evaluation.run"],
@@ -56,6 +57,7 @@ def evaluate(
                 input_json=spec.model_dump_json(),
                 on_event=on_event,
                 deadline_s=DEADLINE_S,
+                cancel=cancel,
             )
         if ended.exit_code != 0 or not answer:
             raise WorkerLost(

@@ -12,7 +12,7 @@ from prefect.runtime import flow_run
 
 from paceline.errors import Cancelled, PacelineError
 from paceline.registry import MetricPoint
-from tasks import artifacts
+from tasks import artifacts, cancelling
 from tasks.code_version import code_version
 from tasks.run import Run, explain
 
@@ -34,7 +34,8 @@ def recorded(run: Run, flow_name: str) -> Iterator[None]:
         if run.depth == 1:
             stopped = isinstance(error, Cancelled) or not isinstance(error, Exception)
             try:
-                _close(run, "KILLED" if stopped else "FAILED", explain(error))
+                with cancelling.held_back():
+                    _close(run, "KILLED" if stopped else "FAILED", explain(error))
             except PacelineError as also:  # what went wrong first is what people must read
                 logger.warning("the failure could not be recorded in MLflow: %s", also)
         raise

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from prefect import Flow
+from prefect.exceptions import ParameterTypeError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_text())[
@@ -40,3 +41,14 @@ def test_the_lifecycle_needs_no_parameter() -> None:
     from flows.lifecycle import run_lifecycle
 
     assert not run_lifecycle.parameters.required
+
+
+def test_a_flow_checks_what_it_is_given() -> None:
+    from flows.train import train_model
+
+    given = {"model_id": "m", "version": "1", "snapshot_url": "s3://b/d/snapshots/0"}
+    assert train_model.validate_parameters(given)["labels"] == "true"
+    with pytest.raises(ParameterTypeError, match="labels"):
+        train_model.validate_parameters(given | {"labels": "neither"})
+    labels = train_model.parameters.properties["labels"]
+    assert labels["enum"] == ["true", "shuffled"], "the form in Prefect offers them"

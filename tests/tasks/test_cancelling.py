@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import inspect
+import signal
+from collections.abc import Iterator
 
+import pytest
+from prefect.client.schemas.objects import StateType
+
+from paceline.errors import Cancelled
 from tasks import cancelling
 
 
@@ -46,3 +52,70 @@ def test_outside_a_flow_run_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cancelling, "_cancelled_of", never)
     with cancelling.noticed() as cancelled:
         assert not cancelled.wait(0.1)
+
+
+class Ended(BaseException):
+    """What a signal's handler raises, as Prefect's does."""
+
+
+@pytest.fixture
+def ending() -> Iterator[None]:
+    """Have SIGTERM raise Ended, and Ctrl-C KeyboardInterrupt, whoever runs the tests."""
+
+    def end(*_: object) -> None:
+        raise Ended
+
+    before = (
+        signal.signal(signal.SIGTERM, end),
+        signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    yield
+    signal.signal(signal.SIGTERM, before[0])
+    signal.signal(signal.SIGINT, before[1])
+
+
+@pytest.mark.usefixtures("ending")
+def test_a_signal_is_told_at_once_and_delivered_at_the_end() -> None:
+    done: list[str] = []
+    with pytest.raises(Ended), cancelling.noticed() as cancelled:
+        signal.raise_signal(signal.SIGTERM)
+        assert cancelled.is_set()
+        done.append("the ranks have saved")
+    assert done == ["the ranks have saved"]
+    with pytest.raises(Ended), cancelling.held_back():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        raise Cancelled("the work's own end is the context of the signal's")
+    with pytest.raises(Ended):
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("ending")
+def test_ctrl_c_twice_ends_at_once() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt), cancelling.held_back():
+        signal.raise_signal(signal.SIGINT)
+        done.append("once")
+        signal.raise_signal(signal.SIGINT)
+        done.append("twice")
+    assert done == ["once"]
+
+
+def test_a_flow_that_was_cancelled_is_told_as_such_and_others_as_they_were() -> None:
+    why = Cancelled("the run was cancelled", where="here")
+
+    @cancelling.cancellable
+    def body(kind: str, times: int = 2) -> str:
+        if kind == "cancelled":
+            raise why
+        if kind == "failed":
+            raise ValueError(kind)
+        return kind * times
+
+    assert body("ok") == "okok"
+    with pytest.raises(ValueError, match="failed"):
+        body("failed")
+    state = body("cancelled")
+    assert (state.type, state.message, state.data) == (StateType.CANCELLED, why.one_line(), why)
+    names = list(inspect.signature(body).parameters)
+    assert names == ["kind", "times"], "Prefect reads the parameters"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +12,12 @@ import pytest
 
 from paceline.errors import Cancelled, Conflict, GateRefused, InvalidInput, ServiceUnavailable
 from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
+from paceline.registry import MetricPoint
 from paceline.wire.calls import CreatedDeployment, CreateDeployment
 from paceline.wire.records import Deployment, DeploymentStatus, StageRecord
 from paceline.wire.training import RankEvent
 from tasks import deployment, run, train
+from tasks.figures import Figures
 from tasks.lineage import recorded
 from tasks.promote import next_version
 from tasks.run import Run
@@ -253,16 +255,14 @@ def test_training_goes_on_while_mlflow_is_away(opened: Run) -> None:
     sent: list[int] = []
     away = True
 
-    def log_metrics(_run: str, points: list[Any]) -> None:
+    def send(points: Sequence[MetricPoint]) -> None:
         if away:
             raise ServiceUnavailable("MLflow does not answer")
         sent.append(len(points))
 
-    opened.__dict__["mlflow_run"] = "m"
-    opened.registry.log_metrics = log_metrics  # type: ignore[method-assign]
-    page = SimpleNamespace(show=lambda _fraction: None)
-    follow = train._follow(opened, 500, page)  # type: ignore[arg-type]
-    for step in range(1, 501):
-        away = step < 500
-        follow(RankEvent(event="step", rank=0, attempt=1, step=step, data={"loss": 1.0}))
-    assert sent == [500]
+    with Figures(send, lambda _fraction: None) as figures:
+        follow = train._follow(opened, 500, figures)
+        for step in range(1, 501):
+            follow(RankEvent(event="step", rank=0, attempt=1, step=step, data={"loss": 1.0}))
+        away = False
+    assert sum(sent) == 500
