@@ -23,9 +23,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from paceline.training.children import Children
 from paceline.training.forking import Child, fork, is_stopped, send_signal, write_all
 from paceline.training.keepers import (
     ABORTED,
@@ -39,8 +39,6 @@ from paceline.training.keepers import (
 BEAT_S = 0.5
 SETTLE_S = 0.05  # after a first failure: the others fall by themselves, and tell why
 STACKS_S = 0.4  # a frozen rank goes on for this long, to write where it was
-STDERR_BYTES = 64 * 1024
-MAX_LINE_BYTES = 1024 * 1024
 MAX_WAITING_BYTES = 4 * 1024 * 1024  # towards the driver; then ranks are not read any more
 STOPPED = 143  # a rank's exit code: stopped as asked, its state saved; the others end by themselves
 
@@ -61,8 +59,7 @@ class Launcher:
         self._in, self._out = read_fd, write_fd
         self._orders = b""
         self._waiting = bytearray()
-        self._children: dict[int, Child] = {}
-        self._by_fd: dict[int, Child] = {}
+        self._children = Children(self._say, self._ended)
         self._kill_at: float | None = None
         self._port: tuple[str, str, int] | None = None
         self._attempt = 0
@@ -85,7 +82,7 @@ class Launcher:
             signal.signal(number, lambda *_: None)
         self._tell("ready", pid=self._pid)
         next_beat = time.monotonic() + BEAT_S
-        while not (self._closing and not self._living("rank")):
+        while not (self._closing and not self._children.living("rank")):
             for fd, event in self._ready(wake_read, next_beat):
                 if fd == wake_read:
                     self._on_signals(os.read(wake_read, 4096))
@@ -93,16 +90,18 @@ class Launcher:
                     self._on_orders()
                 elif fd == self._out:
                     self._flush()
-                elif child := self._by_fd.get(fd):
-                    self._on_output(child, fd, event)
-            self._reap()
+                else:
+                    self._children.read(fd, event)
+            self._children.reap()
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + BEAT_S
                 self._beat(now)
             if self._kill_at is not None and now >= self._kill_at:
                 self._kill_ranks()
-        self._end_all()
+        self._children.end_all()
+        with contextlib.suppress(OSError):
+            self._flush()
         return 0
 
     def _ready(self, wake: int, next_beat: float) -> list[tuple[int, int]]:
@@ -113,7 +112,7 @@ class Launcher:
         if self._waiting:
             poller.register(self._out, select.POLLOUT)
         if len(self._waiting) < MAX_WAITING_BYTES:
-            for fd in self._by_fd:
+            for fd in self._children.pipes:
                 poller.register(fd, select.POLLIN)
         due = min(next_beat, self._kill_at or next_beat)
         return poller.poll(max(0.0, due - time.monotonic()) * 1000)
@@ -146,11 +145,13 @@ class Launcher:
         elif do == "start":
             self._start(**order)
         elif do == "spare":
-            child = self._keep(fork("spare", self._run, env=order["env"], text=order["input"]))
+            child = self._children.keep(
+                fork("spare", self._run, env=order["env"], text=order["input"])
+            )
             child.name = order["name"]
         elif do == "dismiss":
-            for child in self._living("spare"):
-                self._kill(child)
+            for child in self._children.living("spare"):
+                self._children.kill(child)
         elif do == "signal":
             self._signal(int(order["rank"]), int(order["number"]))
         elif do == "stop":
@@ -169,11 +170,15 @@ class Launcher:
 
     def _store(self, host: str, job: str) -> None:
         # A new job begins with an empty store: its attempts are counted from 1 again.
-        if not self._living("store") or self._port is None or self._port[:2] != (host, job):
-            for child in self._living("store"):
-                self._kill(child)
+        if (
+            not self._children.living("store")
+            or self._port is None
+            or self._port[:2] != (host, job)
+        ):
+            for child in self._children.living("store"):
+                self._children.kill(child)
             read, write = os.pipe()
-            self._keep(fork("store", lambda: keep_store(host, write), keep_fd=write))
+            self._children.keep(fork("store", lambda: keep_store(host, write), keep_fd=write))
             os.close(write)
             with os.fdopen(read, "rb") as pipe:  # the child binds and answers at once
                 answer = pipe.read()
@@ -194,7 +199,7 @@ class Launcher:
     ) -> None:
         self._attempt, self._over, self._kill_at = attempt, False, None
         self._loose = loose
-        spares = {each.name: each for each in self._living("spare")}
+        spares = {each.name: each for each in self._children.living("spare")}
         pids: dict[int, int] = {}
         for each in ranks:
             child = spares.get(each.get("spare") or "")
@@ -203,7 +208,7 @@ class Launcher:
                 write_all(child.stdin, place.encode())
                 child.kind = "rank"
             else:
-                child = self._keep(fork("rank", self._run, env=each["env"], text=input))
+                child = self._children.keep(fork("rank", self._run, env=each["env"], text=input))
             child.attempt, child.rank = attempt, int(each["rank"])
             child.said_at = time.monotonic()
             if child.stdin >= 0:
@@ -212,7 +217,7 @@ class Launcher:
             pids[child.rank] = child.pid
         if not loose:
             read, write = os.pipe()
-            watcher = self._keep(
+            watcher = self._children.keep(
                 fork("abort", lambda: watch_abort_key(host, port, attempt, read), keep_fd=read)
             )
             os.close(read)
@@ -220,72 +225,39 @@ class Launcher:
         self._tell("started", attempt=attempt, pids=pids)
 
     def _watch(self, preemption: str) -> None:
-        if preemption and not self._living("preemption"):
-            self._keep(fork("preemption", lambda: watch_preemption(preemption)))
+        if preemption and not self._children.living("preemption"):
+            self._children.keep(fork("preemption", lambda: watch_preemption(preemption)))
 
     def _ask_to_stop(self, grace_s: float) -> None:
-        for child in self._living("rank"):
+        for child in self._children.living("rank"):
             send_signal(child.pid, signal.SIGTERM)
             send_signal(child.pid, signal.SIGCONT)
         due = time.monotonic() + grace_s
         self._kill_at = due if self._kill_at is None else min(due, self._kill_at)
 
     def _signal(self, rank: int, number: int) -> None:
-        for child in self._living("rank"):
+        for child in self._children.living("rank"):
             if child.rank == rank:
                 if number == signal.SIGKILL:
-                    self._kill(child)
+                    self._children.kill(child)
                 else:
                     send_signal(child.pid, number)
                     send_signal(child.pid, signal.SIGCONT)  # a stopped process takes no signal
 
     def _dump_stacks(self) -> None:
-        for child in self._living("rank"):
+        for child in self._children.living("rank"):
             send_signal(child.pid, signal.SIGUSR1)
             send_signal(child.pid, signal.SIGCONT)  # a stopped process takes no signal
 
     def _kill_ranks(self) -> None:
-        living = self._living("rank")
+        living = self._children.living("rank")
         self._kill_at = time.monotonic() + 1.0 if living else None
         for child in living:
             child.killed = True
-            self._kill(child)
-
-    def _kill(self, child: Child) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-
-    # -- children
-
-    def _keep(self, child: Child) -> Child:
-        self._children[child.pid] = child
-        self._by_fd |= dict.fromkeys(child.pipes, child)
-        return child
-
-    def _living(self, kind: str) -> list[Child]:
-        return [each for each in self._children.values() if each.kind == kind]
-
-    def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
-            if (child := self._children.pop(pid, None)) is not None:
-                child.status = os.waitstatus_to_exitcode(status)
-                self._ended(child)
+            self._children.kill(child)
 
     def _ended(self, child: Child) -> None:
-        for fd in list(child.pipes):
-            self._on_output(child, fd, select.POLLHUP)
-            self._forget(child, fd)
-        if child.stdin >= 0:
-            os.close(child.stdin)
         if child.kind == "rank":
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # what it started and left
             self._tell(
                 "ended",
                 attempt=child.attempt,
@@ -304,7 +276,7 @@ class Launcher:
                 stderr=child.stderr.decode(errors="replace")[-2000:],
             )
         elif child.kind == "abort" and child.status and not child.killed:
-            if child.attempt == self._attempt and self._living("rank"):
+            if child.attempt == self._attempt and self._children.living("rank"):
                 why = "aborted elsewhere" if child.status == ABORTED else "the store was lost"
                 self._tell("abort", attempt=child.attempt, why=why)
                 self._due(SETTLE_S)
@@ -313,88 +285,35 @@ class Launcher:
             self._ask_to_stop(self._grace_s)
         elif child.kind == "preemption" and not self._closing:
             self._tell("unwatched", code=child.status)
-        if not self._living("rank") and not self._over:
+        if not self._children.living("rank") and not self._over:
             self._over = True
             self._kill_at = None
-            for each in self._living("abort"):
+            for each in self._children.living("abort"):
                 each.killed = True
-                self._kill(each)
-            self._sweep()
+                self._children.kill(each)
+            self._children.sweep()
             self._tell("over", attempt=self._attempt)
 
     def _abort(self, attempt: int) -> None:
-        for child in self._living("abort"):
+        for child in self._children.living("abort"):
             if child.attempt == attempt and child.stdin >= 0:
                 with contextlib.suppress(OSError):
                     os.write(child.stdin, b"x")
-        if self._living("rank"):
+        if self._children.living("rank"):
             self._due(SETTLE_S)
 
     def _due(self, delay_s: float) -> None:
         due = time.monotonic() + delay_s
         self._kill_at = due if self._kill_at is None else min(due, self._kill_at)
 
-    def _sweep(self) -> None:
-        """Kill what ranks started in sessions of their own: they are our children by now."""
-        known = set(self._children)
-        path = Path(f"/proc/self/task/{self._pid}/children")
-        with contextlib.suppress(OSError):
-            for pid in map(int, path.read_text().split()):
-                if pid not in known:
-                    send_signal(pid, signal.SIGKILL)
-
-    def _end_all(self) -> None:
-        for child in list(self._children.values()):
-            self._kill(child)
-        deadline = time.monotonic() + 5.0
-        while self._children and time.monotonic() < deadline:
-            self._reap()
-            time.sleep(0.005)
-        self._sweep()
-        with contextlib.suppress(OSError):
-            self._flush()
-
     # -- words
-
-    def _on_output(self, child: Child, fd: int, event: int) -> None:
-        while True:
-            try:
-                chunk = os.read(fd, 65536)
-            except BlockingIOError:
-                return
-            if not chunk:
-                self._forget(child, fd)
-                return
-            if child.pipes.get(fd) == "err":
-                child.stderr += chunk
-                del child.stderr[:-STDERR_BYTES]
-            else:
-                self._take_lines(child, chunk)
-            if len(chunk) < 65536 and not event & select.POLLHUP:
-                return
-
-    def _take_lines(self, child: Child, chunk: bytes) -> None:
-        *lines, child.partial = (child.partial + chunk).split(b"\n")
-        child.partial = child.partial[:MAX_LINE_BYTES]
-        child.said_at = time.monotonic()
-        for line in lines:
-            if line.startswith(b'{"event":"beat"'):
-                with contextlib.suppress(ValueError):
-                    child.state = json.loads(line)
-            elif line:
-                self._say(line)
-
-    def _forget(self, child: Child, fd: int) -> None:
-        if child.pipes.pop(fd, None) is not None:
-            self._by_fd.pop(fd, None)
-            os.close(fd)
 
     def _beat(self, now: float) -> None:
         if os.getppid() != self._parent:
             self._closing = True
             self._kill_ranks()
         ranks = {}
-        for child in self._living("rank"):
+        for child in self._children.living("rank"):
             if len(self._waiting) >= MAX_WAITING_BYTES:  # nobody hears us: we do not listen either
                 child.said_at = now
             state = child.state
@@ -406,7 +325,9 @@ class Launcher:
                 "running_s": round(now - child.started, 3),
                 "stopped": is_stopped(child.pid),
             }
-        spares = {each.name: each.state.get("phase", "loading") for each in self._living("spare")}
+        spares = {
+            each.name: each.state.get("phase", "loading") for each in self._children.living("spare")
+        }
         self._tell("beat", attempt=self._attempt, ranks=ranks, spares=spares)
 
     def _tell(self, what: str, **data: Any) -> None:

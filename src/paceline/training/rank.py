@@ -18,35 +18,22 @@ import logging
 import os
 import shutil
 import sys
-import time
 import traceback
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError, PeerLost
+from paceline.training import outfit
 from paceline.training.keeping import keeps_of
-from paceline.training.loading import Loaded, load
+from paceline.training.loading import load
 from paceline.training.relaxed import is_asynchronous
+from paceline.training.telling import Teller
 from paceline.training.voice import Place, Voice
 from paceline.training.watch import STOPPED_EXIT, StopFlag, die_with_parent, share_cores
 from paceline.wire.training import TrainJob
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from paceline.data import PlannedStream
     from paceline.profile import GuardSettings
-    from paceline.training.checkpoint import Checkpointer, TrainState
-    from paceline.training.evaluating import Evaluator
     from paceline.training.group import Group
-    from paceline.training.loop import Progress, StepReport
-    from paceline.training.mesh import Mesh
-    from paceline.training.numbers import Exporter, Numbers
-    from paceline.training.parallel import Parallel
-
-FOLLOWER_BEAT_S = 0.5  # ranks other than 0 tell their steps this often
 
 
 def main() -> int:
@@ -154,18 +141,18 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             return run_part(its, place, voice, stop)
         voice.enter("joining")
         group = stack.enter_context(_join(place, settings.guard))
-        device = device_of()
+        device = outfit.device_of()
         mesh = open_mesh(MeshSpec.of(settings.mesh, place.world_size), device.type)
-        parallel, follow = _parallelise(its, mesh)
+        parallel, follow = outfit.spread(its, mesh)
         optimizer = new_optimizer(parallel.modules, settings)
 
         state = TrainState(parallel, optimizer, group, mesh, keeps=keeps_of(parallel, its.workload))
         voice.enter("resuming")
-        progress, position = _resume(its, state, voice)
+        progress, position = outfit.resumed(its, state, voice)
         state.extra = progress.extra
         resumed_from = progress.step
         follow(optimizer, progress.step)
-        exporter = stack.enter_context(exporter_of(job, place.rank))
+        exporter = stack.enter_context(outfit.exporter_of(job, place.rank))
         voice.say("resumed", progress.step, position=position, metrics_port=exporter.port)
 
         checkpointer = Checkpointer(
@@ -180,9 +167,9 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             deadline_s=settings.guard.checkpoint_deadline_s,
         )
         stack.callback(checkpointer.close)
-        saver = _averaging(checkpointer, parallel)
-        stream = stack.enter_context(_stream(its, mesh, position))
-        teller = _Teller(voice, checkpointer, progress, place.rank, stream, exporter)
+        saver = outfit.saver_of(checkpointer, parallel)
+        stream = stack.enter_context(outfit.stream_of(its, mesh, position))
+        teller = Teller(voice, checkpointer, progress, place.rank, stream, exporter)
         stop.listening = True
         voice.enter("first step", progress.step)  # lays out buckets, fetches shards
         train(
@@ -195,9 +182,9 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             progress=progress,
             device=device,
             saver=saver,
-            evaluator=evaluator_of(its, mesh, lambda: voice.phase("evaluating")),
+            evaluator=outfit.evaluator_of(its, mesh, lambda: voice.phase("evaluating")),
             guard=Guard.of(settings.guard, bad_before=len(job.skip_batches)),
-            numbers=_numbers(its, parallel, group, device, place.rank),
+            numbers=outfit.numbers_of(its, parallel, group, device, place.rank),
             on_step=teller,
             should_stop=stop,
         )
@@ -213,7 +200,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             directory = its.work_dir / "export"
             shutil.rmtree(directory, ignore_errors=True)
             export(state, its.config, directory)
-            exported = upload(its, directory) if place.rank == 0 else {}
+            exported = outfit.upload(its, directory) if place.rank == 0 else {}
         if place.rank == 0:
             voice.say(
                 "result",
@@ -251,205 +238,6 @@ def _join(place: Place, guard: GuardSettings) -> contextlib.AbstractContextManag
         guard.step_deadline_s + guard.start_deadline_s,
         serve=False,
     )
-
-
-def device_of() -> torch.device:
-    """Return this rank's GPU, or the CPU where there is none."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
-
-
-def _parallelise(its: Loaded, mesh: Mesh) -> tuple[Parallel, Any]:
-    """Return the model spread over the mesh, and what ties an optimiser to it once resumed."""
-    from paceline.training.parallel import parallelise
-
-    settings = its.job.settings
-    if settings.synchrony.kind == "local-sgd":
-        from paceline.training.relaxed.averaging import local_sgd
-
-        averaged = local_sgd(its.model, mesh, settings, its.workload)
-        return averaged, averaged.follow
-    return parallelise(its.model, mesh, settings, its.workload), lambda *_: None
-
-
-def _averaging(saver: Checkpointer, parallel: Parallel) -> Any:
-    from paceline.training.relaxed.averaging import Averaged, AveragingSaver
-
-    return AveragingSaver(saver, parallel) if isinstance(parallel, Averaged) else saver
-
-
-def _stream(its: Loaded, mesh: Mesh, position: dict[str, Any] | None) -> PlannedStream:
-    from paceline.data import open_stream
-    from paceline.training.identity import stream_seed
-
-    settings = its.job.settings
-    return open_stream(
-        its.snapshot,
-        "train",
-        its.cache,
-        its.job.data,
-        context=its.context,
-        global_batch=settings.batch_sequences,
-        seed=stream_seed("job", settings.seed),
-        rank=mesh.data_rank,
-        world_size=mesh.data_world,
-        position=position,
-        skip=frozenset(its.job.skip_batches),
-    )
-
-
-def evaluator_of(
-    its: Loaded,
-    mesh: Mesh,
-    during: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-) -> Evaluator | None:
-    """Return what measures this rank's share of the held-out split, if the job asks for it."""
-    from paceline.data import open_stream
-    from paceline.training.evaluating import Evaluator
-
-    settings = its.job.settings
-    if not settings.evaluate_every_steps:
-        return None
-    held_out = its.snapshot.of_split("held-out")
-    tokens = sum(each.tokens for each in held_out)
-    text_bytes = sum(each.text_bytes for each in held_out)
-    return Evaluator(
-        lambda: open_stream(
-            its.snapshot,
-            "held-out",
-            its.cache,
-            its.job.data,
-            context=its.context,
-            global_batch=settings.batch_sequences,
-            seed=0,
-            rank=mesh.data_rank,
-            world_size=mesh.data_world,
-        ),
-        settings.evaluate_sequences,
-        settings.accumulation,
-        text_bytes / tokens if tokens and text_bytes else None,
-        during,
-    )
-
-
-def _numbers(
-    its: Loaded, parallel: Parallel, group: Group, device: torch.device, rank: int
-) -> Numbers:
-    from paceline.objects import join_url
-    from paceline.training.numbers import Numbers, Tracer, Uploaded
-
-    settings, tracer = its.job.settings, None
-    if settings.profile_steps:
-        tracer = Tracer(
-            settings.profile_steps,
-            its.work_dir / "traces",
-            rank,
-            Uploaded(its.store, join_url(its.job.checkpoint_url, its.job.job_id, "traces")),
-            cuda=device.type == "cuda",
-        )
-    return Numbers.of(settings, parallel, group, device, config=its.config, tracer=tracer)
-
-
-def exporter_of(job: TrainJob, rank: int) -> Exporter:
-    """Return the page of figures that Prometheus finds this rank at."""
-    from paceline.training.numbers import Exporter
-
-    targets = Path(job.state_dir) / "metrics" / "targets"
-    return Exporter(
-        {"job_id": job.job_id, "rank": str(rank)},
-        targets,
-        step_deadline_s=job.settings.guard.step_deadline_s,
-    )
-
-
-def _resume(its: Loaded, state: TrainState, voice: Voice) -> tuple[Progress, dict[str, Any] | None]:
-    """Restore the newest healthy checkpoint, if any; return progress and data position."""
-    from paceline.training.checkpoint import resume_newest_healthy
-    from paceline.training.loop import Progress
-
-    restored = resume_newest_healthy(
-        its.generations,
-        state,
-        config_digest=its.config_digest,
-        work_dir=its.work_dir,
-        on_rejected=lambda step, why: voice.say("checkpoint", step, rejected=True, why=why),
-    )
-    if restored is None:
-        return Progress(), None
-    metrics = restored.metrics
-    progress = Progress(
-        step=restored.step,
-        first_loss=metrics.get("first_loss"),
-        loss=metrics.get("loss"),
-        held_out={name: found for name, found in metrics.items() if name.startswith("held_out")},
-        extra=restored.extra,
-    )
-    return progress, restored.position
-
-
-def upload(its: Loaded, directory: Any) -> dict[str, Any]:
-    """Upload the exported model, and return its URL and digest."""
-    from paceline.models import weights_digest
-    from paceline.objects import join_url
-
-    url = join_url(its.job.checkpoint_url, its.job.job_id, "export")
-    for path in sorted(directory.iterdir()):
-        its.store.upload_file(path, join_url(url, path.name))
-    digest = weights_digest(directory)
-    shutil.rmtree(directory, ignore_errors=True)
-    return {"export_url": url, "weights_digest": digest}
-
-
-class _Teller:
-    """Says each step of rank 0, and enough of the others' to show how they do."""
-
-    def __init__(
-        self,
-        voice: Voice,
-        saver: Checkpointer,
-        progress: Progress,
-        rank: int,
-        stream: PlannedStream,
-        exporter: Exporter,
-    ) -> None:
-        self._exporter = exporter
-        self._voice = voice
-        self._saver = saver
-        self._progress = progress
-        self._rank = rank
-        self._stream = stream
-        self._said_at = 0.0
-        self._alerts = 0
-
-    def __call__(self, report: StepReport) -> None:
-        self._voice.enter("step", report.step)
-        self._exporter.take(report, len(self._stream.quarantined))
-        now = time.monotonic()
-        if self._rank != 0 and now - self._said_at < FOLLOWER_BEAT_S and not report.alerts:
-            return
-        self._said_at = now
-        data = report.data() | {
-            "waited_s": self._progress.data_wait_s,
-            "stalled_s": self._progress.stall_s,
-            "checkpoints_put_off": self._saver.put_off,
-        }
-        if self._stream.quarantined:
-            data["quarantined_shards"] = sorted(self._stream.quarantined)
-        if raised := self._saver.alerts[self._alerts :]:
-            self._alerts += len(raised)
-            data["checkpoint_alerts"] = [each.message for each in raised]
-        self._voice.say("step", report.step, **data)
-        self.tell_saved()
-
-    def tell_saved(self) -> None:
-        """Say which checkpoints are committed by now (rank 0 does)."""
-        for ref in self._saver.report() if self._rank == 0 else ():
-            self._voice.say("checkpoint", ref.step, url=ref.url, digest=ref.digest, bytes=ref.bytes)
 
 
 if __name__ == "__main__":

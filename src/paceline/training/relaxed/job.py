@@ -20,13 +20,14 @@ from paceline.training.identity import stream_seed
 from paceline.training.loading import Loaded
 from paceline.training.loop import StepReport
 from paceline.training.numbers import Exporter
-from paceline.training.rank import FOLLOWER_BEAT_S, device_of, exporter_of
+from paceline.training.outfit import device_of, exporter_of
 from paceline.training.relaxed import SERVING, require_ranks
 from paceline.training.relaxed.computing import Gradients
 from paceline.training.relaxed.leading import ServingRank
 from paceline.training.relaxed.meeting import Meeting
 from paceline.training.relaxed.terms import Terms
 from paceline.training.relaxed.worker import Task, Worker
+from paceline.training.telling import FOLLOWER_BEAT_S
 from paceline.training.voice import Place, Voice
 from paceline.training.watch import StopFlag
 

@@ -30,7 +30,7 @@ from paceline.training.loading import Loaded
 from paceline.training.loop import StepReport
 from paceline.training.mesh import Mesh, MeshSpec
 from paceline.training.numbers import Exporter
-from paceline.training.rank import evaluator_of, exporter_of, upload
+from paceline.training.outfit import evaluator_of, exporter_of, upload
 from paceline.training.relaxed.evaluating import Beside
 from paceline.training.relaxed.following import follow
 from paceline.training.relaxed.learner import Learner

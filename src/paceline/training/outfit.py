@@ -1,0 +1,184 @@
+"""What a rank makes of what it loaded once it has a place: device, model spread, stream, figures.
+
+Each function makes one thing that ``rank`` asks for. Knows no order of events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.training.loading import Loaded
+from paceline.training.voice import Voice
+from paceline.wire.training import TrainJob
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.data import PlannedStream
+    from paceline.training.checkpoint import Checkpointer, TrainState
+    from paceline.training.evaluating import Evaluator
+    from paceline.training.group import Group
+    from paceline.training.loop import Progress
+    from paceline.training.mesh import Mesh
+    from paceline.training.numbers import Exporter, Numbers
+    from paceline.training.parallel import Parallel
+
+
+def device_of() -> torch.device:
+    """Return this rank's GPU, or the CPU where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def spread(its: Loaded, mesh: Mesh) -> tuple[Parallel, Any]:
+    """Return the model spread over the mesh, and what ties an optimiser to it once resumed."""
+    from paceline.training.parallel import parallelise
+
+    settings = its.job.settings
+    if settings.synchrony.kind == "local-sgd":
+        from paceline.training.relaxed.averaging import local_sgd
+
+        averaged = local_sgd(its.model, mesh, settings, its.workload)
+        return averaged, averaged.follow
+    return parallelise(its.model, mesh, settings, its.workload), lambda *_: None
+
+
+def saver_of(saver: Checkpointer, parallel: Parallel) -> Any:
+    """Return what the loop saves with: where replicas step alone, one that averages first."""
+    from paceline.training.relaxed.averaging import Averaged, AveragingSaver
+
+    return AveragingSaver(saver, parallel) if isinstance(parallel, Averaged) else saver
+
+
+def stream_of(its: Loaded, mesh: Mesh, position: dict[str, Any] | None) -> PlannedStream:
+    """Return this rank's share of the training split from ``position`` on."""
+    from paceline.data import open_stream
+    from paceline.training.identity import stream_seed
+
+    settings = its.job.settings
+    return open_stream(
+        its.snapshot,
+        "train",
+        its.cache,
+        its.job.data,
+        context=its.context,
+        global_batch=settings.batch_sequences,
+        seed=stream_seed("job", settings.seed),
+        rank=mesh.data_rank,
+        world_size=mesh.data_world,
+        position=position,
+        skip=frozenset(its.job.skip_batches),
+    )
+
+
+def evaluator_of(
+    its: Loaded,
+    mesh: Mesh,
+    during: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> Evaluator | None:
+    """Return what measures this rank's share of the held-out split, if the job asks for it."""
+    from paceline.data import open_stream
+    from paceline.training.evaluating import Evaluator
+
+    settings = its.job.settings
+    if not settings.evaluate_every_steps:
+        return None
+    held_out = its.snapshot.of_split("held-out")
+    tokens = sum(each.tokens for each in held_out)
+    text_bytes = sum(each.text_bytes for each in held_out)
+    return Evaluator(
+        lambda: open_stream(
+            its.snapshot,
+            "held-out",
+            its.cache,
+            its.job.data,
+            context=its.context,
+            global_batch=settings.batch_sequences,
+            seed=0,
+            rank=mesh.data_rank,
+            world_size=mesh.data_world,
+        ),
+        settings.evaluate_sequences,
+        settings.accumulation,
+        text_bytes / tokens if tokens and text_bytes else None,
+        during,
+    )
+
+
+def numbers_of(
+    its: Loaded, parallel: Parallel, group: Group, device: torch.device, rank: int
+) -> Numbers:
+    """Return this rank's figures, with a profiler where the job asks for traces."""
+    from paceline.objects import join_url
+    from paceline.training.numbers import Numbers, Tracer, Uploaded
+
+    settings, tracer = its.job.settings, None
+    if settings.profile_steps:
+        tracer = Tracer(
+            settings.profile_steps,
+            its.work_dir / "traces",
+            rank,
+            Uploaded(its.store, join_url(its.job.checkpoint_url, its.job.job_id, "traces")),
+            cuda=device.type == "cuda",
+        )
+    return Numbers.of(settings, parallel, group, device, config=its.config, tracer=tracer)
+
+
+def exporter_of(job: TrainJob, rank: int) -> Exporter:
+    """Return the page of figures that Prometheus finds this rank at."""
+    from paceline.training.numbers import Exporter
+
+    targets = Path(job.state_dir) / "metrics" / "targets"
+    return Exporter(
+        {"job_id": job.job_id, "rank": str(rank)},
+        targets,
+        step_deadline_s=job.settings.guard.step_deadline_s,
+    )
+
+
+def resumed(its: Loaded, state: TrainState, voice: Voice) -> tuple[Progress, dict[str, Any] | None]:
+    """Restore the newest healthy checkpoint, if any; return progress and data position."""
+    from paceline.training.checkpoint import resume_newest_healthy
+    from paceline.training.loop import Progress
+
+    restored = resume_newest_healthy(
+        its.generations,
+        state,
+        config_digest=its.config_digest,
+        work_dir=its.work_dir,
+        on_rejected=lambda step, why: voice.say("checkpoint", step, rejected=True, why=why),
+    )
+    if restored is None:
+        return Progress(), None
+    metrics = restored.metrics
+    progress = Progress(
+        step=restored.step,
+        first_loss=metrics.get("first_loss"),
+        loss=metrics.get("loss"),
+        held_out={name: found for name, found in metrics.items() if name.startswith("held_out")},
+        extra=restored.extra,
+    )
+    return progress, restored.position
+
+
+def upload(its: Loaded, directory: Any) -> dict[str, Any]:
+    """Upload the exported model, and return its URL and digest."""
+    from paceline.models import weights_digest
+    from paceline.objects import join_url
+
+    url = join_url(its.job.checkpoint_url, its.job.job_id, "export")
+    for path in sorted(directory.iterdir()):
+        its.store.upload_file(path, join_url(url, path.name))
+    digest = weights_digest(directory)
+    shutil.rmtree(directory, ignore_errors=True)
+    return {"export_url": url, "weights_digest": digest}
