@@ -5,9 +5,12 @@ What is left of closed deployments is in ``test_switching``.
 
 import tracemalloc
 
+import pytest
+
 from paceline.coordinator.messages import Beat
 from paceline.coordinator.settings import Patience
 from paceline.coordinator.state import CoordinatorState
+from paceline.errors import Conflict, ServiceUnavailable
 from paceline.wire.calls import Heartbeat
 from paceline.wire.events import EventName
 from tests.coordinator.test_invariants import read_back
@@ -99,3 +102,39 @@ def test_what_is_kept_does_not_grow_with_beats(world):
 
 def workers(world) -> set[str]:
     return {each.worker_id for each in world.state.fleet.workers()}
+
+
+def test_there_are_so_many_workers_and_no_more(make_world):
+    """A token of the whole fleet may be as many workers as it likes: not for ever."""
+    world = make_world(patience=Patience(workers_at_most=3))
+    world.register("node-0", "node-1", "node-2")
+    with pytest.raises(Conflict, match="too many workers"):
+        world.register("node-3")
+    assert len(workers(world)) == 3
+    world.register("node-1")
+    assert world.state.fleet.alive("node-1"), "who is known may come again"
+
+
+def test_there_are_so_many_deployments_under_way_and_no_more(make_world):
+    world = make_world(patience=Patience(open_at_most=2))
+    first = world.create("node-0", key="k")
+    world.create("node-0")
+    with pytest.raises(ServiceUnavailable, match="too many deployments"):
+        world.create("node-0")
+    assert len(world.state.deployments()) == 2
+    assert world.create("node-0", key="k") == first, "the same call again is no new one"
+    world.cancel(first)
+    world.create("node-0")
+
+
+def test_cancels_from_before_a_change_of_leaders_are_forgotten_too(make_world):
+    """Whether a worker stopped is not kept: a new leader has to hear it again, of each of them."""
+    world = make_world(patience=Patience(kept_closed=0, kept_closed_s=0.0))
+    world.register("node-0", "node-1")
+    made = [world.create("node-0", "node-1", version=f"v{n}") for n in range(30)]
+    world.wait(1.0)
+    for d in made:
+        world.cancel(d)
+    world.state = CoordinatorState.restore(read_back(world.kept), world.now_s, world.patience)
+    world.wait(8 * 61)
+    assert world.state.deployments() == []

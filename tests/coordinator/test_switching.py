@@ -367,3 +367,27 @@ def test_a_cancel_that_is_not_confirmed_is_not_forgotten(make_world):
     world.wait(61)
     with pytest.raises(NotFound):
         world.status(d)
+
+
+def test_what_was_cancelled_long_before_a_change_of_leaders_is_still_stopped(world):
+    """A new leader announces the newest closed deployments only; who still moves another one is
+    told, and who asks for the cancel again gets its answer.
+    """
+    world.register("node-0", "node-1")
+    made = [world.create("node-0", "node-1", version=f"v{n}") for n in range(25)]
+    world.wait(1.0)
+    for d in made:
+        world.cancel(d)
+    world.state = CoordinatorState.restore(read_back(world.kept), world.now_s, world.patience)
+    oldest = made[0]
+    assert world.state.unstopped(oldest) == ["node-0", "node-1"]
+    for _ in range(3):
+        world.beat("node-0"), world.beat("node-1")
+    for _ in range(2):
+        told = world.receive(oldest, "node-0", 2).commands
+        assert ("cancel", oldest) in {(each.kind, each.deployment_id) for each in told}
+    world.beat("node-0"), world.beat("node-0")
+    assert world.state.unstopped(oldest) == ["node-1"], "it never said a word of it"
+    world.cancel(oldest)
+    world.beat("node-1"), world.beat("node-1")
+    assert world.state.unstopped(oldest) == []

@@ -41,7 +41,7 @@ from paceline.coordinator.settings import Patience
 from paceline.coordinator.state import CoordinatorState
 from paceline.coordinator.stores.contracts import Audit, Coordination, Progress, Question, Term
 from paceline.coordinator.tokens import TokenBook
-from paceline.errors import NotFound, PacelineError, ServiceUnavailable, StaleEpoch
+from paceline.errors import InvalidInput, NotFound, PacelineError, ServiceUnavailable, StaleEpoch
 from paceline.manifest import Manifest
 from paceline.wire import digest_of
 from paceline.wire.calls import (
@@ -257,7 +257,7 @@ class Coordinator:
         self.handle(Cancel(deployment_id=deployment_id, at=self._wall()))
 
     def keep_stage(self, record: StageRecord) -> StageRecord:
-        """Put a record into the ledger."""
+        """Put a record into the ledger; raises InvalidInput for one that the store cannot keep."""
         data: dict[str, object] = {
             "stage": record.stage,
             "run_id": record.run_id,
@@ -270,6 +270,8 @@ class Coordinator:
             term = self._require_leading()
             try:
                 events = self._coordination.keep_stage(term, record, told)
+            except InvalidInput:
+                raise  # before anything was written
             except PacelineError as error:
                 raise self._undo(term, error) from error
             self._ring.extend(events)

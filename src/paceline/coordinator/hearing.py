@@ -7,7 +7,7 @@ PacelineError and has changed nothing.
 
 from __future__ import annotations
 
-from paceline.coordinator.answers import answer_to, register_first
+from paceline.coordinator.answers import CLOSED, answer_to, register_first
 from paceline.coordinator.book import Book
 from paceline.coordinator.membership import Membership
 from paceline.coordinator.messages import (
@@ -72,6 +72,9 @@ class Hearing:
             run = self._book.find(deployment_id)
             if run is None or beat.worker_id not in run.parts:
                 continue
+            if run.deployment.status in CLOSED and each.status is WorkerStatus.RECEIVING:
+                # A leader that took over announced the newest of the closed ones only.
+                self._book.announce(run, (beat.worker_id,))
             effects += run.report(worker, each, now_s, event.at)
             for key in each.lost_sources:
                 self._fleet.suspect(key)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.coordinator.settings import Patience
-from paceline.errors import StaleEpoch
+from paceline.errors import Conflict, StaleEpoch
 from paceline.wire.calls import Heartbeat, RegisterWorker
 from paceline.wire.records import Worker
 
@@ -110,10 +110,19 @@ class Membership:
         return max(self._patience.beat_s, self._living / self._patience.beats_per_second)
 
     def register(self, call: RegisterWorker, at: float, now_s: float) -> Worker:
-        """Enter a worker, or its next incarnation; raises StaleEpoch for an older one."""
+        """Enter a worker, or its next incarnation; raises StaleEpoch for an older one, Conflict for
+        a new one where there are too many.
+        """
         known = self.find(call.worker_id)
         if known is not None:
             _refuse_stale(call, known)
+        elif len(self._members) >= self._patience.workers_at_most:
+            raise Conflict(
+                "there are too many workers",
+                got=len(self._members),
+                wanted=f"fewer than {self._patience.workers_at_most}",
+                do="Start agents under the names they had; lost ones are forgotten in the end.",
+            )
         places = {
             "rack": call.labels.rack or call.rack,
             "host": call.labels.host or call.hostname,

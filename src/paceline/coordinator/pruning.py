@@ -32,14 +32,16 @@ def prune(book: Book, patience: Patience, at: float, now_s: float) -> list[Effec
     old = closed[: len(closed) - patience.kept_closed]
     surplus = len(closed) - patience.kept_at_most
     effects: list[Effect] = []
-    leaving = (
+    due = [
         run
         for place, run in enumerate(old)
         if run.deployment.deployment_id not in needed
         and (place < surplus or _closed_for_s(run, now_s) > patience.kept_closed_s)
-        and not _unstopped(run)
-    )
-    for run in list(islice(leaving, AT_ONCE)):
+    ]
+    # A leader that took over has not heard who stopped, and announced the newest cancels only.
+    for run in islice(filter(_unstopped, due), AT_ONCE):
+        book.announce(run, _unstopped(run))
+    for run in list(islice((each for each in due if not _unstopped(each)), AT_ONCE)):
         book.drop(run)
         deployment = run.deployment
         data: dict[str, object] = {
@@ -90,13 +92,12 @@ def _needed(book: Book) -> set[str]:
     return needed
 
 
-def _unstopped(run: DeploymentRun) -> bool:
-    """Return whether it was cancelled and some worker has yet to stop, as far as it is known."""
-    return (
-        run.deployment.status is DeploymentStatus.CANCELLED
-        and run.plan is not None
-        and any(
-            part.receipt is None and not part.stopped and part.dead_since_s is None
-            for part in run.parts.values()
-        )
-    )
+def _unstopped(run: DeploymentRun) -> list[str]:
+    """Return who has yet to stop, of a deployment that was cancelled, as far as it is known."""
+    if run.deployment.status is not DeploymentStatus.CANCELLED or run.plan is None:
+        return []
+    return [
+        worker_id
+        for worker_id, part in run.parts.items()
+        if part.receipt is None and not part.stopped and part.dead_since_s is None
+    ]

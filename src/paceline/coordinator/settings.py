@@ -37,6 +37,8 @@ class Patience:
     kept_closed: int = 100  # closed deployments that are kept, the newest; keys live as long
     kept_closed_s: float = 24 * 3600.0  # and those that closed since
     kept_at_most: int = 1_000  # whatever their age
+    open_at_most: int = 1_000  # deployments under way
+    workers_at_most: int = 50_000  # that are known, the lost ones too
     kept_lost_s: float = 30 * 86_400.0  # lost workers, of no deployment that is kept
     kept_audit_events: int = 1_000_000  # in the audit history, the newest
     starts_flows: bool = False  # who asks without a flow run gets one, see service/flow_starter

@@ -55,7 +55,7 @@ from paceline.coordinator.settings import Patience
 from paceline.coordinator.shown import progress_of, view_of
 from paceline.coordinator.switching import Switches
 from paceline.coordinator.tokens import TokenBook
-from paceline.errors import Conflict, NotFound
+from paceline.errors import Conflict, NotFound, ServiceUnavailable
 from paceline.wire.calls import (
     CreatedDeployment,
     DeploymentView,
@@ -253,6 +253,13 @@ class CoordinatorState:
         known = self.known_key(event.key, event.body_digest)
         if known is not None:
             return [Answer(known)]
+        if len(self._book.ticking) >= self.patience.open_at_most:
+            raise ServiceUnavailable(
+                "too many deployments are under way",
+                got=len(self._book.ticking),
+                wanted=f"fewer than {self.patience.open_at_most}",
+                do="Call again once some have ended, or cancel what is not needed.",
+            )
         if not call.allow_older:
             targets = set(call.target_workers)
             self._switches.require_not_older(call.version, call.model_id, targets)
@@ -285,6 +292,7 @@ class CoordinatorState:
                 do="Roll it back, or activate another version.",
             )
         if run.final:
+            self._book.announce(run, self.unstopped(event.deployment_id))
             return [Answer(Success())]
         reason = Failure(code="Cancelled", message="cancelled by a caller")
         effects = turn(run, DeploymentStatus.CANCELLED, reason, event.at)

@@ -16,10 +16,11 @@ from paceline.coordinator.stores import Candidate
 from paceline.coordinator.stores.memory_progress import MemoryProgress
 from paceline.coordinator.stores.sqlite import SqliteCoordination
 from paceline.coordinator.stores.sqlite_audit import SqliteAudit
-from paceline.errors import Conflict, NotLeading, ServiceUnavailable
+from paceline.errors import Conflict, InvalidInput, NotLeading, ServiceUnavailable
 from paceline.wire.calls import CreateDeployment, Heartbeat, HeartbeatAnswer, RegisterWorker
 from paceline.wire.events import EventName
 from tests.coordinator.conftest import small_manifest
+from tests.coordinator.stores.effects import stage
 
 
 def register(name="node-0"):
@@ -132,6 +133,21 @@ def test_calm_beat_that_left_something_to_keep_is_undone(coordinator, monkeypatc
         coordinator.decide_now(Beat(beat=beat, at=0.0))
     monkeypatch.undo()
     assert coordinator.handle(Beat(beat=beat, at=0.0)).go_on
+
+
+def test_record_that_no_store_takes_is_refused_for_good(coordinator, monkeypatch):
+    """It is the caller's to mend: nobody shall try again, nor read the state anew for it."""
+
+    def refused(*_):
+        raise InvalidInput("a stage's record is too large to keep")
+
+    monkeypatch.setattr(coordinator._coordination, "keep_stage", refused)
+    loads = []
+    monkeypatch.setattr(coordinator._coordination, "load", loads.append)
+    with pytest.raises(InvalidInput):
+        coordinator.keep_stage(stage("train"))
+    coordinator.check_ready()
+    assert loads == []
 
 
 def test_same_key_at_once_from_many_threads_makes_one_deployment(coordinator):

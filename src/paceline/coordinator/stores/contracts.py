@@ -150,7 +150,9 @@ class Coordination(Protocol):
         ...
 
     def keep_stage(self, term: Term, record: StageRecord, told: Observed) -> list[Event]:
-        """Put ``record`` into the ledger, in place of an older one; errors as of ``commit``."""
+        """Put ``record`` into the ledger, in place of an older one; errors as of ``commit``, and
+        InvalidInput, with nothing written, for one that is too large to keep.
+        """
         ...
 
     # --- the outbox of events --------------------------------------------------------------------
