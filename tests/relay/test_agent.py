@@ -166,12 +166,15 @@ def test_an_agent_is_lean() -> None:
     )  # fmt: skip
     script = (
         "import paceline.cli.main, paceline.cli.processes, paceline.relay.agent, sys\n"
-        f"print([name for name in {heavy!r} if name in sys.modules])\n"
+        f"print([name for name in {heavy!r} if name in sys.modules], len(sys.modules))\n"
     )
     out = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    assert out.strip() == "[]"
+    found, _, count = out.strip().rpartition(" ")
+    assert found == "[]"
+    # What ready in 0.5 s comes down to on any machine: 364 modules took 0.22 s where this was made.
+    assert int(count) < 420
 
 
 def test_what_ended_is_told_at_once_and_not_at_the_next_beat(
