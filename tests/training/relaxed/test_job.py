@@ -203,3 +203,47 @@ def test_positions_of_shares_mean_the_same_to_any_worker(camp: Camp) -> None:
     ) as stream:  # fmt: skip
         assert stream.next().step == after.step
     cache.close()
+
+
+class BothServers(Story):
+    """Server and standby are killed at the same moment, once a checkpoint is committed."""
+
+    def on_event(self, event: RankEvent) -> None:
+        if (event.event, event.rank) == ("step", 0) and event.step >= 20 and self.of("checkpoint"):
+            self.kill("server", 0)
+            self.kill("standby", 1)
+
+
+@pytest.mark.chaos
+def test_without_any_server_the_job_resumes_from_its_checkpoint(
+    camp: Camp, launcher: LocalLauncher
+) -> None:
+    story = BothServers(camp, launcher)
+    result = story.run(job_of(camp, "both", steps=300))
+    saved = {each.step for each in story.of("checkpoint")}
+    resumed = [each.step for each in story.of("resumed")]
+    assert len(resumed) == 2 and resumed[1] in saved
+    (restart,) = [each for each in result.restarts if each.failed_rank in (0, 1)]
+    assert "nobody is left who holds the state" in restart.reason
+    assert result.steps == 300
+    assert [each.step for each in story.of("step")][-1] == 300
+
+
+class LeftOut(Story):
+    def on_event(self, event: RankEvent) -> None:
+        if (event.event, event.rank) == ("step", 0) and event.step >= 4:
+            self.kill("worker", 3)
+
+
+@pytest.mark.chaos
+def test_a_worker_that_falls_too_often_is_left_out_and_its_share_done_by_another(
+    camp: Camp, launcher: LocalLauncher
+) -> None:
+    story = LeftOut(camp, launcher)
+    result = story.run(job_of(camp, "left-out", guard={"max_restarts": 0}))
+    assert [each.failed_rank for each in result.restarts] == [3]
+    assert [each.step for each in story.of("step")] == list(range(1, STEPS + 1))
+    shares = {each.data["share"] for each in story.events if each.event == "step" and each.rank > 1}
+    assert shares == {0, 1, 2}
+    others = [e for e in story.events if e.event == "step" and e.data.get("share") == 1]
+    assert {each.rank for each in others} > {3}, "its share went on elsewhere"
