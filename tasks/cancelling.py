@@ -80,12 +80,15 @@ def _cancelled_of(ids: list[str]) -> str | None:
 
 
 @contextlib.contextmanager
-def held_back(heard: Callable[[], None] = lambda: None) -> Iterator[None]:
+def held_back(
+    heard: Callable[[], None] = lambda: None, *, ends: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
     """Keep SIGTERM and Ctrl-C from tearing the ``with`` apart: ``heard`` is called at once, and the
     signal is delivered at the end. A second Ctrl-C is not held back.
 
-    Prefect's worker ends a cancelled flow by SIGTERM, and by SIGKILL 30 s later. Off the main
-    thread, where no signal arrives, this does nothing.
+    Prefect's worker ends a cancelled flow by SIGTERM, and by SIGKILL 30 s later. Where ``ends()``
+    says that the flow ends by itself as cancelled, its SIGTERM has done its work: delivered, it
+    would have Prefect say CRASHED. Off the main thread, where no signal arrives, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -104,8 +107,9 @@ def held_back(heard: Callable[[], None] = lambda: None) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in dict.fromkeys(came):
-            signal.raise_signal(number)
+        for each in dict.fromkeys(came):
+            if each != signal.SIGTERM or not ends():
+                signal.raise_signal(each)
 
 
 @contextlib.contextmanager
@@ -119,6 +123,14 @@ def noticed() -> Iterator[threading.Event]:
     cancelled, over = threading.Event(), threading.Event()
     mine = flow_run.get_id(), flow_run.get_root_flow_run_id()
     ids = sorted({str(each) for each in mine if each})  # here: the context is this thread's
+    ending = False
+
+    def ends() -> bool:
+        try:
+            return ending and _cancelled_of(ids) is not None
+        except Exception as error:  # noqa: BLE001 - httpx's many; then the signal says what we are
+            logger.warning("cannot ask Prefect whether the run was cancelled: %s", error)
+            return False
 
     def ask() -> None:
         while not over.wait(ASK_EVERY_S):
@@ -133,8 +145,12 @@ def noticed() -> Iterator[threading.Event]:
     if ids:
         thread.start()
     try:
-        with held_back(cancelled.set):
-            yield cancelled
+        with held_back(cancelled.set, ends=ends):
+            try:
+                yield cancelled
+            except Cancelled:
+                ending = True
+                raise
     finally:
         over.set()
         if ids:

@@ -32,9 +32,10 @@ def recorded(run: Run, flow_name: str) -> Iterator[None]:
         yield
     except BaseException as error:
         if run.depth == 1:
-            stopped = isinstance(error, Cancelled) or not isinstance(error, Exception)
+            ends = isinstance(error, Cancelled)
+            stopped = ends or not isinstance(error, Exception)
             try:
-                with cancelling.held_back():
+                with cancelling.held_back(ends=lambda: ends):
                     _close(run, "KILLED" if stopped else "FAILED", explain(error))
             except PacelineError as also:  # what went wrong first is what people must read
                 logger.warning("the failure could not be recorded in MLflow: %s", also)

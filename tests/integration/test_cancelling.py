@@ -73,11 +73,7 @@ def cancel(stack: Runtime, flow_run_id: str) -> None:
 
 
 def ends_cancelled(stack: Runtime, flow_run_id: str) -> None:
-    def ended() -> str | None:
-        state = state_of(stack, flow_run_id)
-        return state if state not in ("RUNNING", "CANCELLING") else None
-
-    assert wait_until(ended, 60, "the flow run has ended") == "CANCELLED"
+    wait_until(lambda: state_of(stack, flow_run_id) == "CANCELLED", 60, "the run is CANCELLED")
 
 
 def running_of(stack: Runtime, name: str) -> str:

@@ -91,6 +91,21 @@ def test_a_signal_is_told_at_once_and_delivered_at_the_end() -> None:
 
 
 @pytest.mark.usefixtures("ending")
+@pytest.mark.parametrize(("asked", "ended"), [("inner", Cancelled), (None, Ended)])
+def test_a_flow_that_ends_as_cancelled_needs_no_signal_more(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, ended: type[BaseException]
+) -> None:
+    monkeypatch.setattr(cancelling, "flow_run", FlowRun("inner", "outer"))
+    monkeypatch.setattr(cancelling, "_cancelled_of", lambda _ids: asked)
+    with pytest.raises(ended), cancelling.noticed() as cancelled:
+        signal.raise_signal(signal.SIGTERM)
+        assert cancelled.is_set()
+        raise Cancelled("the ranks have saved")
+    with pytest.raises(Ended), cancelling.noticed():
+        signal.raise_signal(signal.SIGTERM)  # and the work came to its own end: it says so
+
+
+@pytest.mark.usefixtures("ending")
 def test_ctrl_c_twice_ends_at_once() -> None:
     done: list[str] = []
     with pytest.raises(KeyboardInterrupt), cancelling.held_back():
