@@ -77,9 +77,11 @@ class Runs:
         while self._to_start:
             self._select(self._to_start.popleft())
 
-    def share_of_corrupt(self, flow: Flow) -> int:
-        """Return how many more corrupt pieces would have come by now, had they been spread."""
-        return self._gathering.unspread(flow, self.reached(flow))
+    def share_of_corrupt(self, flow: Flow, reached: int) -> int:
+        """Return how many more corrupt pieces would have come by now, had they been spread, where
+        everything before piece ``reached`` has arrived.
+        """
+        return self._gathering.unspread(flow, reached)
 
     def open(self, host: Host, far: Host, key: str, number: int, lane: int) -> Flow:
         known = host.feeds.get((key, lane))
@@ -104,7 +106,7 @@ class Runs:
         self._arrive(flow, self.reached(flow))
         self.report(flow)
         judged = flow.reader.edge(flow.key, flow.reader.name)
-        corrupt = self.share_of_corrupt(flow)
+        corrupt = self.share_of_corrupt(flow, self.reached(flow))
         judged.corrupt += corrupt
         judged.pieces -= corrupt
         self.halt(flow)
@@ -287,7 +289,7 @@ class Runs:
         """Return before which piece everything of the present run has arrived."""
         if not flow.moving:
             return flow.base
-        at = float(self.network.pos[flow.slot]) + NEAR
+        at = self.network.pos.item(flow.slot) + NEAR
         if at >= self._size:
             return self._pieces.count
         return max(flow.base, int(at // self._piece_bytes))

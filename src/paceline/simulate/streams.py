@@ -219,20 +219,25 @@ class Streams:
 
         Corrupt pieces come in one run an extent here: they are counted as if they were spread.
         """
-        network, sums = self.network, dict[tuple[str, str], Tally]()
+        runs, sums = self.runs, dict[tuple[str, str], Tally]()
         for flow in host.readers:
-            tally = sums.setdefault((flow.key, flow.reader.name), Tally())
-            tally.bytes += float(network.carried[flow.slot])
-            tally.busy_s += float(network.busy_s[flow.slot])
+            self._add_carried(sums, flow)
         for flow in host.feeds.values():
-            tally = sums.setdefault((flow.key, host.name), Tally())
             if flow.source.is_origin:
-                tally.bytes += float(network.carried[flow.slot])
-                tally.busy_s += float(network.busy_s[flow.slot])
-            corrupt = self.runs.share_of_corrupt(flow)
-            tally.pieces += self.runs.reached(flow) - flow.base - corrupt
+                tally = self._add_carried(sums, flow)
+            else:
+                tally = _tally_of(sums, flow)
+            reached = runs.reached(flow)
+            corrupt = runs.share_of_corrupt(flow, reached)
+            tally.pieces += reached - flow.base - corrupt
             tally.corrupt += corrupt
         return sums
+
+    def _add_carried(self, sums: dict[tuple[str, str], Tally], flow: Flow) -> Tally:
+        tally = _tally_of(sums, flow)
+        tally.bytes += self.network.carried.item(flow.slot)
+        tally.busy_s += self.network.busy_s.item(flow.slot)
+        return tally
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────
 
@@ -334,3 +339,11 @@ class Streams:
             self.runs.halt(flow)
             self.keepalives.silence(flow)
         host.waiting.clear()
+
+
+def _tally_of(sums: dict[tuple[str, str], Tally], flow: Flow) -> Tally:
+    edge = flow.key, flow.reader.name
+    known = sums.get(edge)
+    if known is None:
+        known = sums[edge] = Tally()
+    return known
