@@ -119,7 +119,7 @@ def test_a_sample_goes_and_comes_as_it_is() -> None:
 def test_a_sample_that_hangs_or_kills_its_process_is_named_and_passed_over(
     on_disk: Snapshot, tmp_path: Path, name: str, why: str
 ) -> None:
-    processes = apart(name, 2, 0.5 if name == "hang" else 60.0)
+    processes = apart(name, 1, 0.5 if name == "hang" else 60.0)
     found, quarantined = epoch_of(on_disk, tmp_path / "cache", processes, "bucketed")
     named = keys_of(on_disk, quarantined, tmp_path / "cache")
     assert list(named) == ["file-03.txt"]

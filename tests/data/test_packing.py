@@ -268,6 +268,23 @@ def test_features_stand_beside_the_document_and_the_token_they_belong_to(kind) -
     assert embeddings == wanted - {(2, 7)}
 
 
+def test_samples_of_features_only_have_places_and_no_tokens() -> None:
+    """As long as their first feature: here longer than a row, so that pieces go on."""
+
+    class Frames(MemoryCache):
+        def lengths(self, shard: Shard) -> np.ndarray:
+            return np.array([40], dtype=np.int32)
+
+    cache = Frames([[b""]])
+    with PlannedStream(plan_by("packed", 8, 2), cache.shards, cache) as stream:
+        batches = made(stream, 3)
+    places = np.concatenate([each.positions_BT[each.weights_BT > 0] for each in batches])
+    assert sorted(places.tolist()) == list(range(41))
+    for each in batches:
+        assert (each.inputs_BT == 255).all()
+        assert (each.targets_BT == 255).all()
+
+
 def test_token_features_that_do_not_fit_are_refused() -> None:
     cache = WithFeatures([[b"abcdef"], [b"ghij"]])
     with pytest.raises(InvalidInput, match="does not have"):

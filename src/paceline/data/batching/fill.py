@@ -129,7 +129,7 @@ class Filler:
             document, position = layout.document_P[these], layout.position_P[these]
             if shard.flat is not None:
                 first, count = shard.first_D[document], shard.count_D[document]
-                stop = at + np.minimum(count - position, length)
+                stop = at + np.clip(count - position, 0, length)  # below 0: features only
                 _copy(targets, shard.flat, at, stop, first + position)
                 going_on = np.flatnonzero((position > 0) & (count > 0))
                 if len(going_on):
