@@ -29,7 +29,8 @@ CONTEXT, BATCH = 16, 12
 
 def opened(kind: str, **changes) -> PlannedStream:
     cache = MemoryCache(CONTENTS, changes.pop("broken", None))
-    return PlannedStream(plan_by(kind, CONTEXT, BATCH), cache.shards, cache, **changes)
+    plan = plan_by(kind, CONTEXT, BATCH, columns=changes.pop("columns", 0))
+    return PlannedStream(plan, cache.shards, cache, **changes)
 
 
 def union(parts: list[Batch]) -> list[object]:
@@ -118,11 +119,11 @@ def test_epochs_resumed_on_1_3_and_4_ranks_have_nothing_twice_and_nothing_missin
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_made_several_at_once_are_those_made_one_by_one(kind) -> None:
-    for skip in ({}, {5, 6, 17}):
-        with opened(kind, rank=1, world_size=3, skip=skip) as ahead:
+    for skip, columns in (({}, 1), ({5, 6, 17}, 4)):
+        with opened(kind, rank=1, world_size=3, skip=skip, columns=columns) as ahead:
             found = [ahead.next() for _ in range(55)]
             position = ahead.position
-        with opened(kind, rank=1, world_size=3, skip=skip) as single:
+        with opened(kind, rank=1, world_size=3, skip=skip, columns=columns) as single:
             at = Position(**single.position)
             for batch in found:
                 wanted, at = single.make(at)
