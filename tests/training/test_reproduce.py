@@ -108,11 +108,14 @@ def test_what_differs_is_said_exactly(camp: Camp, recorded: Recorded) -> None:
             "skipped_batches": (3,),
         }
     )
-    job = recorded.job.model_copy(update={"deterministic": False})
+    synchrony = recorded.job.settings.synchrony.model_copy(update={"kind": "parameter-server"})
+    settings = recorded.job.settings.model_copy(update={"synchrony": synchrony})
+    job = recorded.job.model_copy(update={"deterministic": False, "settings": settings})
+    result = result.model_copy(update={"config_digest": config_digest(job)})
     before = Recorded(recorded.run_id, job, result, recorded.losses)
     found = {each.what: each for each in differences_of(before, camp.runtime, camp.store)}
     decisive = {each.what for each in found.values() if each.decisive}
-    assert decisive == {"torch", "code version", "ranks", "deterministic mode"}
+    assert decisive == {"torch", "code version", "synchrony", "ranks", "deterministic mode"}
     told = {"system", "batches passed over", "commit"} | ({"diff"} & set(found))
     assert set(found) == decisive | told, "packages that no code of ours imports change no bits"
     assert (found["torch"].then, found["torch"].now) == ("1.0", current(1).torch)

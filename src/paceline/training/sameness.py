@@ -21,6 +21,7 @@ from paceline.objects import ObjectStore, join_url
 from paceline.profile import Runtime
 from paceline.training.environment import current, differences
 from paceline.training.identity import code_version, config_digest
+from paceline.training.relaxed import is_asynchronous
 from paceline.wire.reproducing import Differs
 from paceline.wire.training import TrainJob, TrainResult
 
@@ -189,8 +190,11 @@ def _of_environment(recorded: Recorded) -> Iterator[Differs]:
 
 
 def _of_course(recorded: Recorded) -> Iterator[Differs]:
-    """What happened on the way and does not happen again."""
+    """Yield what happened on the way and does not happen again."""
     job, result = recorded.job, recorded.result
+    if is_asynchronous(job.settings):
+        chance = "updates were taken as they came"
+        yield _told("synchrony", chance, "as they come", f"No such run repeats itself; {COMPARE}")
     if not job.deterministic:
         yield _told("deterministic mode", "off", "on", f"Its bits were not fixed; {COMPARE}")
     if sizes := sorted({each.ranks for each in result.restarts} - {0, job.settings.ranks}):
