@@ -8,6 +8,7 @@ once a rank that holds the state ended well. Knows nothing of training.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import signal
@@ -79,6 +80,7 @@ class LooseAttempt(Attempt):
         self._key = secrets.token_hex(16)
         self._local: dict[int, int] = {}  # rank → its number among those of its node
         self._out: set[int] = set()  # left out for good
+        self._told_lost: set[str] = set()  # nodes that the keeper knows to be lost
         self._kill_at: dict[int, float] = {}  # late ranks,
         self._why_late: dict[int, str] = {}  # as they were found
 
@@ -113,17 +115,20 @@ class LooseAttempt(Attempt):
         self._check_cancel()
         if self._done():
             return None
-        return self._settle() if self._stopping is None else self._stopped()
+        if self._stopping is not None:
+            return self._stopped()
+        return self._settle() or Fault(None, "every rank ended before the job did")
 
     def blame(self) -> Fault | None:
         """Return nobody: who is at fault was known before the others were ended."""
         return None
 
     def result(self, fault: Fault | None) -> GangResult:
-        """Return how it ended; ranks that were left out have no exit code of their own."""
+        """Return how it ended; what the keeper was told on the way is not told again."""
         for rank in self._out:
-            self._ranks[rank].code = None
-        return super().result(fault)
+            self._ranks[rank].code = None  # no exit code of the attempt's
+        found = super().result(fault)
+        return dataclasses.replace(found, lost=found.lost - self._told_lost)
 
     # -- ranks that fall
 
@@ -161,6 +166,8 @@ class LooseAttempt(Attempt):
         living = {r: e.member.worker_id for r, e in self._ranks.items() if not e.over}
         how = self._why_late.pop(member.rank, "") or self._how(fallen)
         reason = f"rank {member.rank} on {member.worker_id} {how}"
+        if kind == "lost":
+            self._told_lost.add(member.worker_id)
         fell = Fell(member=member, kind=kind, reason=reason, stderr=fallen.stderr)
         again = self._keeper.replace(fell, living)
         log.warning("rank fell: %s; again on %s", reason, again.worker_id if again else "no node")

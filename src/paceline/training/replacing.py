@@ -55,7 +55,8 @@ class Replacing:
             self._roster.taken_away(member.worker_id)
         else:
             self._times[member.rank] += 1
-            self._roster.failed(member.worker_id, lost=fell.kind == "lost", now=now)
+            if member.worker_id not in self._roster.away:  # a node is lost once, with all its ranks
+                self._roster.failed(member.worker_id, lost=fell.kind == "lost", now=now)
         if self._times[member.rank] > self._most:
             return None
         ready = [each for each in self._roster.good if each in self._gangs.ready]

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.errors import InvalidInput
@@ -31,6 +31,8 @@ class Place:
     master_port: int
     attempt: int
     worker_id: str
+    host: str = "127.0.0.1"  # that other ranks reach this one at
+    gang_key: str = field(default="", repr=False)  # of a loose gang, known to its ranks only
 
     @classmethod
     def from_environment(cls) -> Place:
@@ -46,6 +48,8 @@ class Place:
                 master_port=int(os.environ.get("MASTER_PORT", "0")),
                 attempt=int(os.environ.get("PACELINE_ATTEMPT", "1")),
                 worker_id=os.environ["PACELINE_WORKER_ID"],
+                host=os.environ.get("PACELINE_HOST", "127.0.0.1"),
+                gang_key=os.environ.get("PACELINE_GANG_KEY", ""),
             )
         except (KeyError, ValueError) as error:
             raise InvalidInput(

@@ -16,6 +16,10 @@ from paceline.training import LocalLauncher, run_job
 from paceline.training.checkpoint import Generations
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
 from tests.training.conftest import Camp
+from tests.training.poisoned import BAD_BATCH
+from tests.training.test_recovery import reference, trusting
+
+__all__ = ["trusting"]  # a fixture
 
 STEPS = 60
 SERVED = {"kind": "parameter-server", "max_staleness": 3}
@@ -247,3 +251,16 @@ def test_a_worker_that_falls_too_often_is_left_out_and_its_share_done_by_another
     assert shares == {0, 1, 2}
     others = [e for e in story.events if e.event == "step" and e.data.get("share") == 1]
     assert {each.rank for each in others} > {3}, "its share went on elsewhere"
+
+
+@pytest.mark.chaos
+@pytest.mark.usefixtures("trusting")
+def test_a_planted_nan_rolls_the_job_back_and_its_batch_is_passed_over(
+    camp: Camp, launcher: LocalLauncher
+) -> None:
+    story = Story(camp, launcher)
+    own = {"code_ref": reference(camp, "task"), "checkpoints": {"every_steps": 2}}
+    result = story.run(job_of(camp, "poisoned", **own, guard={"on_bad_step": "roll-back"}))
+    assert result.skipped_batches == (BAD_BATCH,)
+    assert {each.kind for each in result.restarts} == {"bad-step"}
+    assert result.steps == STEPS and result.failures.job == 0

@@ -7,7 +7,6 @@ import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -16,15 +15,17 @@ from paceline.data import Snapshot, build_snapshot
 from paceline.fleet import Fleet
 from paceline.manifest import build_manifest, write_manifest
 from paceline.models import config_for, new_model, save_model
-from paceline.objects import DiskStore
-from paceline.profile import DataSettings, Runtime
+from paceline.objects import ObjectStore
+from paceline.profile import DataSettings, Runtime, Secrets, save_runtime
 from paceline.training import run_job
 from paceline.wire.training import RankEvent, TrainJob
 from tests.fleet.conftest import small_profile
+from tests.support.rclone import RcloneS3
 from tests.training.conftest import PARAMETERS, SETTINGS
 
 NODES = ("node-0", "node-1", "node-2")
 STEPS = 800
+BUCKET = "served"
 
 
 @dataclass
@@ -32,12 +33,14 @@ class Site:
     runtime: Runtime
     snapshot: Snapshot
     manifest_digest: str
-    root: Path
+    store: ObjectStore
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """Three Dask nodes, objects on this disk, a tiny base model on each."""
+def site(s3: RcloneS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Three Dask nodes, real S3, a tiny base model on each node's disk."""
+    store = s3.store()
+    store.ensure_bucket(BUCKET)
     root = tmp_path_factory.mktemp("site")
     texts = root / "texts"
     texts.mkdir()
@@ -45,9 +48,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         body = "".join(f"line {n} of file {number} is {n * number}\n" for n in range(30))
         (texts / f"{number}.txt").write_text(body)
     data = DataSettings(shard_bytes=4096, purpose="tests", held_out_share=0.2)
-    snapshot = build_snapshot(str(texts), DiskStore.url_of(root / "data"), data, DiskStore())
+    snapshot = build_snapshot(str(texts), f"s3://{BUCKET}/data", data, store)
     state = root / "state"
     runtime = fleet.start(small_profile(), state, detach=False, only=("dask",))
+    served = runtime.endpoints.model_copy(update={"s3_url": s3.endpoint_url})
+    secrets = Secrets(s3_access_key=s3.access_key, s3_secret_key=s3.secret_key)
+    save_runtime(runtime.model_copy(update={"endpoints": served, "secrets": secrets}))  # for ranks
     try:
         directory = runtime.node_dir("node-0") / "store" / "models" / "tiny" / "v1"
         config = config_for(PARAMETERS, 32)
@@ -57,7 +63,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         for node in NODES[1:]:
             target = runtime.node_dir(node) / "store" / "models" / "tiny" / "v1"
             shutil.copytree(directory, target)
-        yield Site(runtime, snapshot, manifest.digest, root)
+        yield Site(runtime, snapshot, manifest.digest, store)
     finally:
         fleet.stop(state)
 
@@ -97,7 +103,7 @@ def test_on_dask_a_worker_the_leader_and_a_node_fall_and_no_step_is_lost(site: S
         snapshot_url=site.snapshot.url,
         snapshot_digest=site.snapshot.digest,
         purpose="tests",
-        checkpoint_url=DiskStore.url_of(site.root / "checkpoints"),
+        checkpoint_url=f"s3://{BUCKET}/checkpoints",
         settings=SETTINGS.model_copy(update={
             "ranks": 6, "steps": STEPS,
             "synchrony": SETTINGS.synchrony.model_copy(update={"kind": "parameter-server"}),
@@ -105,7 +111,7 @@ def test_on_dask_a_worker_the_leader_and_a_node_fall_and_no_step_is_lost(site: S
     )  # fmt: skip
     striking = Striking()
     with Fleet.connect(site.runtime) as connection:
-        result = run_job(job, NODES, connection, on_event=striking, store=DiskStore())
+        result = run_job(job, NODES, connection, on_event=striking, store=site.store)
     assert striking.killed == ["worker", "leader", "node"]
     # node-2 has ranks 2 and 5: both fall with it.
     assert {0, 2, 3, 5} <= {each.failed_rank for each in result.restarts}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from paceline.errors import CorruptData
+from paceline.profile import TrainingSettings
+from paceline.training.loose import Fell
 from paceline.training.ports import GangMember
 from paceline.training.relaxed.ledger import Ledger, Update
 from paceline.training.relaxed.seats import Seats
-from paceline.training.replacing import place
+from paceline.training.replacing import Replacing, place
+from paceline.training.roster import Roster
 
 
 def test_a_rank_keeps_its_share_and_its_newest_line_counts() -> None:
@@ -66,3 +71,33 @@ def test_a_rank_starts_again_at_home_else_where_there_is_room_and_servers_apart(
     wanted: tuple[str, str],
 ) -> None:
     assert place(GangMember(node, rank), ready, living, spares) == wanted
+
+
+def test_a_node_is_lost_once_with_all_its_ranks_and_a_rank_that_falls_too_often_is_left_out() -> (
+    None
+):
+    settings = TrainingSettings(ranks=6)
+    roster = Roster(["a", "b", "c"], settings)
+    told: list[tuple[int, str]] = []
+
+    class Accounting:
+        def fell(self, rank: int, _worker: str, kind: str, _reason: str, _now: float) -> None:
+            told.append((rank, kind))
+
+    class Nodes:
+        ready: ClassVar = {"a", "b"}
+        spares: ClassVar = {}
+
+    replacing = Replacing(roster, Accounting(), Nodes(), lambda worker: {"ON": worker}, most=2)
+    living = {0: "a", 1: "b", 3: "a", 4: "b"}
+    for rank in (2, 5):
+        fell = Fell(member=GangMember("c", rank), kind="lost", reason="gone")
+        again = replacing.replace(fell, living)
+        assert again is not None and again.env == {"ON": again.worker_id}
+    assert roster.failures == {"c": 1} and not roster.left_out
+    for _ in range(2):
+        fell = Fell(member=GangMember("a", 3), kind="preempted", reason="taken")
+        assert replacing.replace(fell, living) is not None, "no fault of the rank's"
+    falls = [Fell(member=GangMember("b", 4), kind="failed", reason="") for _ in range(3)]
+    assert [replacing.replace(each, living) is None for each in falls] == [False, False, True]
+    assert [each for each in told if each[0] == 4] == [(4, "failed")] * 3

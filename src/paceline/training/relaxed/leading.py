@@ -73,6 +73,7 @@ class ServingRank:
             meeting.claims,
             f"rank-{place.rank}-{uuid.uuid4().hex}",  # never twice: a rank may be started again
             steward=self._steward,
+            ready=False,  # no step before there is somebody to save and to tell it
         )
         self._state = TrainState(
             WholeModel(self._model), self._learner.optimizer, Group(), Mesh(MeshSpec())
@@ -100,7 +101,6 @@ class ServingRank:
         patience = 3 * self._terms.silence_s + MEET_AGAIN_S
         if not self._meeting.claims.claimed(1):
             patience = self._settings.guard.start_deadline_s  # rank 0 is still loading
-
         told = False
 
         def heard() -> None:
@@ -152,31 +152,31 @@ class ServingRank:
         environment = current(settings.threads_per_rank).model_dump(mode="json")
         with contextlib.ExitStack() as stack:
             exporter = stack.enter_context(exporter_of(job, 0))
-            with server.changed:  # nobody steps while the leader is made ready
-                resumed_from = progress.step
-                self._state.extra = progress.extra
-                saver = Checkpointer(
-                    its.generations,
-                    self._state,
-                    settings.checkpoints,
-                    job_id=job.job_id,
-                    config_digest=its.config_digest,
-                    code_version=code_version(),
-                    environment=environment,
-                    failures=Failures(job.failures, job.running_s),
-                    deadline_s=settings.guard.checkpoint_deadline_s,
-                )
-                stack.callback(saver.close)
-                beside = Beside(evaluator_of(its, Mesh(MeshSpec())), self._model, its)
-                stack.callback(beside.close)
-                telling = _LeaderTelling(voice, saver, steward, exporter, beside, self._learner)
-                voice.say(
-                    "resumed",
-                    resumed_from,
-                    position=position_of(server.ledger, self._terms.workers),
-                    metrics_port=exporter.port,
-                )
-                steward.led_by(saver, lambda: server.ledger, self._learner.rate, telling)
+            resumed_from = progress.step
+            self._state.extra = progress.extra
+            saver = Checkpointer(
+                its.generations,
+                self._state,
+                settings.checkpoints,
+                job_id=job.job_id,
+                config_digest=its.config_digest,
+                code_version=code_version(),
+                environment=environment,
+                failures=Failures(job.failures, job.running_s),
+                deadline_s=settings.guard.checkpoint_deadline_s,
+            )
+            stack.callback(saver.close)
+            beside = Beside(evaluator_of(its, Mesh(MeshSpec())), self._model, its)
+            stack.callback(beside.close)
+            telling = _LeaderTelling(voice, saver, steward, exporter, beside, self._learner)
+            voice.say(
+                "resumed",
+                resumed_from,
+                position=position_of(server.ledger, self._terms.workers),
+                metrics_port=exporter.port,
+            )
+            steward.led_by(saver, lambda: server.ledger, self._learner.rate, telling)
+            server.open()
             self._stop.listening = True
             voice.enter("step", progress.step)
             if not serving.until_done(on_tick=self._tick):

@@ -8,7 +8,6 @@ checkpoint if it comes to that.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -27,22 +26,18 @@ log = logging.getLogger(__name__)
 
 STORE_TIMEOUT_S = 10.0
 FRESH_S = 0.25  # for so long an answer of the store's is good
-HOST, KEY = "PACELINE_HOST", "PACELINE_GANG_KEY"
 
 
 class Meeting:
     """The store of one attempt, as a rank sees it."""
 
     def __init__(self, place: Place) -> None:
-        """Raises PeerLost where the store is away, InvalidInput without the gang's variables."""
+        """Raises PeerLost where the store is away, InvalidInput without the gang's key."""
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        try:
-            self.host, self.key = os.environ[HOST], os.environ[KEY]
-        except KeyError as error:
-            raise InvalidInput(
-                "rank was started without its gang's variables", got=repr(error), wanted=[HOST, KEY]
-            ) from error
+        if not place.gang_key:
+            raise InvalidInput("rank was started without its gang's key", where=place.worker_id)
+        self.host, self.key = place.host, place.gang_key
         try:
             tcp = TCPStore(
                 place.master_host,

@@ -66,8 +66,12 @@ class Server:
         owner: str,
         *,
         steward: Steward | None = None,
+        ready: bool = True,
     ) -> None:
-        """``owner`` claims epochs: no two processes may have the same."""
+        """``owner`` claims epochs: no two processes may have the same.
+
+        Not ``ready``, it serves nobody, leading or not, until ``open`` is called.
+        """
         self.learner, self.terms = learner, terms
         self.steward = steward or Steward()
         self.ledger = Ledger(terms.max_staleness)
@@ -78,7 +82,7 @@ class Server:
         self.changed = threading.Condition()
         self.body_bytes = learner.count * 8 + (1 << 20)
         self.state_bytes = learner.count * 8 * 4 + (16 << 20)
-        self._claims, self._owner = claims, owner
+        self._claims, self._owner, self._ready = claims, owner, ready
         self._seats = Seats(terms.workers, terms.vacant_s, time.monotonic())
         self._standby: socket.socket | None = None
         self._threads = threading.BoundedSemaphore(2 * terms.workers + 8)
@@ -96,6 +100,10 @@ class Server:
             self.changed.notify_all()
         log.warning("parameter server leads owner=%s epoch=%d version=%d", self._owner, epoch,
                     self.ledger.version)  # fmt: skip
+
+    def open(self) -> None:
+        """Whoever leads here is ready for callers."""
+        self._ready = True
 
     def release(self) -> None:
         """All is done with the weights, too: the standby may go, and ``serve`` ends."""
@@ -142,7 +150,7 @@ class Server:
                 connection.settimeout(GREET_S)
                 hello = receive(connection, 0)
                 require_key(hello, self.terms.key)
-                if self.epoch == 0:
+                if self.epoch == 0 or not self._ready:
                     send(connection, Frame(Kind.NOT_LEADING, {"version": self.ledger.version}))
                 elif hello.head.get("role") == "standby":
                     self._keep_standby(connection)

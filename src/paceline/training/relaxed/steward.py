@@ -77,6 +77,7 @@ class JobSteward(Steward):
         """Save and tell from now on; the lock is held."""
         self._saver, self._ledger, self._rate, self._on_step = saver, ledger, rate, on_step
         self._stepped_at = self._began = time.perf_counter()
+        self.progress.tokens, self.progress.data_wait_s = 0, 0.0  # as of this leader
         self.progress.extra.update(self._kept())
 
     # -- Steward
