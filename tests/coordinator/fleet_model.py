@@ -201,6 +201,9 @@ class NoProgress:
     def get(self, deployment_id: str) -> dict[str, object]:
         return {}
 
+    def beats(self) -> dict[str, float]:
+        return {}
+
 
 @dataclass
 class Agent:

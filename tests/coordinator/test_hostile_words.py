@@ -126,6 +126,14 @@ def test_receipt_while_receiving_is_kept_before_it_is_answered(world, moving):
     assert not world.state.is_calm(beat)
 
 
+def test_receipt_counts_nothing_beyond_any_number(world, moving):
+    """Receipts go into tables and metrics, which end at 63 bits or at floats."""
+    receipt = world.receipt(moving, "node-1").model_dump()
+    for field in ("received_bytes", "origin_bytes", "sent_bytes", "corrupt_pieces"):
+        with pytest.raises(ValidationError):
+            spoken(world, moving, status="complete", receipt=receipt | {field: HUGE})
+
+
 def test_sources_are_told_a_few_at_a_time(make_world):
     """A worker that gives up everybody at once does not fill the outbox with one beat."""
     world = make_world()

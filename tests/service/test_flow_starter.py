@@ -19,6 +19,8 @@ from paceline.wire.events import EventName
 from paceline.wire.records import Deployment
 from tests.coordinator.conftest import World
 
+RUN = "0192f0c1-0000-7000-8000-000000000001"
+
 
 class Kept:
     """A coordinator without threads; ``refuse`` makes its next commits fail."""
@@ -186,6 +188,29 @@ def test_a_cancel_of_the_deployment_ends_its_flow_run_and_is_asked_for_once(stag
     for _ in range(3):
         stage.look()
     assert len(stage.prefect.cancels) == 2
+    assert stage.keeper._settled == {d, other}
+    for each in (d, other):
+        stage.kept.world.state._book.drop(stage.kept.world.state.run(each))
+    stage.look()
+    assert stage.keeper._settled == set(), "nothing is remembered of what is forgotten"
+
+
+def test_a_flow_run_that_was_deleted_does_not_hold_up_the_others(stage: Stage) -> None:
+    made = [stage.kept.world.create("node-0", version=f"v{n}") for n in range(3)]
+    stage.look()
+    for each in made:
+        stage.prefect.runs[f"flow-of-{each}"] = "RUNNING"
+        stage.kept.world.give(Cancel(deployment_id=each))
+    cancel = stage.prefect.cancel
+
+    def deleted(flow_run_id: str) -> None:
+        if flow_run_id == f"flow-of-{made[0]}":
+            raise NotFound("Prefect does not know it")
+        cancel(flow_run_id)
+
+    stage.prefect.cancel = deleted  # type: ignore[method-assign]
+    stage.look()
+    assert stage.prefect.cancels == [f"flow-of-{each}" for each in made[1:]]
 
 
 def test_a_flow_run_that_crashes_is_told_once_and_the_deployment_goes_on(stage: Stage) -> None:
@@ -273,11 +298,21 @@ def test_what_prefect_refuses_is_an_error_that_says_so(
 ) -> None:
     Answers.status, Answers.body = status, body
     with pytest.raises(error):
-        PrefectStarter(server).states(["a"])
+        PrefectStarter(server).states([RUN])
+
+
+def test_what_is_no_id_of_a_flow_run_is_not_asked_for(server: str) -> None:
+    """A caller may have named anything: one such name must not spoil the question for the rest."""
+    Answers.body = [{"id": RUN, "state_type": "RUNNING"}]
+    starter = PrefectStarter(server)
+    assert starter.states(["mine", "../x", "\0", RUN]) == {RUN: "RUNNING"}
+    assert [each["flow_runs"]["id"]["any_"] for _, _, each in Answers.seen] == [[RUN]]
+    assert starter.states(["mine"]) == {}
+    assert len(Answers.seen) == 1
 
 
 def test_nobody_there_is_try_again_and_no_url_is_a_wrong_profile() -> None:
     with pytest.raises(ServiceUnavailable):
-        PrefectStarter("http://127.0.0.1:9/api").states(["a"])
+        PrefectStarter("http://127.0.0.1:9/api").states([RUN])
     with pytest.raises(InvalidProfile):
         PrefectStarter("")

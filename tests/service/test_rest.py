@@ -423,6 +423,9 @@ def test_deployments_are_named_by_uuids_in_the_order_in_which_they_were_made(res
     assert [uuid.UUID(each).version for each in made] == [7, 7, 7]
     assert all(str(uuid.UUID(each)) == each for each in made)
     assert made == sorted(set(made))
+    listed = rest.get("/deployments?newest=2").json()["deployments"]
+    assert [each["deployment_id"] for each in listed] == made[1:]
+    assert rest.get("/deployments?newest=0").status_code == 422
 
 
 def test_an_audit_store_that_is_away_is_503_and_nothing_else_minds(rest):

@@ -136,6 +136,23 @@ class Coordinator:
             if state is not None:
                 self._page(ring, ring.last or self._oldest_event())
 
+    def recall(self) -> None:
+        """Show, as a standby, what the progress store has by now: how far things are, who beat.
+
+        No commit tells of that. Raises nothing; does nothing where this replica leads.
+        """
+        with self._lock:
+            if self._role.held is not None:
+                return
+            moving = [e.deployment_id for e in self._state.deployments() if not e.status.is_final]
+        parts = {each: self._progress.get(each) for each in moving}
+        beats = self._progress.beats()
+        with self._lock:
+            if self._role.held is None:
+                self._state.fleet.recall(beats)
+                for deployment_id, known in parts.items():
+                    self._state.recall(deployment_id, known)
+
     @property
     def followed(self) -> int | None:
         """Return the store's revision that a standby shows; None where it has yet to read it."""
@@ -416,6 +433,7 @@ class Coordinator:
     def _state_of(self, kept: Kept, epoch: int) -> CoordinatorState:
         now_s = self._monotonic()
         state = CoordinatorState.restore(kept, now_s, self._patience, leader_epoch=epoch)
+        state.fleet.recall(self._progress.beats())
         for each in state.deployments():
             if not each.status.is_final:
                 state.recall(each.deployment_id, self._progress.get(each.deployment_id))

@@ -218,6 +218,8 @@ class DeploymentRun:
                 continue
             part.pieces_held, part.bytes_held = each.pieces_held, each.bytes_held
             part.chunks = each.chunks_received
+            if each.status is WorkerStatus.RECEIVING:  # how it ended is kept
+                part.status = each.status
 
     def follow(self, plan: Plan) -> None:
         """Take a plan as the one in force, newly made or as it was kept."""

@@ -7,7 +7,7 @@ too. Silence counts only while somebody listened. It knows no deployments and ha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from paceline.coordinator.settings import Patience
@@ -84,6 +84,13 @@ class Membership:
     def heard(self) -> dict[str, float]:
         """Return when each worker was heard last, in seconds since the Unix epoch."""
         return {worker_id: member.heard_at for worker_id, member in self._members.items()}
+
+    def recall(self, beats: Mapping[str, float]) -> None:
+        """Show when others heard of workers last; who is alive is not decided by it."""
+        for worker_id, at in beats.items():
+            member = self._members.get(worker_id)
+            if member is not None:
+                member.heard_at = max(member.heard_at, at)
 
     def find(self, worker_id: str) -> Worker | None:
         """Return the worker's record, or None where it never registered."""

@@ -33,7 +33,7 @@ FOLLOW_SHARE = 0.2  # and of a core, at most
 LOOK_S = 0.1  # between two looks at who leads
 WAIT_S = 0.5
 RETRY_S = 1.0  # after a store that does not answer, jittered
-PROGRESS_S = 1.0  # between two tellings of progress
+PROGRESS_S = 1.0  # between two tellings of progress, and two askings for it
 STARTED_S = 5.0  # how long the start waits for this replica to have a role
 
 
@@ -192,7 +192,7 @@ class Replica:
     # --- the standby -----------------------------------------------------------------------------
 
     def _follow_on(self) -> None:
-        read_s, failing = 0.0, False
+        read_s, recalled_s, failing = 0.0, 0.0, False
         while not self._stopping.is_set():
             if self._coordinator.term is not None or not self._coordination.standbys:
                 self._stopping.wait(WATCH_S)
@@ -207,6 +207,11 @@ class Replica:
                     read_s = self._monotonic() + max(FOLLOW_S, took_s / FOLLOW_SHARE)
                 elif shown is not None and self._monotonic() >= read_s:
                     self._coordination.wait(shown, WAIT_S)
+                if self._monotonic() >= recalled_s:
+                    began_s = time.thread_time()
+                    self._coordinator.recall()
+                    took_s = time.thread_time() - began_s
+                    recalled_s = self._monotonic() + max(PROGRESS_S, took_s / FOLLOW_SHARE)
                 failing = False
                 self._stopping.wait(LOOK_S)
             except PacelineError as error:

@@ -75,9 +75,12 @@ def _add_deployments(router: APIRouter, coordinator: Coordinator) -> None:
         return coordinator.create(call, idempotency_key)
 
     @router.get("/deployments", tags=["deployments"])
-    def list_deployments() -> DeploymentList:
-        """Every deployment, oldest first."""
-        return DeploymentList(deployments=tuple(coordinator.read(lambda s: s.deployments())))
+    def list_deployments(
+        newest: Annotated[int | None, Query(ge=1, le=100_000)] = None,
+    ) -> DeploymentList:
+        """Every deployment that is kept, or so many of the newest; oldest first."""
+        every = coordinator.read(lambda state: state.deployments())
+        return DeploymentList(deployments=tuple(every if newest is None else every[-newest:]))
 
     @router.get("/deployments/{deployment_id}", tags=["deployments"])
     def get_deployment(deployment_id: DeploymentId) -> DeploymentView:

@@ -16,6 +16,7 @@ import logging
 import random
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -123,7 +124,8 @@ class PrefectStarter:
 
     def states(self, flow_run_ids: Collection[str]) -> Mapping[str, str]:
         found: dict[str, str] = {}
-        every = sorted(flow_run_ids)
+        # Callers name their own flow runs, and Prefect refuses a question with one that is no id.
+        every = sorted(filter(_is_id, flow_run_ids))
         for begin in range(0, len(every), AT_ONCE):
             some = every[begin : begin + AT_ONCE]
             body = {"flow_runs": {"id": {"any_": some}}, "limit": AT_ONCE}
@@ -268,6 +270,7 @@ class FlowKeeper:
 
     def _reconcile(self, driven: list[Deployment]) -> None:
         now = self._coordinator.now()
+        self._settled &= {each.deployment_id for each in driven}  # the others are forgotten
         open_ = [each for each in driven if not each.status.is_final]
         ending = [
             each
@@ -288,7 +291,10 @@ class FlowKeeper:
             if not state or state in ENDED:
                 self._settled.add(each.deployment_id)
             elif state not in ENDING:
-                self._starter.cancel(each.flow_run_id or "")
+                try:
+                    self._starter.cancel(each.flow_run_id or "")
+                except NotFound:
+                    self._settled.add(each.deployment_id)  # it was deleted meanwhile
 
     def _follow(self, deployment: Deployment, state: str) -> None:
         flow_run_id, identity = deployment.flow_run_id or "", deployment.deployment_id
@@ -320,6 +326,14 @@ class FlowKeeper:
                 at=self._coordinator.now(),
             )
         )
+
+
+def _is_id(flow_run_id: str) -> bool:
+    try:
+        uuid.UUID(flow_run_id)
+    except ValueError:
+        return False
+    return True
 
 
 def _refused(status: int, answer: bytes, where: str) -> PacelineError:

@@ -56,7 +56,7 @@ ONE = "/deployments/{deployment_id}"
 STAGE = "/ledger/{stage}/{input_digest}"
 ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/deployments"): _change(404, 409, 422, 507),
-    ("GET", "/deployments"): _read(),
+    ("GET", "/deployments"): _read(422),
     ("GET", ONE): _read(404, 422),
     ("DELETE", ONE): _change(404, 409, 422),
     ("GET", f"{ONE}/workers"): _read(404, 422),

@@ -1,7 +1,7 @@
 """The coordinator's REST, call by call (MISSION.md A7; names stay, more fields may follow).
 
 POST   /deployments                      CreateDeployment   → CreatedDeployment   (Idempotency-Key)
-GET    /deployments                                          → DeploymentList
+GET    /deployments?newest=N                                 → DeploymentList
 GET    /deployments/{id}                                     → DeploymentView
 DELETE /deployments/{id}                                     → Success
 GET    /deployments/{id}/workers                             → WorkerProgressList

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from paceline.wire.base import Name, Record, Sha256
+from paceline.wire.base import Count, Name, Record, Sha256
 from paceline.wire.plan import Labels, Topology
 
 
@@ -55,14 +55,14 @@ class Receipt(Record):
     version: Name
     manifest_digest: Sha256
     path: str = Field(max_length=4096)
-    total_bytes: int = Field(ge=0)
-    received_bytes: int = Field(ge=0)  # from peers, counted at the socket
-    origin_bytes: int = Field(ge=0)  # from the source
-    reused_bytes: int = Field(ge=0)  # already on this disk
-    reused_pieces: int = Field(ge=0)
-    refetched_bytes: int = Field(ge=0)  # received a second time: lost or corrupt the first
-    sent_bytes: int = Field(ge=0)  # to peers
-    corrupt_pieces: int = Field(ge=0)
+    total_bytes: Count
+    received_bytes: Count  # from peers, counted at the socket
+    origin_bytes: Count  # from the source
+    reused_bytes: Count  # already on this disk
+    reused_pieces: Count
+    refetched_bytes: Count  # received a second time: lost or corrupt the first
+    sent_bytes: Count  # to peers
+    corrupt_pieces: Count
     seconds: float = Field(ge=0)  # from its first lanes to the rename
 
 

@@ -145,11 +145,13 @@ class Remembered:
 
     def __init__(self) -> None:
         self.parts: dict[tuple[str, str], WorkerProgress] = {}
+        self.heard: dict[str, float] = {}
 
     def put(
         self, parts: Mapping[tuple[str, str], WorkerProgress], beats: Mapping[str, float]
     ) -> None:
         self.parts |= parts
+        self.heard |= beats
 
     def get(self, deployment_id: str) -> dict[str, WorkerProgress]:
         return {
@@ -157,7 +159,7 @@ class Remembered:
         }
 
     def beats(self) -> dict[str, float]:
-        return {}
+        return dict(self.heard)
 
     def drop(self, deployment_id: str) -> None:
         for key in [key for key in self.parts if key[0] == deployment_id]:

@@ -314,3 +314,33 @@ def test_progress_is_shown_by_standbys_and_survives_the_leader(three):
     assert held(three.leader) == [3]
     until(lambda: leader.coordinator.leader is not None, "the old one follows")
     assert held(leader) == [3]
+
+
+def test_progress_of_standbys_goes_on_without_a_commit(three, monkeypatch):
+    """Beats are not committed: who watches a standby sees what the progress store has."""
+    monkeypatch.setattr("paceline.coordinator.replica.PROGRESS_S", 0.1)
+    leader = three.leader
+    leader.coordinator.handle(registration())
+    made = leader.coordinator.create(CALL, "key-1").deployment_id
+    leader.coordinator.handle(FetchLanes(deployment_id=made, worker_id="node-0"))
+    epoch = leader.coordinator.read(lambda s: s.plan(made)).epoch
+    three.follow_up()
+    revisions = []
+    for pieces in (1, 2, 5):
+        held = {"pieces_held": pieces, "bytes_held": pieces * 1024, "chunks_received": ()}
+        entry = {"deployment_id": made, "epoch": epoch, "status": "receiving", **held}
+        report = Heartbeat(worker_id="node-0", status="receiving", deployments=(entry,))
+        leader.coordinator.handle(Beat(beat=report, at=1e10 + pieces))
+
+        def shown(node, pieces=pieces):
+            (part,) = node.coordinator.read(lambda s: list(s.progress(made)))
+            (worker,) = node.coordinator.read(lambda s: s.fleet.workers())
+            told = (part.pieces_held, part.status.value, worker.last_heartbeat)
+            return told == (pieces, "receiving", 1e10 + pieces)
+
+        until(lambda shown=shown: all(map(shown, three.standbys)), "standbys that show it")
+        revisions.append(leader.link.revision())
+    assert revisions[1] == revisions[2], "nothing was committed meanwhile"
+    three.progress.parts.clear()
+    time.sleep(0.3)
+    assert all(map(shown, three.standbys)), "what is wiped is shown until it is known again"

@@ -86,6 +86,18 @@ def test_what_redis_lost_is_sent_again(own):
 
 
 @REAL
+def test_beats_of_who_is_long_forgotten_leave_redis_too(own, monkeypatch):
+    monkeypatch.setattr("paceline.coordinator.stores.redis_progress.MOST_BEATS", 10)
+    progress = own.open()
+    progress.put({}, {f"pod-{number}": 1.0 for number in range(10)})
+    until(lambda: len(progress.beats()) == 10, "all of them")
+    now = {"pod-9": 2.0, "w0": 2.0}
+    progress.put({}, now)
+    until(lambda: progress.beats() == now, "those that are known now")
+    progress.close()
+
+
+@REAL
 @pytest.mark.parametrize("how", ["freeze", "kill"])
 def test_a_redis_that_is_away_is_no_trouble_and_gets_everything_when_it_is_back(own, how):
     progress = own.open()
@@ -155,6 +167,12 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     progress.drop("d0")
     progress.put({("d1", "w0"): part("w")}, {})
     assert sum(map(len, progress._known.values())) == 1
+    monkeypatch.setattr("paceline.coordinator.stores.redis_progress.MOST_BEATS", 10)
+    for number in range(100):
+        progress.put({}, {f"pod-{number}": 1.0, "w0": float(number)})
+    assert len(progress._beats) <= 11
+    assert progress._beats["w0"] == 99.0
+    assert progress._new_beats <= progress._beats.keys()
     progress.close()
     assert not progress.healthy
     assert MOST_PARTS >= 100_000

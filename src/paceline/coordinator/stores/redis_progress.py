@@ -31,6 +31,7 @@ ANSWER_S = 0.5  # Redis's time to answer
 SHUN_S = (1.0, 5.0)  # after a failure it is left alone so long: the first time, at most
 FIELDS_A_CALL = 1_000
 MOST_PARTS = 200_000  # remembered here; beyond it, new ones are not shown
+MOST_BEATS = 100_000  # of workers; beyond it, those that are heard of now are remembered
 FORGET_S = 24 * 3600  # after the last change Redis forgets by itself
 
 
@@ -69,6 +70,7 @@ class RedisProgress:
         self._beats: dict[str, float] = {}
         self._new: set[tuple[str, str]] = set()
         self._new_beats: set[str] = set()
+        self._old_beats = False  # Redis has some that are to go
         self._dropped: set[str] = set()
         self._parts = 0
         self._all = True  # the next round sends everything
@@ -110,6 +112,8 @@ class RedisProgress:
                 self._new.add((deployment_id, worker_id))
                 self._dropped.discard(deployment_id)
             self._beats.update(beats)
+            if len(self._beats) > MOST_BEATS:  # most are of workers that are long forgotten
+                self._beats, self._new_beats, self._old_beats = dict(beats), set(), True
             self._new_beats.update(beats)
             self._begin()
 
@@ -183,7 +187,8 @@ class RedisProgress:
                 part = self._known[deployment_id][worker_id]
                 parts.setdefault(deployment_id, {})[worker_id] = part
             beats = {worker_id: str(self._beats[worker_id]) for worker_id in self._new_beats}
-            dropped = self._dropped
+            dropped, old_beats = self._dropped, self._old_beats
+            self._old_beats = False
             self._new, self._new_beats, self._dropped = set(), set(), set()
         pipe = self._redis.pipeline(transaction=False)
         for deployment_id in dropped:
@@ -192,6 +197,8 @@ class RedisProgress:
             key = self._key("parts", deployment_id)
             texts = {worker_id: part.model_dump_json() for worker_id, part in some.items()}
             self._put_fields(pipe, key, texts)
+        if old_beats:
+            pipe.delete(self._key("beats"))
         self._put_fields(pipe, self._key("beats"), beats)
         pipe.set(self._key("marker"), self._marker, ex=FORGET_S)
         try:
@@ -199,6 +206,7 @@ class RedisProgress:
         except BaseException:
             with self._lock:
                 self._dropped |= dropped - self._known.keys()
+                self._old_beats |= old_beats
                 self._new_beats |= beats.keys() & self._beats.keys()  # so that it is tried again
                 self._new |= {(d, w) for d, some in parts.items() for w in some if d in self._known}
             raise
