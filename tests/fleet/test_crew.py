@@ -13,6 +13,7 @@ import pytest
 from paceline.fleet import crew as crews
 from paceline.fleet import remote
 from paceline.fleet.crew import Crew, Member
+from paceline.fleet.held import HeldNodes
 from paceline.fleet.remote import News, Order
 from tests.fleet.conftest import eventually
 
@@ -23,6 +24,8 @@ class Played:
     def __init__(self) -> None:
         self.questions: list[dict[str, int]] = []
         self.answers: list[Any] = []
+        self.ended: list[str] = []
+        self.waited_s = 0.0
 
     def _calls(self, *, slot: bool) -> Played:
         return self
@@ -30,11 +33,14 @@ class Played:
     def submit(self, key: str, address: str, fn: Any, *given: Any) -> None:
         if fn is remote.news:
             self.questions.append(given[0])
+        elif fn is remote.end:
+            self.ended += given[0]
 
     def some(self, timeout_s: float) -> dict[str, Any]:
         return {"tcp://a": self.answers.pop(0)} if self.answers else {}
 
     def gather(self, timeout_s: float) -> dict[str, Any]:
+        self.waited_s += timeout_s
         return {}
 
     def give_up(self) -> list[str]:
@@ -80,6 +86,22 @@ def test_who_did_not_listen_does_not_take_silence_for_death(clock: list[float]) 
         clock[0] += 0.25
         crew.follow(0.0)
     assert "not answered" in crew.members[0].lost, "and a node that is silent is found all the same"
+
+
+@pytest.mark.usefixtures("clock")
+def test_nodes_that_are_cut_off_together_are_dropped_without_waiting() -> None:
+    fleet = Played()
+    nodes = HeldNodes(fleet, "gang-1", ["true"])
+    cut_off = [member(f"process-{number}") for number in range(20)]
+    for number, each in enumerate(cut_off):
+        each.worker_id = f"node-{number}"
+        nodes._members[each.worker_id] = each
+        nodes._following.members.append(each)
+        each.lost = "the node has not answered for 15 s"
+    heard = nodes.hear(0.0)
+    assert len([each for each in heard if each.lost]) == 20
+    assert len(fleet.ended) == 20, "each is told to end what runs there, if it hears"
+    assert fleet.waited_s == 0, "meanwhile the others' leases would lapse"
 
 
 @pytest.fixture

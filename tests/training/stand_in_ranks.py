@@ -26,7 +26,10 @@ def main() -> int:
     attempt = int(os.environ["PACELINE_ATTEMPT"])
     mine = mine.get(str(attempt), mine) if "1" in mine else mine
     stopped: list[int] = []  # not an Event: setting one in a handler can deadlock
-    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    if mine.get("deaf"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     child = 0
     if mine.get("child"):
         child = subprocess.Popen(["sleep", "600"], start_new_session=True).pid

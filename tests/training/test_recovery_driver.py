@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.training.checkpoint import Commit, Generation, Generations
 from paceline.training.checkpoint.records import Index
 from paceline.training.driver import drive, stored_result
 from paceline.training.gang import GangResult
+from paceline.training.history import read_history
 from paceline.training.identity import config_digest
 from paceline.training.interval import DAY_S
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
@@ -286,3 +288,29 @@ def test_checkpoints_of_another_configuration_are_refused_before_any_rank(tmp_pa
         require_checkpoint(job, store)
     store.put_bytes(f"{generations.url_of(generation)}/commit.json", b"{ rotten")
     require_checkpoint(job, store)  # the ranks set it aside, with every byte looked at
+
+
+def test_a_store_that_hangs_keeps_no_driver_from_its_gang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes = threading.Event()
+    kept = DiskStore.put_bytes
+
+    def slow(self: DiskStore, url: str, data: bytes) -> Any:
+        if url.endswith("history.json"):
+            assert goes.wait(20)
+        return kept(self, url, data)
+
+    job = job_in(tmp_path)
+    script = Script((failed(), [STEPPED]), finished(job))
+    run_gang = script.run_gang
+
+    def again(*given: Any) -> Any:
+        if script.numbers:
+            goes.set()  # the second attempt starts while the note of the first still waits
+        return run_gang(*given)
+
+    script.run_gang = again  # type: ignore[method-assign]
+    monkeypatch.setattr(DiskStore, "put_bytes", slow)
+    assert drive(job, NODES, script, DiskStore()).failures.job == 1
+    assert read_history(job, DiskStore()).failures == 1

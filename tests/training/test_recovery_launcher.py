@@ -141,6 +141,32 @@ def test_cancel_ends_the_gang_and_lets_it_save(kept: LocalLauncher) -> None:
     assert gone(story.pids())
 
 
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_and_named(
+    kept: LocalLauncher,
+) -> None:
+    cancel, story = threading.Event(), Story()
+    with opened(kept, cancel=cancel, grace_s=0.5) as gangs:
+
+        def hook(now: Story) -> None:
+            story.events = now.events
+            if len(now.started()) == 2:
+                cancel.set()
+
+        with pytest.raises(Cancelled, match=r"ranks \[1\] had not saved"):
+            run(gangs, {"0": FOREVER, "1": FOREVER | {"deaf": True}}, hook=hook)
+    assert gone(story.pids())
+
+
+def test_a_rank_that_leaves_before_it_had_anything_to_save_holds_nobody_up(
+    kept: LocalLauncher,
+) -> None:
+    with opened(kept) as gangs:
+        story = run(gangs, {"0": FOREVER, "1": {"fail": "not yet listening", "code": 143}})
+        assert story.result.stopped
+        assert not story.result.hung
+        assert gone([each["pid"] for each in story.started().values()])
+
+
 def test_a_spare_takes_the_place_of_a_dead_rank(kept: LocalLauncher) -> None:
     with opened(kept) as gangs:
         orders = {"0": {"1": {"wait_s": 600}, "2": {}}, "1": {"1": {"wait_s": 600}, "2": {}}}

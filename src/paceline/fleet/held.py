@@ -21,17 +21,18 @@ from typing import Any
 from paceline.errors import PacelineError, WorkerLost
 from paceline.fleet import remote
 from paceline.fleet.claims import CLAIM_DEADLINE_S, call, claimed
-from paceline.fleet.crew import Crew, Member
+from paceline.fleet.crew import Calls, Crew, Member
 from paceline.fleet.process import LAUNCH_DEADLINE_S
 from paceline.fleet.remote import Order
 
 log = logging.getLogger(__name__)
 
 END_GRACE_S = 5.0
-# Whoever waits longer for a node that may be frozen does not ask the others for news meanwhile, and
-# their leases (30 s) lapse.
+# Whoever waits for nodes that may be frozen does not ask the others for news meanwhile, and their
+# leases (30 s) lapse.
 DROP_PATIENCE_S = 3.0
 START_PATIENCE_S = 3.0
+ENDING_S = 60.0  # for a dropped process to be gone, in the background
 # A thread in a process that forks spoils it; numpy's library would start some at import.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
@@ -55,6 +56,7 @@ class HeldNodes:
         self._members: dict[str, Member] = {}
         self._following = Crew(fleet, [])  # all of them: one question a node at a time
         self._count = 0
+        self._endings: list[tuple[Calls, float]] = []  # of dropped processes, and until when
 
     def tell(self, worker_id: str, order: Mapping[str, Any]) -> None:
         """Write ``order`` as a line to the node's process; raises WorkerLost."""
@@ -88,6 +90,7 @@ class HeldNodes:
         if not self._members:
             time.sleep(min(0.1, timeout_s))
             return []
+        self._look_after_endings()
         heard: list[Heard] = []
         for member, text in self._following.follow(timeout_s):
             try:
@@ -157,14 +160,36 @@ class HeldNodes:
         return Member(worker_id, order, address)
 
     def drop(self, worker_id: str) -> None:
-        """End the node's process by force; one that cannot be reached ends with its lease."""
+        """End the node's process by force, without waiting: many may be cut off at once.
+
+        One that cannot be reached ends with its lease.
+        """
         if (member := self._members.pop(worker_id, None)) is not None:
             self._following.members.remove(member)
-            Crew(self._fleet, [member]).end(0.0, DROP_PATIENCE_S)
+            calls = self._fleet._calls(slot=False)
+            process_id = member.order.process_id
+            calls.submit(worker_id, member.address, remote.end, [process_id], 0.0)
+            self._endings.append((calls, time.monotonic() + ENDING_S))
+
+    def _look_after_endings(self, patience_s: float = 0.0) -> None:
+        for calls, until in list(self._endings):
+            try:
+                ended = bool(calls.some(min(patience_s, max(0.0, until - time.monotonic()))))
+            except PacelineError as error:
+                log.warning("a dropped process ends with its lease: %s", error)
+                ended = True
+            if ended or time.monotonic() > until:
+                calls.give_up()
+                self._endings.remove((calls, until))
 
     def close(self) -> None:
         """End every node's process."""
         self._following.end(END_GRACE_S)
+        deadline = time.monotonic() + DROP_PATIENCE_S
+        while self._endings and time.monotonic() < deadline:
+            self._look_after_endings(0.1)
+        for calls, _ in self._endings:
+            calls.give_up()
         calls = self._fleet._calls(slot=False)
         for worker_id, member in self._members.items():  # one that came back has a new address
             calls.submit(worker_id, member.address, remote.release, self._job_id)

@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from paceline.errors import (
     Conflict,
     InvalidInput,
-    PacelineError,
     SourceMissing,
     TemporaryError,
     TrainingFailed,
@@ -28,10 +27,11 @@ from paceline.profile import load_runtime
 from paceline.training.account import Account, Restarting
 from paceline.training.admission import admit
 from paceline.training.gang import Deadlines, GangMember, GangResult, Gangs, Launcher, OnLine
-from paceline.training.history import read_history, write_history
+from paceline.training.history import History, read_history
 from paceline.training.identity import config_digest
 from paceline.training.local import launcher_argv
 from paceline.training.loose import Keeper
+from paceline.training.notes import Notes
 from paceline.training.relaxed import is_asynchronous
 from paceline.training.replacing import Replacing
 from paceline.training.roster import Lineup, Roster, shrunk
@@ -115,8 +115,8 @@ def drive(
     on_event: Callable[[RankEvent], None] | None = None,
 ) -> TrainResult:
     """Run ``job`` on nodes that are ours; see ``run_job``."""
-    course = _Course(job, workers, gangs, store, on_event)
-    result = course.run()
+    with Notes(job, store) as notes:
+        result = _Course(job, workers, gangs, read_history(job, store), notes, on_event).run()
     store.put_bytes(_result_url(job), canonical_json(result))
     return result
 
@@ -151,16 +151,17 @@ class _Course:
         job: TrainJob,
         workers: Sequence[str],
         gangs: GangRunner,
-        store: ObjectStore,
+        before: History,
+        notes: Notes,
         on_event: Callable[[RankEvent], None] | None,
     ) -> None:
         self._job = job
         self._gangs = gangs
-        self._store = store
+        self._before = before
+        self._notes = notes
         self._on_event = on_event
         self._roster = Roster(workers, job.settings)
         self._began = time.monotonic()
-        self._before = read_history(job, store)
         self._account = Account(job, self._began, self._before)
         self._lineup: Lineup | None = None
         self._now_running = job
@@ -227,7 +228,7 @@ class _Course:
             self._gangs,
             lambda worker: environment(job, worker),
             job.settings.guard.max_restarts,
-            lambda fell: self._keep_stack(attempt, fell.member.rank, fell.stderr),
+            lambda fell: self._notes.keep_stack(attempt, fell.member.rank, fell.stderr),
         )
 
     def _line_up(self) -> Lineup:
@@ -298,7 +299,7 @@ class _Course:
             self._account.failed(restarting)
             self._blame(outcome, restarting, now)
         finally:
-            write_history(self._job, self._store, self._account.history(now, self._roster))
+            self._notes.keep_history(self._account.history(now, self._roster))
         if self._account.recent > self._job.settings.guard.max_restarts:
             raise TrainingFailed(
                 "training used up its restarts",
@@ -320,20 +321,9 @@ class _Course:
             self._roster.failed(failed, lost=lost, now=now)
 
     def _keep_stacks(self, outcome: GangResult, attempt: int) -> str:
-        urls = [self._keep_stack(attempt, rank, text) for rank, text in outcome.stderr.items()]
-        return urls[-1] if urls else self._stacks_of(attempt)
-
-    def _keep_stack(self, attempt: int, rank: int, text: str) -> str:
-        """Keep where a rank hung; return the directory of its attempt's stacks."""
-        url = self._stacks_of(attempt)
-        try:
-            self._store.put_bytes(join_url(url, f"rank-{rank}.txt"), text.encode())
-        except PacelineError as error:  # the restart matters more
-            log.warning("stacks could not be kept url=%s why=%s", url, error.one_line())
-        return url
-
-    def _stacks_of(self, attempt: int) -> str:
-        return join_url(self._job.checkpoint_url, self._job.job_id, "stacks", f"attempt-{attempt}")
+        for rank, text in outcome.stderr.items():
+            self._notes.keep_stack(attempt, rank, text)
+        return self._notes.stacks_of(attempt)
 
 
 def environment(job: TrainJob, worker_id: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from paceline.errors import PacelineError, SourceMissing
 from paceline.objects import ObjectStore, join_url
-from paceline.wire.base import Record, canonical_json
+from paceline.wire.base import Record
 from paceline.wire.training import TrainJob
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class History(Record):
 
 def read_history(job: TrainJob, store: ObjectStore) -> History:
     """Return what earlier drivers of ``job`` left; an empty one where there is none to be read."""
-    url = _url(job)
+    url = history_url(job)
     try:
         return History.model_validate_json(store.get_bytes(url, MOST_BYTES))
     except SourceMissing:
@@ -58,16 +58,8 @@ def read_history(job: TrainJob, store: ObjectStore) -> History:
         return History()
 
 
-def write_history(job: TrainJob, store: ObjectStore, history: History) -> None:
-    """Keep ``history`` for the job's next driver."""
-    url = _url(job)
-    try:
-        store.put_bytes(url, canonical_json(history))
-    except PacelineError as error:  # the restart matters more
-        log.warning("a job's history cannot be kept url=%s why=%s", url, error)
-
-
-def _url(job: TrainJob) -> str:
+def history_url(job: TrainJob) -> str:
+    """Return where the history of ``job`` is kept."""
     return join_url(job.checkpoint_url, job.job_id, HISTORY_FILE)
 
 
