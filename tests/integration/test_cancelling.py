@@ -196,7 +196,7 @@ def test_a_cancel_midway_saves_ends_frees_tells_and_the_next_run_goes_on(
     registry = Registry.from_runtime(stack)
     job_id = registry.call("get_run", registry.find_run(first)).data.tags[lineage.TAG_JOB]
     kept = ObjectStore.from_runtime(stack).directories(join_url(stack.checkpoints_url, job_id))
-    assert any(int(found.group()) == saved for x in kept if (found := re.search(r"\d+$", x))), kept
+    assert any(each.startswith(f"step-{saved:08d}-") for each in kept), kept
 
     second = new_run_id()
     command = start(
