@@ -205,16 +205,15 @@ class RelayDriver:
         self._inbox.put((work, time.monotonic()))
 
     def _run(self) -> None:
-        due_s = time.monotonic()  # when this loop wants to come round at the latest
+        due_s = time.monotonic()  # when this loop wants to look at the clock again at the latest
         while not self._stop.is_set():
-            self._look_at_clock(due_s)  # it may have stood still in the middle of its work, too
+            due_s = self._look_at_clock(due_s)  # it may stand still in the middle of its work, too
             wait_s = self._tick()
-            due_s = time.monotonic() + wait_s
+            due_s = self._look_at_clock(due_s) + wait_s
             found = None
             with suppress(queue.Empty):
                 found = self._inbox.get(timeout=wait_s)
-            self._look_at_clock(due_s)
-            due_s = time.monotonic()
+            due_s = self._look_at_clock(due_s)
             if found is not None:
                 work, at = found
                 try:
@@ -222,20 +221,21 @@ class RelayDriver:
                 except Exception:
                     log.exception("an event could not be handled")
 
-    def _look_at_clock(self, due_s: float) -> None:
+    def _look_at_clock(self, due_s: float) -> float:
         """Tell the sessions where this process stood still (stopped, swapped out, its machine
-        paused) since ``due_s``, before they hear of anything else.
+        paused) since ``due_s``, before they hear of anything else; return what time it is.
         """
         now_s = time.monotonic()
         late_s = now_s - due_s
-        if late_s < NAP_S:
-            return
-        replaced = self._coordinated and late_s >= SLEPT_S
-        if replaced:
-            self._woke_s = now_s
-        log.log(logging.WARNING if replaced else logging.DEBUG, "stood still for %.1f s", late_s)
-        for share in self._deployments:
-            self._tell(share, Woke(late_s, replaced), now_s)
+        if late_s >= NAP_S:
+            replaced = self._coordinated and late_s >= SLEPT_S
+            if replaced:
+                self._woke_s = now_s
+            level = logging.WARNING if replaced else logging.DEBUG
+            log.log(level, "stood still for %.1f s", late_s)
+            for share in self._deployments:
+                self._tell(share, Woke(late_s, replaced), now_s)
+        return now_s
 
     def _tick(self) -> float:
         """Tell the sessions whose time has come, however busy the others are; return how long to
