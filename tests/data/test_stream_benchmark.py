@@ -22,5 +22,7 @@ def test_the_benchmark_runs_and_finds_nothing_twice_and_nothing_missing(capsys) 
     found = result["nodes"]["packed"]
     assert found["3 nodes, 1 columns"]["together"] > 2.9, "each node fetches everything"
     assert found["1 nodes, 6 columns"] == {"together": 1.0, "busiest": 1.0}
-    shards = result["shards"]
-    assert found["3 nodes, 6 columns"]["together"] <= 1 + 3 * 2 / shards
+    # Two edges a node fall inside of shards, elsewhere in the next epoch, which is looked ahead to.
+    edges = 3 * 2 * 2 / result["shards"]
+    assert found["3 nodes, 6 columns"]["together"] <= 1 + 2 * edges, "in bytes: shards differ"
+    assert edges < 0.5, "or nothing is shown"
