@@ -1,9 +1,10 @@
 """An attempt whose ranks may fall one by one: each is started again, elsewhere if need be.
 
 For jobs whose ranks outlive each other (a parameter server). Ranks 0 to ``keepers`` - 1 hold the
-state: the attempt ends where all of them are gone, or one says that the state is lost. Whoever else
-falls is started again or left out, as ``Keeper`` says, and nobody waits for it. The attempt is done
-once a rank that holds the state ended well. Knows nothing of training.
+state: the attempt ends where all of them are gone, or one says that the state is lost; one that was
+started again holds it once it says so (``holds_state`` of an event "started"). Whoever else falls
+is started again or left out, as ``Keeper`` says, and nobody waits for it. The attempt is done once
+a rank that holds the state ended well. Knows nothing of training.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class LooseAttempt(Attempt):
         self._key = secrets.token_hex(16)
         self._local: dict[int, int] = {}  # rank → its number among those of its node
         self._out: set[int] = set()  # left out for good
+        self._holding = set(range(keeper.keepers))  # ranks that hold the state, as far as they live
         self._told_lost: set[str] = set()  # nodes that the keeper knows to be lost
         self._kill_at: dict[int, float] = {}  # late ranks,
         self._why_late: dict[int, str] = {}  # as they were found
@@ -145,7 +147,7 @@ class LooseAttempt(Attempt):
                 return Fault(each, "found nobody who holds the state")
             if code is not None and code > 0 and code not in (TRY_AGAIN_EXIT, STOPPED_EXIT):
                 return Fault(each, f"exited with {code}")
-        if fallen and self._none_left(range(self._keeper.keepers)):
+        if fallen and all(self._ranks[rank].over for rank in self._holding):
             return Fault(fallen[0], f"{self._how(fallen[0])}; nobody is left who holds the state")
         for each in fallen:
             self._replace(each)
@@ -183,6 +185,7 @@ class LooseAttempt(Attempt):
         if self._ranks[member.rank].member.worker_id != worker:
             self._local.pop(member.rank, None)
         self._ranks[member.rank] = again = RankState(member)
+        self._holding.discard(member.rank)  # until it says that it does
         self._over.discard(worker)
         # A node that takes no order is lost, and this rank with it: it falls again.
         self._tell({worker: self._order([again], self._text)})
@@ -261,6 +264,8 @@ class LooseAttempt(Attempt):
     def _take(self, kind: str, worker: str, line: Mapping[str, Any]) -> None:
         if kind == "over" and any(not each.over for each in self._on(worker)):
             return  # said before a rank was started there again
+        if not kind and line.get("event") == "started" and line["data"].get("holds_state"):
+            self._holding.add(int(line["rank"]))
         super()._take(kind, worker, line)
 
     def _busy(self) -> list[str]:

@@ -227,8 +227,8 @@ def test_without_any_server_the_job_resumes_from_its_checkpoint(
     saved = {each.step for each in story.of("checkpoint")}
     resumed = [each.step for each in story.of("resumed")]
     assert len(resumed) == 2 and resumed[1] in saved
-    (restart,) = [each for each in result.restarts if each.failed_rank in (0, 1)]
-    assert "nobody is left who holds the state" in restart.reason
+    reasons = [each.reason for each in result.restarts]
+    assert any("nobody is left who holds the state" in each for each in reasons), reasons
     assert result.steps == 300
     assert [each.step for each in story.of("step")][-1] == 300
 

@@ -107,7 +107,8 @@ class ServingRank:
             nonlocal told
             if not told:
                 told = True
-                self._voice.say("started", self._steward.progress.step, role="standby")
+                step = self._steward.progress.step
+                self._voice.say("started", step, role="standby", holds_state=True)
             self._voice.enter("step", self._steward.progress.step)
 
         return follow(self._server, self._meeting.servers, patience, heard)
