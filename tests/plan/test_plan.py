@@ -311,7 +311,7 @@ def test_auto_takes_the_cheapest_and_says_which() -> None:
     manifest = manifest_of(64, 100)
     few, many = racks_of(8, 8), racks_of(800, 40)
     assert plan(few, "auto", manifest).topology is Topology.CHAIN
-    assert plan(many, "auto", manifest).topology is Topology.TREE_OF_CHAINS
+    assert plan(many, "auto", manifest).topology is Topology.MESH
     for fleet in (few, many):
         each = [plan(fleet, topology, manifest).predicted_seconds for topology in RELAYED]
         assert plan(fleet, "auto", manifest).predicted_seconds == min(each)
