@@ -42,6 +42,10 @@ class Story:
     def started(self) -> dict[int, dict[str, Any]]:
         return {e["rank"]: e["data"] for e in self.events if e["event"] == "started"}
 
+    def under_way(self) -> bool:
+        """Both ranks are past their last step: their launchers' own words came long before."""
+        return {e["rank"] for e in self.events if e["event"] == "step" and e["step"] == 3} == {0, 1}
+
     def pids(self) -> list[int]:
         return [pid for each in self.started().values() for pid in (each["pid"], each["child"])]
 
@@ -131,11 +135,11 @@ def test_cancel_ends_the_gang_and_lets_it_save(kept: LocalLauncher) -> None:
 
         def hook(now: Story) -> None:
             story.events = now.events
-            if len(now.started()) == 2:
+            if now.under_way():
                 cancel.set()
 
         with pytest.raises(Cancelled):
-            run(gangs, {"all": FOREVER}, hook=hook)
+            run(gangs, {"all": FOREVER | {"pace_s": 0.1}}, hook=hook)
     stopped = {e["rank"] for e in story.events if e["event"] == "failed"}
     assert stopped == {0, 1}, "each was asked, and had the time to answer"
     assert gone(story.pids())
@@ -149,11 +153,12 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_and_named(
 
         def hook(now: Story) -> None:
             story.events = now.events
-            if len(now.started()) == 2:
+            if now.under_way():
                 cancel.set()
 
+        slowly = FOREVER | {"pace_s": 0.1}
         with pytest.raises(Cancelled, match=r"ranks \[1\] had not saved"):
-            run(gangs, {"0": FOREVER, "1": FOREVER | {"deaf": True}}, hook=hook)
+            run(gangs, {"0": slowly, "1": slowly | {"deaf": True}}, hook=hook)
     assert gone(story.pids())
 
 
