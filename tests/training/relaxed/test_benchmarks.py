@@ -103,3 +103,17 @@ def test_real_learning_sees_nothing_that_comes_later(module: Any) -> None:
     one, other = [net(*module.tensors(each, shape)[:2]) for each in (rows, changed)]
     assert torch.equal(one[:, :20], other[:, :20])
     assert not torch.equal(one[:, 20:], other[:, 20:])
+
+
+def test_what_train_learns_is_scored_on_the_same_held_out_files(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spec = importlib.util.spec_from_file_location("by_train", BENCHMARKS / "learning_by_train.py")
+    assert spec is not None and spec.loader is not None
+    by_train = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(by_train)
+    found = by_train.main(["--quick"])
+    assert json.loads(capsys.readouterr().out) == found
+    assert found["held_out_files"] >= 1 and found["held_out_bytes"] > 0
+    assert 2 < found["bits_per_byte"] < 8.5, "eight steps: little, but of bytes"
+    assert 0 < found["productive_s"] <= found["wall_s"]
