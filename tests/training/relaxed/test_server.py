@@ -158,6 +158,7 @@ def of_standby(gang: Gang) -> list[dict[str, Any]]:
 
 
 def test_the_standby_takes_over_from_a_killed_server_and_loses_nothing(gang: Gang) -> None:
+    gang.until(1, 1)  # one that never met a leader cannot take over from it
     gang.until(0, 25)
     os.kill(gang.pids[0], signal.SIGKILL)
     gang.finish([1, 2, 3])
@@ -171,6 +172,7 @@ def test_the_standby_takes_over_from_a_killed_server_and_loses_nothing(gang: Gan
 
 
 def test_a_frozen_server_is_replaced_and_ends_when_it_wakes(gang: Gang) -> None:
+    gang.until(1, 1)  # one that never met a leader cannot take over from it
     gang.until(0, 25)
     os.kill(gang.pids[0], signal.SIGSTOP)
     try:
