@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,6 +169,65 @@ def resumed(its: Loaded, state: TrainState, voice: Voice) -> tuple[Progress, dic
         extra=restored.extra,
     )
     return progress, restored.position
+
+
+def checkpointer_of(its: Loaded, state: TrainState, environment: dict[str, Any]) -> Checkpointer:
+    """Return what saves ``state`` as the job's checkpoints say; whoever asks closes it."""
+    from paceline.training.checkpoint import Checkpointer, Failures
+    from paceline.training.identity import code_version
+
+    job = its.job
+    return Checkpointer(
+        its.generations,
+        state,
+        job.settings.checkpoints,
+        job_id=job.job_id,
+        config_digest=its.config_digest,
+        code_version=code_version(),
+        environment=environment,
+        failures=Failures(job.failures, job.running_s),
+        deadline_s=job.settings.guard.checkpoint_deadline_s,
+    )
+
+
+def exported(its: Loaded, state: TrainState, rank: int) -> dict[str, Any]:
+    """Export the whole model (every rank has a part in it); return where rank 0 uploaded it."""
+    from paceline.training.checkpoint import export
+
+    directory = its.work_dir / "export"
+    shutil.rmtree(directory, ignore_errors=True)
+    export(state, its.config, directory)
+    return upload(its, directory) if rank == 0 else {}
+
+
+def result_of(
+    its: Loaded,
+    progress: Progress,
+    saver: Checkpointer,
+    *,
+    resumed_from: int,
+    quarantined: Iterable[str],
+    environment: dict[str, Any],
+) -> dict[str, Any]:
+    """Return what rank 0 says of a job that is done, beside where its model is."""
+    from paceline.training.identity import code_version
+
+    return {
+        "steps": progress.step,
+        "resumed_from_step": resumed_from,
+        "first_loss": progress.first_loss,
+        "final_loss": progress.loss,
+        "held_out": progress.held_out,
+        "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
+        "data_wait_share": progress.share(progress.data_wait_s),
+        "checkpoint_stall_share": progress.share(progress.stall_s),
+        "checkpoints": [each.model_dump() for each in saver.kept()],
+        "checkpoints_put_off": saver.put_off,
+        "quarantined_shards": sorted(quarantined),
+        "config_digest": its.config_digest,
+        "code_version": code_version(),
+        "environment": environment,
+    }
 
 
 def upload(its: Loaded, directory: Any) -> dict[str, Any]:

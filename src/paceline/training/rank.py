@@ -16,7 +16,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import sys
 import traceback
 from typing import TYPE_CHECKING
@@ -122,10 +121,9 @@ def _line() -> str:
 
 def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
     """Train as ``place`` in ``job``; return the exit code."""
-    from paceline.training.checkpoint import Checkpointer, Failures, TrainState, export
+    from paceline.training.checkpoint import TrainState
     from paceline.training.environment import current
     from paceline.training.guard import Guard
-    from paceline.training.identity import code_version
     from paceline.training.loop import train
     from paceline.training.mesh import MeshSpec, open_mesh
     from paceline.training.recipe import new_optimizer
@@ -155,17 +153,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
         exporter = stack.enter_context(outfit.exporter_of(job, place.rank))
         voice.say("resumed", progress.step, position=position, metrics_port=exporter.port)
 
-        checkpointer = Checkpointer(
-            its.generations,
-            state,
-            settings.checkpoints,
-            job_id=job.job_id,
-            config_digest=its.config_digest,
-            code_version=code_version(),
-            environment=environment,
-            failures=Failures(job.failures, job.running_s),
-            deadline_s=settings.guard.checkpoint_deadline_s,
-        )
+        checkpointer = outfit.checkpointer_of(its, state, environment)
         stack.callback(checkpointer.close)
         saver = outfit.saver_of(checkpointer, parallel)
         stream = stack.enter_context(outfit.stream_of(its, mesh, position))
@@ -197,30 +185,17 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             return STOPPED_EXIT
 
         with voice.phase("exporting"):
-            directory = its.work_dir / "export"
-            shutil.rmtree(directory, ignore_errors=True)
-            export(state, its.config, directory)
-            exported = outfit.upload(its, directory) if place.rank == 0 else {}
+            exported = outfit.exported(its, state, place.rank)
         if place.rank == 0:
-            voice.say(
-                "result",
-                progress.step,
-                **exported,
-                steps=progress.step,
-                resumed_from_step=resumed_from,
-                first_loss=progress.first_loss,
-                final_loss=progress.loss,
-                held_out=progress.held_out,
-                tokens_per_second=progress.tokens / progress.seconds if progress.seconds else 0.0,
-                data_wait_share=progress.share(progress.data_wait_s),
-                checkpoint_stall_share=progress.share(progress.stall_s),
-                checkpoints=[each.model_dump() for each in checkpointer.kept()],
-                checkpoints_put_off=checkpointer.put_off,
-                quarantined_shards=sorted(stream.quarantined),
-                config_digest=its.config_digest,
-                code_version=code_version(),
+            done = outfit.result_of(
+                its,
+                progress,
+                checkpointer,
+                resumed_from=resumed_from,
+                quarantined=stream.quarantined,
                 environment=environment,
             )
+            voice.say("result", progress.step, **exported, **done)
     return 0
 
 

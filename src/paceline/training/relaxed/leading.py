@@ -10,27 +10,28 @@ import contextlib
 import dataclasses
 import logging
 import math
-import shutil
 import uuid
-from typing import Any
 
 from paceline.errors import CorruptData, PeerLost
 from paceline.training.checkpoint import (
     Checkpointer,
-    Failures,
     TrainState,
     WholeModel,
-    export,
     resume_newest_healthy,
 )
 from paceline.training.environment import current
 from paceline.training.group import Group
-from paceline.training.identity import code_version
 from paceline.training.loading import Loaded
 from paceline.training.loop import StepReport
 from paceline.training.mesh import Mesh, MeshSpec
 from paceline.training.numbers import Exporter
-from paceline.training.outfit import evaluator_of, exporter_of, upload
+from paceline.training.outfit import (
+    checkpointer_of,
+    evaluator_of,
+    exported,
+    exporter_of,
+    result_of,
+)
 from paceline.training.relaxed.evaluating import Beside
 from paceline.training.relaxed.following import follow
 from paceline.training.relaxed.learner import Learner
@@ -155,17 +156,7 @@ class ServingRank:
             exporter = stack.enter_context(exporter_of(job, 0))
             resumed_from = progress.step
             self._state.extra = progress.extra
-            saver = Checkpointer(
-                its.generations,
-                self._state,
-                settings.checkpoints,
-                job_id=job.job_id,
-                config_digest=its.config_digest,
-                code_version=code_version(),
-                environment=environment,
-                failures=Failures(job.failures, job.running_s),
-                deadline_s=settings.guard.checkpoint_deadline_s,
-            )
+            saver = checkpointer_of(its, self._state, environment)
             stack.callback(saver.close)
             beside = Beside(evaluator_of(its, Mesh(MeshSpec())), self._model, its)
             stack.callback(beside.close)
@@ -186,8 +177,17 @@ class ServingRank:
                 with voice.phase("evaluating"):
                     beside.last(self._learner.weights(), progress)
                 self._save_last(saver, telling)
-            exported = self._export()
-            self._say_result(resumed_from, saver, exported, environment)
+            with voice.phase("exporting"):
+                model = exported(its, self._state, 0)
+            done = result_of(
+                its,
+                steward.progress,
+                saver,
+                resumed_from=resumed_from,
+                quarantined=steward.quarantined,
+                environment=environment,
+            )
+            voice.say("result", steward.progress.step, **model, **done)
             server.release()
         return 0
 
@@ -216,41 +216,6 @@ class ServingRank:
                 steward.progress.metrics(),
             )
         telling.tell_saved()
-
-    def _export(self) -> dict[str, Any]:
-        with self._voice.phase("exporting"):
-            directory = self._its.work_dir / "export"
-            shutil.rmtree(directory, ignore_errors=True)
-            export(self._state, self._its.config, directory)
-            return upload(self._its, directory)
-
-    def _say_result(
-        self,
-        resumed_from: int,
-        saver: Checkpointer,
-        exported: dict[str, Any],
-        environment: dict[str, Any],
-    ) -> None:
-        progress = self._steward.progress
-        self._voice.say(
-            "result",
-            progress.step,
-            **exported,
-            steps=progress.step,
-            resumed_from_step=resumed_from,
-            first_loss=progress.first_loss,
-            final_loss=progress.loss,
-            held_out=progress.held_out,
-            tokens_per_second=progress.tokens / progress.seconds if progress.seconds else 0.0,
-            data_wait_share=progress.share(progress.data_wait_s),
-            checkpoint_stall_share=progress.share(progress.stall_s),
-            checkpoints=[each.model_dump() for each in saver.kept()],
-            checkpoints_put_off=saver.put_off,
-            quarantined_shards=sorted(self._steward.quarantined),
-            config_digest=self._its.config_digest,
-            code_version=code_version(),
-            environment=environment,
-        )
 
 
 class _LeaderTelling:
