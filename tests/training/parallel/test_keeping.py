@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,34 +9,12 @@ import pytest
 import torch
 
 from paceline.training.recurrent import Carried
-
-ROOT = Path(__file__).parents[3]
+from tests.support.two_ranks import run_two
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    root = tmp_path_factory.mktemp("keeping")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    command = [sys.executable, "-m", "tests.training.parallel.keeping_ranks"]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(port), str(root)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [each.communicate(timeout=100) for each in started]
-    finally:
-        for each in started:
-            each.kill()
-    for (_, err), each in zip(said, started, strict=True):
-        assert each.returncode == 0, err[-3000:]
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+    return run_two("tests.training.parallel.keeping_ranks", str(tmp_path_factory.mktemp("keeping")))
 
 
 @pytest.mark.parametrize("case", ["compressed", "carried"])

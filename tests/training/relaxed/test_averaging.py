@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,33 +15,12 @@ from paceline.profile import TrainingSettings
 from paceline.training.mesh import Mesh, MeshSpec
 from paceline.training.relaxed.averaging import local_sgd
 from paceline.training.workload import TransformerWorkload
-
-ROOT = Path(__file__).parents[3]
+from tests.support.two_ranks import run_two
 
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    command = [sys.executable, "-m", "tests.training.relaxed.ranks"]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(port)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [each.communicate(timeout=100) for each in started]
-    finally:
-        for each in started:
-            each.kill()
-    for (_, err), each in zip(said, started, strict=True):
-        assert each.returncode == 0, err[-3000:]
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+    return run_two("tests.training.relaxed.ranks")
 
 
 def test_one_local_step_of_plain_sgd_is_synchronous_training(ranks: list[dict[str, Any]]) -> None:
