@@ -13,8 +13,14 @@ from prefect.cache_policies import NO_CACHE
 from paceline.errors import InvalidInput
 from paceline.manifest import Manifest
 from paceline.registry import MetricPoint, lineage
-from paceline.training import code_version, config_digest, data_numbers, environment, run_job
-from paceline.wire import digest_of
+from paceline.training import (
+    code_version,
+    config_digest,
+    data_numbers,
+    environment,
+    run_job,
+    with_own_id,
+)
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
 from tasks import artifacts, cancelling
 from tasks.figures import Figures
@@ -56,7 +62,7 @@ def train(
         "data": data_numbers(profile.data),
     }
     job = TrainJob(
-        job_id=f"job-{digest_of(inputs)[:12]}",
+        job_id="job",
         run_id=run.run_id,
         state_dir=run.state_dir,
         model_id=manifest.model_id,
@@ -70,6 +76,7 @@ def train(
         settings=settings,
         labels="shuffled" if labels == "shuffled" else "true",
     )
+    job = with_own_id(job)
 
     def work() -> dict[str, Any]:
         run.registry.log_params(run.mlflow_run, lineage.training_params(job))

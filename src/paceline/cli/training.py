@@ -10,20 +10,20 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from paceline.cli.options import json_option, profile_options, read_profile, state_option
+from paceline.cli.training_lines import Lines, beside, facts, preparing, say, summary
 from paceline.errors import Cancelled, InvalidInput
 
 if TYPE_CHECKING:
     from paceline.profile import Profile
-    from paceline.wire.training import RankEvent, TrainJob, TrainResult
 
 
 @click.command()
@@ -38,14 +38,25 @@ if TYPE_CHECKING:
     default="true",
     help="'shuffled' is the control that must not pass the gate.",
 )
-@click.option("--steps", type=click.IntRange(min=0), default=None, help="Default: the profile's.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Default: the profile's (training.steps).",
+)
 @click.option("--run-id", default=None, help="Go on with this run (default: new).")
-@click.option("--ranks", type=click.IntRange(min=1), default=None, help="Here: processes.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Here: processes. Default: the profile's (training.ranks).",
+)
 @click.option(
     "--text",
     type=click.Path(path_type=Path, exists=True),
     default=None,
-    help="Here: the directory of text files to learn from.",
+    help="Here: the directory to learn from: text, or what --set data.format=jsonl, parquet or tar "
+    "says. Default: Python's standard library.",
 )
 @click.option(
     "--model",
@@ -58,12 +69,14 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("paceline-training"),
     show_default=True,
-    help="Here: where snapshot, checkpoints and the model go.",
+    help="Here: where data, checkpoints, figures and the model go.",
 )
 @profile_options
 @state_option
 @json_option
+@click.pass_context
 def train(
+    context: click.Context,
     model_id: str | None,
     version: str | None,
     snapshot: str | None,
@@ -79,11 +92,30 @@ def train(
     state: Path | None,
     as_json: bool,
 ) -> int:
-    """Fine-tune VERSION of MODEL_ID, as the nodes hold it, on a snapshot.
+    """Train on this machine, without any server: text in, model out. The same command goes on
+    where it stopped.
 
-    Without MODEL_ID: train on this machine, without any server, on --text or --snapshot.
+    \b
+      paceline train --ranks 2 --text DIRECTORY --set model.parameters=1_000_000
+
+    With MODEL_ID, VERSION and --snapshot: fine-tune, on a running installation, what its nodes
+    hold.
+
+    Every dial of a profile can be --set: docs/operations.md says where they are listed.
     """
+    given = {
+        name
+        for name in ("output", "profile", "state")
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
     if model_id is None:
+        if "state" in given:
+            raise InvalidInput(
+                "--state is an installation's directory",
+                got="--state without MODEL_ID",
+                wanted="MODEL_ID VERSION --snapshot URL, or no --state",
+                do="Training on this machine alone keeps everything below --output.",
+            )
         settings = read_profile(profile, _with(overrides, steps, ranks))
         return train_here(
             settings, output, text=text, snapshot=snapshot, model=model, labels=labels,
@@ -96,9 +128,10 @@ def train(
             wanted="MODEL_ID VERSION --snapshot URL",
             do="Leave out MODEL_ID to train on this machine alone.",
         )
-    if text or model or ranks or overrides:
+    if text or model or ranks or overrides or given & {"output", "profile"}:
         raise InvalidInput(
-            "--text, --model, --ranks and --set are for training on this machine alone",
+            "--text, --model, --ranks, --output, --profile and --set are for training on this "
+            "machine alone",
             got=f"MODEL_ID {model_id}",
             do="An installation's profile decides them there.",
         )
@@ -140,6 +173,10 @@ def train_here(
 
     if text is not None and snapshot is not None:
         raise InvalidInput("two sources of data", got="--text and --snapshot", wanted="one of them")
+    if not profile.training.steps:
+        raise InvalidInput(
+            "nothing to train", got="0 steps", wanted="at least 1", where="training.steps"
+        )
     asked = single.Single(
         output=output,
         profile=profile,
@@ -149,17 +186,21 @@ def train_here(
     )
     cancel = threading.Event()
     with single.held(output), _stopping_gently(cancel) as signals:
-        say(f"preparing data and model below {output}")
-        job = single.prepare(asked, run_id)
+        with preparing(output):
+            job = single.prepare(asked, run_id)
         if labels == "shuffled":
             job = job.model_copy(update={"labels": "shuffled", "job_id": f"{job.job_id}-shuffled"})
-        lines = Lines(job)
+        checkpoints = single.checkpoints_of(job)
+        lines = Lines(job, checkpoints)
         lines.begin(output)
+        for line in (*facts(job, *single.parts_of(job)), beside(job, checkpoints)):
+            if line:
+                say(line)
         signals.running = True
         try:
             result = single.run(job, on_event=lines, cancel=cancel)
         except Cancelled as error:
-            raise lines.stopped(single.checkpoints_of(job)) from error
+            raise lines.stopped(checkpoints) from error
     if as_json:
         answer = {"status": "complete", "run_id": job.run_id, "notes": lines.notes}
         click.echo(json.dumps(answer | result.model_dump(mode="json")))
@@ -168,118 +209,6 @@ def train_here(
             say("this very training is finished: nothing was trained again, this is its result")
         click.echo("\n".join(summary(job, result)))
     return 0
-
-
-def say(line: str) -> None:
-    """Write a line for whoever watches, on standard error."""
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
-
-
-class Lines:
-    """Tells on standard error how training goes; keeps what a summary should mention."""
-
-    def __init__(self, job: TrainJob) -> None:
-        self.heard = False  # whether any rank said a word
-        self.step = 0
-        self.saved = 0  # the newest step of which there is a checkpoint
-        self.notes: list[str] = []
-        self._job = job
-        self._every = max(1, job.settings.steps // 40)
-
-    def begin(self, output: Path) -> None:
-        """Say what starts."""
-        settings = self._job.settings
-        say(
-            f"training {self._job.job_id}: {settings.steps} steps on {settings.ranks} ranks, "
-            f"below {output}"
-        )
-
-    def __call__(self, event: RankEvent) -> None:
-        """Take in one event."""
-        self.heard = True
-        if event.event == "failed" and event.data.get("code") != "Stopped":
-            self._note(f"rank {event.rank} failed: {event.data.get('message')}")
-        if event.rank != 0:
-            return
-        if event.event == "resumed" and event.step:
-            self.step = self.saved = event.step
-            self._note(f"goes on after step {event.step}")
-        elif event.event == "checkpoint" and not event.data.get("rejected"):
-            self.saved = event.step
-            say(f"  checkpoint of step {event.step}: {event.data.get('url')}")
-        elif event.event == "step":
-            self.step = event.step
-            for alert in _list(event.data.get("alerts")):
-                if isinstance(alert, dict) and alert.get("raised"):
-                    self._note(str(alert.get("message")))
-            if event.step % self._every == 0 or event.step in (1, self._job.settings.steps):
-                loss = _number(event.data.get("loss"))
-                rate = _number(event.data.get("tokens_per_second"))
-                say(
-                    f"  step {event.step:>6}/{self._job.settings.steps}  loss {loss:.4f}  "
-                    f"{rate:,.0f} tokens/s"
-                )
-
-    def stopped(self, checkpoints: Path) -> Cancelled:
-        """Return the error that says what is saved of a training that was asked to stop."""
-        reached = f"step {self.step} of {self._job.settings.steps}"
-        if self.saved and self.saved >= self.step:
-            what, got, do = (
-                "training was stopped, its state is saved",
-                reached,
-                "goes on from there",
-            )
-        elif self.saved:
-            what = "training was stopped before its last steps were saved"
-            got, do = f"{reached}, saved {self.saved}", f"goes on from step {self.saved}"
-        else:
-            what, got, do = "training was stopped before anything was saved", reached, "begins anew"
-        return Cancelled(what, got=got, where=checkpoints, do=f"The same command {do}.")
-
-    def _note(self, line: str) -> None:
-        self.notes.append(line)
-        say(f"! {line}")
-
-
-def summary(job: TrainJob, result: TrainResult) -> list[str]:
-    """Return the one screen that ends a run."""
-    from paceline.training.single import checkpoints_of, directory_of
-
-    lines = [
-        f"done: {result.steps} steps on {result.ranks} ranks in {result.seconds:.1f} s, "
-        f"{result.tokens_per_second:,.0f} tokens/s",
-        f"  loss          {_shown(result.first_loss)} → {_shown(result.final_loss)} nats a token",
-    ]
-    if "held_out_loss" in result.held_out:
-        lines.append(f"  held out      {result.held_out['held_out_loss']:.4f} nats a token")
-    lines += [
-        f"  waiting       data {result.data_wait_share:.1%}, "
-        f"checkpoints {result.checkpoint_stall_share:.1%}",
-        f"  checkpoints   {len(result.checkpoints)} in {checkpoints_of(job)}",
-        f"  model         {directory_of(result.export_url)}",
-    ]
-    if result.ledger is not None:
-        ledger = result.ledger
-        parts = {name: getattr(ledger, name) for name in type(ledger).model_fields}
-        told = [
-            f"{name.removesuffix('_s').replace('_', ' ')} {seconds:.1f}"
-            for name, seconds in parts.items()
-            if name not in ("wall_s", "goodput") and seconds >= 0.05
-        ]
-        lines.append(f"  seconds       {', '.join(told)} of {ledger.wall_s:.1f}")
-        lines.append(f"  goodput       {ledger.goodput:.1%} from the first step to the last")
-    for restart in result.restarts:
-        lines.append(
-            f"  restart       {restart.kind}: {restart.reason}; {restart.lost_steps} steps lost, "
-            f"{restart.seconds:.1f} s"
-        )
-    if result.skipped_batches or result.quarantined_shards:
-        lines.append(
-            f"  needs review  {len(result.quarantined_shards)} bad shards, "
-            f"batches passed over: {list(result.skipped_batches)}"
-        )
-    return lines
 
 
 class _stopping_gently:  # noqa: N801 - reads as what it does
@@ -311,15 +240,3 @@ class _stopping_gently:  # noqa: N801 - reads as what it does
         with contextlib.suppress(OSError):  # not a write of Python's: the signal may be inside one
             os.write(2, b"! stopping: every rank saves its state (once more: at once, unsaved)\n")
         self._cancel.set()
-
-
-def _list(value: object) -> list[object]:
-    return list(value) if isinstance(value, list | tuple) else []
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")
-
-
-def _shown(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"

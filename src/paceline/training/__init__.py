@@ -7,7 +7,7 @@ base model. torch is imported by the ranks, not by this package.
 
 from paceline.training.driver import run_job
 from paceline.training.gang import Deadlines, GangMember, GangResult, Gangs, Launcher
-from paceline.training.identity import code_version, config_digest, data_numbers
+from paceline.training.identity import code_version, config_digest, data_numbers, with_own_id
 from paceline.training.local import LocalLauncher
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "config_digest",
     "data_numbers",
     "run_job",
+    "with_own_id",
 ]

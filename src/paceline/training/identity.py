@@ -58,6 +58,15 @@ def config_digest(job: TrainJob) -> str:
     )
 
 
+def with_own_id(job: TrainJob) -> TrainJob:
+    """Return ``job`` under the id that follows from what it learns.
+
+    Whatever changes only how or where (mesh, ranks, checkpoints, caches) leaves the id as it is, so
+    that the job goes on where it stopped.
+    """
+    return job.model_copy(update={"job_id": f"job-{config_digest(job)[:12]}"})
+
+
 @functools.cache
 def code_version() -> str:
     """Return the package's version and a digest of the sources that decide what is learned."""

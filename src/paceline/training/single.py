@@ -18,6 +18,7 @@ from pathlib import Path
 
 from paceline.data import Snapshot, build_snapshot, load_snapshot, require_purpose
 from paceline.errors import (
+    AccessDenied,
     Cancelled,
     InvalidInput,
     PermanentError,
@@ -25,9 +26,11 @@ from paceline.errors import (
     StateLocked,
     TrainingFailed,
 )
+from paceline.models import ModelConfig, read_config
 from paceline.objects import DiskStore, ObjectStore, join_url
 from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.training.driver import run_job
+from paceline.training.identity import with_own_id
 from paceline.training.local import LocalLauncher
 from paceline.training.mesh import MeshSpec
 from paceline.training.relaxed import replicas_of
@@ -59,8 +62,7 @@ def held(output: Path) -> Iterator[None]:
     for is refused, nothing is left of it.
     """
     output = output.absolute()
-    new = not output.exists()
-    (output / "state").mkdir(parents=True, exist_ok=True)
+    new = _create(output / "state")
     try:
         with (output / "state" / LOCK_FILE).open("a+") as file:
             try:
@@ -83,6 +85,23 @@ def held(output: Path) -> Iterator[None]:
         if new and not (output / "checkpoints").exists():
             shutil.rmtree(output, ignore_errors=True)
         raise
+
+
+def _create(directory: Path) -> bool:
+    """Make ``<output>/state``; return whether ``output`` was not there before."""
+    new = not directory.parent.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / LOCK_FILE).touch()
+    except OSError as error:
+        raise AccessDenied(
+            "cannot write into the output directory",
+            got=error.strerror,
+            wanted="a directory that can be written, or a place to make one",
+            where=error.filename or directory.parent,
+            do="Give --output another directory.",
+        ) from error
+    return new
 
 
 def prepare(asked: Single, run_id: str | None = None) -> TrainJob:
@@ -110,14 +129,8 @@ def prepare(asked: Single, run_id: str | None = None) -> TrainJob:
     manifest_digest = _base(asked, runtime, snapshot)
     settings = asked.profile.training
     require_room(settings, _weights_bytes(runtime), free_memory())
-    inputs = {
-        "manifest": manifest_digest,
-        "snapshot": snapshot.digest,
-        "settings": settings.model_dump(mode="json", exclude={"guard", "ranks"}),
-        "data": asked.profile.data.model_dump(mode="json"),
-    }
-    return TrainJob(
-        job_id=f"job-{digest_of(inputs)[:12]}",
+    job = TrainJob(
+        job_id="job",
         run_id=run_id or new_run_id(),
         state_dir=str(runtime.state_dir),
         model_id=MODEL,
@@ -130,6 +143,7 @@ def prepare(asked: Single, run_id: str | None = None) -> TrainJob:
         settings=settings,
         data=asked.profile.data,
     )
+    return with_own_id(job)
 
 
 def run(
@@ -142,6 +156,15 @@ def run(
     return run_job(
         job, [WORKER], LocalLauncher(), on_event=on_event, store=DiskStore(), cancel=cancel
     )
+
+
+def parts_of(job: TrainJob) -> tuple[Snapshot, ModelConfig | None]:
+    """Return what ``job`` learns from, and its base model's shape (None: a model of one's own)."""
+    snapshot = load_snapshot(job.snapshot_url, DiskStore())
+    if job.settings.code_ref:
+        return snapshot, None
+    node = Path(job.state_dir) / "nodes" / WORKER
+    return snapshot, read_config(node / "store" / "models" / job.model_id / job.version)
 
 
 def directory_of(url: str) -> Path:

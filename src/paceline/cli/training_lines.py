@@ -1,0 +1,319 @@
+"""What `paceline train` says: what is about to be trained, how it goes, and the screen at its end.
+
+Progress goes to standard error. Each step's figures are also kept, a JSON object a line, in
+``metrics.jsonl`` beside the job's checkpoints: with the job itself (``job.json``) that is what
+`paceline reproduce DIRECTORY` compares. Starts and decides nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.errors import Cancelled
+
+if TYPE_CHECKING:
+    from paceline.data import Snapshot
+    from paceline.models import ModelConfig
+    from paceline.wire.training import RankEvent, TrainJob, TrainResult
+
+JOB_FILE, METRICS_FILE = "job.json", "metrics.jsonl"
+LINES = 40  # of steps, at least, in one training
+SILENCE_S = 10.0  # at most, while steps are made or data are prepared
+MB = 1_000_000
+
+_KEPT = ("loss", "grad_norm", "lr", "tokens_per_second", "step_seconds", "step_skipped")
+
+
+def say(line: str) -> None:
+    """Write a line for whoever watches, on standard error."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+@contextmanager
+def preparing(output: Path) -> Iterator[None]:
+    """Say that data and model are being prepared, and now and then that they still are."""
+    say(f"preparing data and model below {output}")
+    over, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(SILENCE_S):
+            files = [each for each in (output / "data").rglob("*") if each.is_file()]
+            size = sum(each.stat().st_size for each in files)
+            say(
+                f"  still preparing: {size / MB:,.1f} MB of data, {_span(time.monotonic() - began)}"
+            )
+
+    teller = threading.Thread(target=tell, name="preparing", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def facts(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> list[str]:
+    """Return what is learned from what, for a reader who wants to see that it is what was meant."""
+    record = snapshot.record
+    train, aside = snapshot.of_split("train"), snapshot.of_split("held-out")
+    lines = [
+        f"  data    {record.documents:,} samples, {snapshot.tokens:,} tokens: "
+        f"{sum(each.tokens for each in train):,} to learn from, "
+        f"{sum(each.tokens for each in aside):,} held out",
+        f"  model   {_shape(job, config)}",
+    ]
+    if record.cut_at_bytes is not None:
+        lines.append(
+            f"! data are cut at {record.cut_at_bytes:,} bytes: more of them is taken with "
+            "--set data.max_bytes=…"
+        )
+    if record.skipped:
+        lines.append(
+            f"! {record.skipped:,} left out, e.g. {'; '.join(record.skipped_examples[:2])}"
+        )
+    if record.duplicates:
+        lines.append(f"  {record.duplicates:,} samples that say the same as another are left out")
+    if (wanted := job.settings.ranks * job.settings.threads_per_rank) > (cores := _cores()):
+        lines.append(
+            f"! {job.settings.ranks} ranks of {job.settings.threads_per_rank} threads take turns "
+            f"on {cores} cores: a step takes about {wanted / cores:.1f} times as long"
+        )
+    return lines
+
+
+def _shape(job: TrainJob, config: ModelConfig | None) -> str:
+    from paceline.models import count_parameters
+
+    if config is None:
+        return job.settings.code_ref
+    return (
+        f"{count_parameters(config):,} parameters: {config.num_hidden_layers} layers of width "
+        f"{config.hidden_size}, context {config.context}, {config.vocab_size} tokens"
+    )
+
+
+def beside(job: TrainJob, checkpoints: Path) -> str | None:
+    """Return a line on another training in this directory, where ``job`` has not begun yet."""
+    if checkpoints.exists() or not checkpoints.parent.is_dir():
+        return None
+    found = {each.name: _saved_step(each) for each in checkpoints.parent.iterdir()}
+    known = [f"{name} (step {step})" for name, step in sorted(found.items()) if step]
+    if not known:
+        return None
+    return (
+        f"! below this directory is also {', '.join(known[:3])}: its data, model or settings are "
+        f"others, so {job.job_id} begins at its first step"
+    )
+
+
+class Lines:
+    """Tells on standard error how training goes; keeps what a summary should mention."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        kept: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.heard = False  # whether any rank said a word
+        self.step = 0
+        self.saved = 0  # the newest step of which there is a checkpoint
+        self.notes: list[str] = []
+        self._job = job
+        self._kept = kept  # directory for the job and each step's figures
+        self._clock = clock
+        self._every = max(1, job.settings.steps // LINES)
+        self._attempt = 0
+        self._told_at = 0.0
+        self._from: tuple[int, float] | None = None  # the attempt's first step, and when
+
+    def begin(self, output: Path) -> None:
+        """Say what starts."""
+        settings = self._job.settings
+        say(
+            f"training {self._job.job_id}: {settings.steps} steps on {settings.ranks} ranks, "
+            f"below {output}"
+        )
+
+    def __call__(self, event: RankEvent) -> None:
+        """Take in one event."""
+        if not self.heard:
+            self.heard = True
+            self._keep(JOB_FILE, self._job.model_dump_json() + "\n", mode="w")
+        if event.event == "failed" and event.data.get("code") != "Stopped":
+            self._note(f"rank {event.rank} failed: {event.data.get('message')}")
+        if event.attempt > self._attempt:
+            if self._attempt:
+                self._note(f"all ranks start again (attempt {event.attempt})")
+            self._attempt, self._from = event.attempt, None
+        if event.rank != 0:
+            return
+        if event.event == "resumed":
+            if event.step:
+                self.step = self.saved = event.step
+                self._note(f"goes on after step {event.step}")
+            if port := event.data.get("metrics_port"):
+                say(f"  figures for Prometheus while it runs: http://127.0.0.1:{port}/metrics")
+        elif event.event == "checkpoint" and not event.data.get("rejected"):
+            self.saved = event.step
+            say(f"  checkpoint of step {event.step}: {event.data.get('url')}")
+        elif event.event == "checkpoint":
+            self._note(f"checkpoint of step {event.step} is not sound: {event.data.get('why')}")
+        elif event.event == "step":
+            self._step(event)
+
+    def _step(self, event: RankEvent) -> None:
+        self.step = event.step
+        figures = {name: event.data[name] for name in event.data if name in _KEPT or _judged(name)}
+        line = {"step": event.step, "attempt": event.attempt, **figures}
+        self._keep(METRICS_FILE, json.dumps(line) + "\n")
+        for alert in _list(event.data.get("alerts")):
+            if isinstance(alert, dict) and alert.get("raised"):
+                self._note(str(alert.get("message")))
+        now, last = self._clock(), self._job.settings.steps
+        if self._from is None:
+            self._from = (event.step, now)
+        regular = event.step % self._every == 0 or event.step in (1, last)
+        if regular or now - self._told_at >= SILENCE_S:
+            self._told_at = now
+            loss, rate = (_number(event.data.get(each)) for each in ("loss", "tokens_per_second"))
+            say(
+                f"  step {event.step:>6}/{last}  loss {loss:.4f}  {rate:,.0f} tokens/s"
+                f"{self._left(event.step, now)}"
+            )
+        if "held_out_loss" in event.data:
+            say(f"  held out after step {event.step}: {held_out(event.data)}")
+
+    def _left(self, step: int, now: float) -> str:
+        assert self._from is not None
+        first, since = self._from
+        if step <= first:
+            return ""
+        seconds = (now - since) / (step - first) * (self._job.settings.steps - step)
+        return f"  {_span(seconds)} left" if seconds >= SILENCE_S else ""
+
+    def stopped(self, checkpoints: Path) -> Cancelled:
+        """Return the error that says what is saved of a training that was asked to stop."""
+        reached = f"step {self.step} of {self._job.settings.steps}"
+        if self.saved and self.saved >= self.step:
+            what, got, do = (
+                "training was stopped, its state is saved",
+                reached,
+                "goes on from there",
+            )
+        elif self.saved:
+            what = "training was stopped before its last steps were saved"
+            got, do = f"{reached}, saved {self.saved}", f"goes on from step {self.saved}"
+        else:
+            what, got, do = "training was stopped before anything was saved", reached, "begins anew"
+        return Cancelled(what, got=got, where=checkpoints, do=f"The same command {do}.")
+
+    def _keep(self, name: str, text: str, mode: str = "a") -> None:
+        """Write into a file beside the checkpoints; where that cannot be, training goes on."""
+        if self._kept is None:
+            return
+        try:
+            self._kept.mkdir(parents=True, exist_ok=True)
+            with (self._kept / name).open(mode, encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            self._note(f"{self._kept / name} is not written any more: {error.strerror}")
+            self._kept = None
+
+    def _note(self, line: str) -> None:
+        self.notes.append(line)
+        say(f"! {line}")
+
+
+def summary(job: TrainJob, result: TrainResult) -> list[str]:
+    """Return the one screen that ends a run."""
+    from paceline.training.single import checkpoints_of, directory_of
+
+    checkpoints = checkpoints_of(job)
+    lines = [
+        f"done: {result.steps} steps on {result.ranks} ranks in {result.seconds:.1f} s, "
+        f"{result.tokens_per_second:,.0f} tokens/s",
+        f"  loss          {_shown(result.first_loss)} → {_shown(result.final_loss)} nats a token",
+    ]
+    if "held_out_loss" in result.held_out:
+        lines.append(f"  held out      {held_out(result.held_out)}")
+    lines += [
+        f"  waiting       data {result.data_wait_share:.1%}, "
+        f"checkpoints {result.checkpoint_stall_share:.1%}",
+        f"  checkpoints   {len(result.checkpoints)} in {checkpoints}",
+    ]
+    if (checkpoints / METRICS_FILE).exists():
+        lines.append(f"  each step     {checkpoints / METRICS_FILE}")
+    if job.settings.profile_steps:
+        lines.append(f"  traces        {checkpoints / 'traces'} (for Perfetto)")
+    lines.append(f"  model         {directory_of(result.export_url)}")
+    if result.ledger is not None:
+        ledger = result.ledger
+        parts = {name: getattr(ledger, name) for name in type(ledger).model_fields}
+        told = [
+            f"{name.removesuffix('_s').replace('_', ' ')} {seconds:.1f}"
+            for name, seconds in parts.items()
+            if name not in ("wall_s", "goodput") and seconds >= 0.05
+        ]
+        lines.append(f"  seconds       {', '.join(told)} of {ledger.wall_s:.1f}")
+        lines.append(f"  goodput       {ledger.goodput:.1%} from the first step to the last")
+    for restart in result.restarts:
+        lines.append(
+            f"  restart       {restart.kind}: {restart.reason}; {restart.lost_steps} steps lost, "
+            f"{restart.seconds:.1f} s"
+        )
+    if result.skipped_batches or result.quarantined_shards:
+        lines.append(
+            f"  needs review  {len(result.quarantined_shards)} bad shards, "
+            f"batches passed over: {list(result.skipped_batches)}"
+        )
+    return lines
+
+
+def held_out(figures: dict[str, float] | dict[str, object]) -> str:
+    """Return an evaluation's figures as people read them."""
+    nats, bits = (
+        _number(figures.get(each)) for each in ("held_out_loss", "held_out_bits_per_byte")
+    )
+    return f"{nats:.4f} nats a token" + ("" if math.isnan(bits) else f", {bits:.3f} bits a byte")
+
+
+def _judged(name: str) -> bool:
+    return name.startswith("held_out")
+
+
+def _saved_step(directory: Path) -> int:
+    """Return the newest step that a job's directory has a generation of; 0: none."""
+    names = [each.name.split("-") for each in directory.glob("step-*")]
+    return max((int(each[1]) for each in names if each[1].isdigit()), default=0)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _span(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _list(value: object) -> list[object]:
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else float("nan")
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
