@@ -1,14 +1,21 @@
-"""`paceline reproduce`: train a run again, and say whether the same bits come out."""
+"""`paceline reproduce`: train a run again, and say whether the same bits come out.
+
+What was recorded is read from MLflow for an installation's run, and from the output directory for a
+training without a server.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from paceline.cli.options import json_option, state_directory, state_option
-from paceline.errors import CorruptData, NotFound, NotReproducible
+from paceline.cli.training_lines import JOB_FILE, METRICS_FILE
+from paceline.errors import CorruptData, InvalidInput, NotFound, NotReproducible
 from paceline.profile import Runtime, load_runtime
 from paceline.wire.reproducing import Reproduction
 
@@ -17,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.wire.training import RankEvent
 
 NOT_IDENTICAL = 3
+RESULT_FILE = "result.json"
 
 
 @click.command()
@@ -28,6 +36,9 @@ NOT_IDENTICAL = 3
 def reproduce(run_id: str, check: bool, anyway: bool, state: Path | None, as_json: bool) -> int:
     """Train RUN's job again and compare each step's loss and the final weights, bit by bit.
 
+    RUN is a run of the installation, or the --output directory of a `paceline train` without one
+    (or its checkpoints/job-… where several were trained there).
+
     Exit code 0: bit-identical. 3: not, and the first step that differs is named. 4: nothing was
     trained, because code, libraries, machine, data or base model are not as they were.
     """
@@ -36,8 +47,11 @@ def reproduce(run_id: str, check: bool, anyway: bool, state: Path | None, as_jso
     from paceline.training.reproduce import again
     from paceline.training.sameness import differences_of
 
-    runtime = load_runtime(state_directory(state))
-    recorded = recorded_run(runtime, run_id)
+    if is_directory(run_id):
+        runtime, recorded = recorded_here(Path(run_id))
+    else:
+        runtime = load_runtime(state_directory(state))
+        recorded = recorded_run(runtime, run_id)
     store = open_store(runtime)
     if check:
         found = Reproduction(
@@ -60,6 +74,64 @@ def reproduce(run_id: str, check: bool, anyway: bool, state: Path | None, as_jso
     if found.status == "checked":
         return NotReproducible.exit_code if any(x.decisive for x in found.differences) else 0
     return 0 if found.identical else NOT_IDENTICAL
+
+
+def is_directory(run: str) -> bool:
+    """Return whether ``run`` is a place on this disk; a run's id has no separator."""
+    return Path(run).is_dir() or "/" in run
+
+
+def recorded_here(place: Path) -> tuple[Runtime, Recorded]:
+    """Return what a training without a server recorded in its output directory ``place``, or in the
+    directory of one of its jobs; raises NotFound where none is finished there.
+    """
+    from pydantic import ValidationError
+
+    from paceline.training.sameness import Recorded
+    from paceline.wire.training import TrainJob, TrainResult
+
+    place = place.absolute()
+    of_job = (place / RESULT_FILE).is_file()
+    found = [place] if of_job else sorted(place.glob(f"checkpoints/*/{RESULT_FILE}"))
+    jobs = [each if each.is_dir() else each.parent for each in found]
+    jobs = [each for each in jobs if (each / JOB_FILE).is_file()]
+    if not jobs:
+        raise NotFound(
+            "no finished training here",
+            wanted="the --output directory of a `paceline train` that was done",
+            where=place,
+            do="Run the same `paceline train` to its end.",
+        )
+    if len(jobs) > 1:
+        raise InvalidInput(
+            "several trainings here",
+            got=", ".join(each.name for each in jobs),
+            wanted="one of them",
+            where=place,
+            do=f"Name one: {jobs[0]}",
+        )
+    (directory,) = jobs
+    try:
+        job = TrainJob.model_validate_json((directory / JOB_FILE).read_bytes())
+        result = TrainResult.model_validate_json((directory / RESULT_FILE).read_bytes())
+        losses = _losses(directory / METRICS_FILE)
+    except (ValidationError, OSError) as error:
+        raise CorruptData(
+            "record of the training cannot be read",
+            got=str(error).splitlines()[0],
+            where=directory,
+        ) from error
+    return load_runtime(directory.parents[1] / "state"), Recorded(job.run_id, job, result, losses)
+
+
+def _losses(path: Path) -> dict[int, float]:
+    """Return each step's loss as last made; a line that was cut, its writer killed, is no step."""
+    losses = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            figures = json.loads(line)
+            losses[int(figures["step"])] = float(figures["loss"])
+    return losses
 
 
 def recorded_run(runtime: Runtime, run_id: str) -> Recorded:

@@ -137,7 +137,9 @@ def _of_base(job: TrainJob, runtime: Runtime) -> Iterator[Differs]:
         now="on no node of this machine",
         decisive=True,
         where=str(runtime.state_dir / "nodes"),
-        do=f"Distribute it first: `paceline distribute {job.model_id} {job.version}`.",
+        do=f"Distribute it first: `paceline distribute {job.model_id} {job.version}`."
+        if runtime.endpoints.coordinator_url
+        else "The `paceline train` that made it, given again, puts it there and trains nothing.",
     )
 
 

@@ -1,7 +1,8 @@
 """User code tried out in a process of its own, before any rank starts.
 
 ``python -m paceline.training.code_ref`` is that process: it imports, calls and builds what the line
-on its standard input names, and its last line of output says what is wrong.
+on its standard input names, gives it a first batch of the job's data, and its last line of output
+says what is wrong.
 """
 
 from __future__ import annotations
@@ -15,19 +16,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.errors import (
-    AccessDenied,
-    CorruptData,
-    InvalidInput,
-    MissingTool,
-    PacelineError,
-    ServiceUnavailable,
-    TrainingFailed,
-)
+from paceline import errors
+from paceline.errors import InvalidInput, PacelineError, TrainingFailed
 from paceline.training.code_ref.loading import SAID_CHARACTERS, Task, load, raised, scrub
 from paceline.training.code_ref.reference import CodeRef, parse, require_allowed, where
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from paceline.profile import Runtime
     from paceline.training.workload import Workload
     from paceline.wire.training import TrainJob
@@ -36,17 +32,26 @@ CHECK_S = 180.0  # import, call and build
 
 
 def check(
-    text: str, sources: Sequence[str], cache: Path, task: Task, *, deadline_s: float = CHECK_S
+    text: str,
+    sources: Sequence[str],
+    cache: Path,
+    task: Task,
+    *,
+    job: TrainJob | None = None,
+    deadline_s: float = CHECK_S,
 ) -> None:
-    """Load the reference and build its model in a process of its own, before any rank starts.
+    """Load the reference and build its model in a process of its own, before any rank starts; with
+    a ``job``, try it on a first batch of that job's data.
 
-    Raises what ``load`` raises, with the same fields. The process gets no ambient credentials.
+    Raises what ``load`` and ``try_batch`` raise, with the same fields. The process gets no ambient
+    credentials.
     """
     parse(text)
     require_allowed(parse(text), sources)
     environment = dict(os.environ)
     scrub(environment)
     asked = {"text": text, "sources": list(sources), "cache": str(cache), "task": asdict(task)}
+    asked["job"] = None if job is None else job.model_dump_json()
     command = [sys.executable, "-m", "paceline.training.code_ref"]
     try:
         done = subprocess.run(
@@ -83,7 +88,7 @@ def check(
 
 
 def require_code(job: TrainJob, runtime: Runtime, vocabulary: int) -> None:
-    """Check the job's own code before any rank is started; see ``check``."""
+    """Check the job's own code, on its own data, before any rank is started; see ``check``."""
     if not job.settings.code_ref:
         return
     task = Task(
@@ -93,25 +98,25 @@ def require_code(job: TrainJob, runtime: Runtime, vocabulary: int) -> None:
         parameters=runtime.profile.model.parameters,
     )
     sources = runtime.profile.security.code_sources
-    check(job.settings.code_ref, sources, runtime.state_dir / "code", task)
+    check(job.settings.code_ref, sources, runtime.state_dir / "code", task, job=job)
 
 
 _KINDS: dict[str, type[PacelineError]] = {
-    each.__name__: each
-    for each in (
-        AccessDenied, CorruptData, InvalidInput, MissingTool, ServiceUnavailable, TrainingFailed
-    )
-}  # fmt: skip
+    name: each
+    for name, each in vars(errors).items()
+    if isinstance(each, type) and issubclass(each, PacelineError)
+}
 
 
 def main() -> int:
     """Check the reference on standard input; the last line of output says what is wrong."""
     asked = json.loads(sys.stdin.readline())
     try:
-        workload = load(
-            asked["text"], asked["sources"], Path(asked["cache"]), Task(**asked["task"])
-        )
-        _build(workload, parse(asked["text"]))
+        task, ref = Task(**asked["task"]), parse(asked["text"])
+        workload = load(asked["text"], asked["sources"], Path(asked["cache"]), task)
+        model = _build(workload, ref)
+        if asked["job"] is not None:
+            _try(workload, model, asked["job"], task, ref)
     except PacelineError as error:
         said = {"code": error.code, "what": error.what, "do": error.do} | {
             name: None if value is None else str(value)[:SAID_CHARACTERS]
@@ -126,7 +131,16 @@ def main() -> int:
     return 0
 
 
-def _build(workload: Workload, ref: CodeRef) -> None:
+def _try(workload: Workload, model: nn.Module, job: str, task: Task, ref: CodeRef) -> None:
+    from paceline.training.code_ref.trying import first_rows, try_batch
+    from paceline.wire.training import TrainJob
+
+    batch = first_rows(TrainJob.model_validate_json(job), task)
+    if batch is not None:
+        try_batch(workload, model, batch, ref)
+
+
+def _build(workload: Workload, ref: CodeRef) -> nn.Module:
     from torch import nn
 
     try:
@@ -140,3 +154,4 @@ def _build(workload: Workload, ref: CodeRef) -> None:
             wanted="a torch.nn.Module with parameters",
             where=where(ref.text),
         )
+    return model

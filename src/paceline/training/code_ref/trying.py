@@ -1,0 +1,130 @@
+"""User code's first batch, before any rank starts: collation, forward pass and loss.
+
+Runs in the process that tries the reference out (``checking``). The batch is a real one, of two
+rows at most, from the job's own snapshot: right code could refuse one that was made up. Where
+trying would cost more than it tells (large shards, a large model, a model on the meta device), less
+is tried, and ranks find the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.data import Batch, ShardCache, load_snapshot, open_stream
+from paceline.data.apart import open_transforms
+from paceline.errors import InvalidInput, PacelineError
+from paceline.objects import open_store
+from paceline.profile import load_runtime
+from paceline.training.code_ref.loading import Task, raised
+from paceline.training.code_ref.reference import CodeRef, where
+from paceline.training.workload import Inputs, Workload
+from paceline.wire.training import TrainJob
+
+ROWS = 2  # some layers (batch norm) refuse a single one
+MOST_SHARD_BYTES = 64 * 1024 * 1024  # one shard is fetched for it
+MOST_PARAMETERS = 30_000_000  # a forward and a backward pass within seconds on one core
+CPU = torch.device("cpu")
+
+
+def first_rows(job: TrainJob, task: Task) -> Batch | None:
+    """Return the first rows of ``job``'s training split; None where its shards are too large."""
+    runtime = load_runtime(job.state_dir)
+    store = open_store(runtime)
+    snapshot = load_snapshot(job.snapshot_url, store)
+    if max(each.bytes for each in snapshot.of_split("train")) > MOST_SHARD_BYTES:
+        return None
+    transforms = open_transforms(
+        job.data.transform,
+        runtime.profile.security.code_sources,
+        processes=0,
+        deadline_s=job.data.transform_deadline_s,
+    )
+    settings = job.data.model_copy(update={"columns": 1, "prefetch_batches": 1})
+    with (
+        TemporaryDirectory(prefix="paceline-first-batch-") as directory,
+        ShardCache(
+            snapshot,
+            store,
+            Path(directory),
+            limit_bytes=job.data.cache_bytes,
+            ahead=1,
+            transforms=transforms,
+            purpose=job.purpose,
+            project=job.data.project,
+        ) as shards,
+        open_stream(
+            snapshot, "train", shards, settings, context=task.context, global_batch=ROWS, seed=0
+        ) as stream,
+    ):
+        return stream.next()
+
+
+def try_batch(workload: Workload, model: nn.Module, batch: Batch, ref: CodeRef) -> None:
+    """Raise TrainingFailed for what user code raises on ``batch``, InvalidInput for what it returns
+    that training cannot use."""
+    found = _called("collation (inputs)", ref, lambda: workload.inputs(batch, CPU))
+    _require_inputs(found, ref)
+    parameters = list(model.parameters())
+    if any(each.is_meta or each.is_cuda for each in parameters):
+        return
+    if sum(each.numel() for each in parameters) > MOST_PARAMETERS:
+        return
+    outputs = _called("model", ref, lambda: model(*found.args, **found.kwargs))
+    loss = _called("loss (loss_sum)", ref, lambda: workload.loss_sum(outputs, *found.targets))
+    _require_loss(loss, ref)
+    _called("backward pass", ref, lambda: torch.autograd.backward(loss))
+    if all(each.grad is None for each in parameters):
+        raise _wrong("loss does not depend on the model", "no gradient", "a gradient", ref)
+
+
+def _called(what: str, ref: CodeRef, call: Any) -> Any:
+    try:
+        return call()
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise raised(f"code reference's {what} raised on the first batch", ref, error) from error
+
+
+def _require_inputs(found: Any, ref: CodeRef) -> None:
+    if not isinstance(found, Inputs):
+        wanted = f"Inputs({', '.join(each.name for each in dataclasses.fields(Inputs))})"
+        raise _wrong("collation returns no Inputs", type(found).__name__, wanted, ref)
+    for name in ("args", "targets"):
+        value = getattr(found, name)
+        if not isinstance(value, tuple) or not value:
+            wanted = "a tuple of tensors"
+            raise _wrong(f"collation returns no {name}", type(value).__name__, wanted, ref)
+    weight = found.weight
+    if not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
+        raise _wrong(
+            "collation's weight is no number", repr(weight)[:80], "the sum of weights", ref
+        )
+
+
+def _require_loss(loss: Any, ref: CodeRef) -> None:
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
+        got = (
+            f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        )
+        raise _wrong("loss is no scalar", got[:80], "a float tensor without dimensions: a SUM", ref)
+    if not loss.requires_grad:
+        got = "a tensor without a gradient"
+        raise _wrong("loss cannot be differentiated", got, "one made of the model's outputs", ref)
+
+
+def _wrong(what: str, got: str, wanted: str, ref: CodeRef) -> InvalidInput:
+    return InvalidInput(
+        f"code reference's {what}",
+        got=got,
+        wanted=wanted,
+        where=where(ref.text),
+        do="Mend the code, pin it anew, and start the job again.",
+    )
