@@ -7,15 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
 from paceline.data import Batch, ShardCache, Snapshot, build_snapshot, open_stream
 from paceline.data.apart import Apart, open_transforms
-from paceline.data.transform import Here, TransformFailed, load_transform
-from paceline.errors import AccessDenied, DataRejected, InvalidInput, WorkerLost
+from paceline.data.samples import TextSamples
+from paceline.data.transform import Here, TransformedSamples, TransformFailed, load_transform
+from paceline.errors import AccessDenied, CorruptData, DataRejected, InvalidInput, WorkerLost
 from paceline.objects import DiskStore
 from paceline.profile import DataSettings
 
@@ -35,11 +38,13 @@ def apart(name: str, processes: int = 1, deadline_s: float = 60.0) -> Apart:
 
 
 def epoch_of(
-    snapshot: Snapshot, where: Path, transforms: Apart | Here, kind: str
+    snapshot: Snapshot, where: Path, transforms: Apart | Here, kind: str, most: float = 1.0
 ) -> tuple[list[Batch], dict[str, str]]:
     how = DataSettings.model_validate({"batching": kind})
     with (
-        ShardCache(snapshot, DiskStore(), where, transforms=transforms) as cache,
+        ShardCache(
+            snapshot, DiskStore(), where, transforms=transforms, max_bad_share=most
+        ) as cache,
         open_stream(
             snapshot, "train", cache, how, context=256, global_batch=8, seed=1, world_size=1
         ) as stream,
@@ -101,13 +106,13 @@ def test_a_sample_goes_and_comes_as_it_is() -> None:
     for array in sample.values():
         if isinstance(array, np.ndarray):
             array.flags.writeable = False
-    here = Here(transform).start(sample)()
+    alike = Here(transform).start(sample)()
     with apart("described") as processes:
         waiting = [processes.start({**sample, "key": str(n)}) for n in range(5)]
         for result in [processes.start(sample), *reversed(waiting)]:
             there = result()
-            assert set(there) == set(here)
-            for name, array in here.items():
+            assert set(there) == set(alike)
+            for name, array in alike.items():
                 assert (there[name].dtype, there[name].shape) == (array.dtype, array.shape)
                 assert np.array_equal(there[name], array)
 
@@ -129,6 +134,79 @@ def test_a_sample_that_hangs_or_kills_its_process_is_named_and_passed_over(
     assert listed in quarantined
     lost = sum(each.global_tokens - float(each.weights_BT.sum()) for each in found)
     assert lost > 0, "its places have weight 0"
+
+
+def here(name: str, deadline_s: float = 60.0) -> Here:
+    transform = load_transform(f"{MODULE}:{name}", [MODULE])
+    assert transform is not None
+    return Here(transform, deadline_s)
+
+
+@pytest.mark.parametrize("where", [here, apart])
+def test_a_sample_that_comes_back_as_rubbish_is_named_with_shard_and_row_and_passed_over(
+    on_disk: Snapshot, tmp_path: Path, where: Callable[[str], Here | Apart]
+) -> None:
+    found, quarantined = epoch_of(on_disk, tmp_path / "cache", where("rubbish"), "packed")
+    named = keys_of(on_disk, quarantined, tmp_path / "cache")
+    wanted = {
+        "file-00.txt": "TypeError",
+        "file-01.txt": "no numbers of ours",
+        "file-02.txt": "tokens float32",
+        "file-03.txt": "SystemExit: enough",
+        "file-04.txt": "outside the vocabulary",
+    }
+    held_out = wanted.keys() - named.keys()
+    assert len(held_out) < 3
+    for key, why in named.items():
+        assert wanted[key] in why, key
+    assert {line for each in found for line in each.skipped} == set(quarantined)
+
+
+def test_a_hang_on_a_thread_stops_the_stream_and_names_shard_and_row(
+    on_disk: Snapshot, tmp_path: Path
+) -> None:
+    with pytest.raises(DataRejected, match=r"hangs.*file-03\.txt.*transform_processes") as caught:
+        epoch_of(on_disk, tmp_path / "cache", here("hang", 0.2), "bucketed")
+    shard, _, row = str(caught.value.where).partition("#")
+    with ShardCache(on_disk, DiskStore(), tmp_path / "cache") as cache:
+        (its,) = [each for each in on_disk.shards if each.sha256 == shard]
+        with cache.samples(its) as samples:
+            assert samples.key(int(row)) == "file-03.txt"
+
+
+@pytest.mark.parametrize("where", [here, apart])
+def test_a_transform_that_fails_on_most_samples_stops_the_stream(
+    on_disk: Snapshot, tmp_path: Path, where: Callable[[str], Here | Apart]
+) -> None:
+    with pytest.raises(DataRejected, match=r"too many samples.*9 of 9.*no luck with.*#\d"):
+        epoch_of(on_disk, tmp_path / "cache", where("broken"), "packed", 0.5)
+
+
+def test_features_keep_their_shape_and_their_kind() -> None:
+    class Stored(TextSamples):
+        def features(self, i: int) -> dict[str, np.ndarray]:
+            return {"score": np.float32(i), "table": np.ones((i + 1, 2), dtype=np.int16)}
+
+    def bad(i: int, why: str) -> NoReturn:
+        raise CorruptData(why, where=i)
+
+    def made(given: dict[str, Any]) -> dict[str, Any]:
+        kinds: dict[str, dict[str, Any]] = {
+            "0": {"table": np.zeros((7, 2), dtype=np.int8)},
+            "1": {"table": np.zeros((2, 3), dtype=np.int16)},
+            "2": {"score": np.zeros(1, dtype=np.float32)},
+            "3": {"table": np.zeros((4, 2), dtype=np.float32)},
+        }
+        return kinds[given["key"]]
+
+    stored = Stored(["0", "1", "2", "3"], [b"abc"] * 4)
+    found = TransformedSamples(stored, Here(made), bad)
+    assert found.tokens(0).tobytes() == b"abc", "what is not given anew stays"
+    assert found.features(0)["score"] == 0
+    assert found.features(0)["table"].shape == (7, 2)
+    for i, why in ((1, "another shape"), (2, "another shape"), (3, "another kind")):
+        with pytest.raises(CorruptData, match=why):
+            found.tokens(i)
 
 
 def test_a_process_that_dies_once_costs_nothing(

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data import PlannedStream, ShardCache, Snapshot, open_stream
+from paceline.data import PlannedStream, Shard, ShardCache, Snapshot, open_stream
 from paceline.data.batching import BucketedPlan, CarriedPlan, PackedPlan, WindowPlan
 from paceline.data.batching.packed import waste
-from paceline.data.order import ShardOrder, columns_of
+from paceline.data.columns import columns_by, columns_of, copies, reading
+from paceline.data.order import ShardOrder
 from paceline.data.position import Position
 from paceline.errors import CorruptData, DataRejected, InvalidInput
 from paceline.objects import ObjectStore
@@ -245,6 +246,83 @@ def test_columns_are_a_matter_of_the_data_and_not_of_the_ranks() -> None:
     with pytest.raises(InvalidInput, match="do not divide") as caught:
         columns_of(3, [mib] * 9, 1024, 16)
     assert caught.value.where == "data.columns"
+
+
+def shards_of(count: int, mib: int, documents: int, name: str = "0") -> list[Shard]:
+    size = mib << 20
+    one = {"split": "train", "bytes": size, "documents": documents, "text_bytes": size}
+    return [
+        Shard(sha256=f"{number:064x}", lengths_sha256=name * 64, **one) for number in range(count)
+    ]
+
+
+def test_more_nodes_than_columns_are_usual_get_columns_of_their_own() -> None:
+    settings = DataSettings(batching="packed")
+    shards = shards_of(4000, 2, 100)
+    for readers, batch, columns in ((1, 960, 16), (16, 960, 16), (24, 960, 24), (1000, 1000, 1000)):
+        found = reading(settings, shards, 2048, batch, readers)
+        assert (found.columns, found.copies, found.advice) == (columns, 1.0, ""), readers
+    assert reading(settings, shards, 2048, 1500, 1000).copies <= 1.4, "1,500 rows do not go round"
+    huge = shards_of(4000, 64, 130_000)
+    assert columns_by(settings, huge, 2048, 64, 1) == 16, "as many as of small shards"
+    mine = settings.model_copy(update={"columns": 8})
+    found = reading(mine, shards, 2048, 64, 32)
+    assert (found.columns, found.copies) == (8, 4.0), "the profile overrules"
+    assert "set data.columns to 0" in found.advice and "4.0 times" in str(found)
+
+
+def test_rows_of_many_columns_are_packed_as_well() -> None:
+    # 40 columns of 512 rows of 256 tokens: as tight as a group can be
+    lengths = [lognormal(1000, seed).tolist() for seed in range(80)]
+    sizes = [sum(each) + len(each) + 1 for each in lengths]
+    context = sum(sizes) // (40 * 512)
+    documents = [len(each) for each in lengths]
+    columns = columns_of(0, sizes, context, 40, 40, sum(documents))
+    assert columns == 40
+    plan = PackedPlan(
+        sizes,
+        lambda indexes: [np.array(lengths[each]) for each in indexes],
+        context,
+        40,
+        7,
+        columns=columns,
+        documents=documents,
+    )
+    places = [plan.rows(0, group) for group in range(plan.groups)]
+    lost = sum(waste(rows, context) * len(rows) for rows in places) / sum(map(len, places))
+    assert lost <= 0.005, lost
+
+
+def test_what_it_costs_and_what_to_set_is_known_before_ranks_start() -> None:
+    def advice(shards: list[Shard], readers: int, batch: int = 1000, **changes: object) -> str:
+        settings = DataSettings.model_validate({"batching": "packed", **changes})
+        return reading(settings, shards, 2048, batch, readers).advice
+
+    usual = shards_of(4000, 2, 100)
+    assert advice(usual, 1000) == ""
+    assert "at least 2000 shards" in advice(shards_of(500, 16, 32_000), 1000)
+    assert "smaller shards" in advice(shards_of(4000, 64, 130_000), 1000)
+    assert "fewer nodes" in advice(shards_of(1000, 1, 2_000), 2000, 2000)
+    assert "multiple of the nodes" in advice(usual, 1000, 2999)
+    assert "packed" in advice(usual, 1000, batching="bucketed")
+    assert "lengths of all" in advice(shards_of(4000, 2, 4000), 1000)
+    assert advice(shards_of(4000, 2, 4000), 1000, batching="windows") == ""
+    assert advice(shards_of(40, 1, 1000), 4) == "", "what is small may be read four times"
+
+
+@given(
+    st.integers(1, 48), st.integers(1, 300), st.integers(1, 64), st.integers(0, 200), st.integers(0)
+)
+def test_columns_divide_the_batch_and_more_of_them_never_cost_more(
+    readers: int, shards: int, deep: int, kib: int, documents: int
+) -> None:
+    tokens, batch = [1 + kib * 1024] * shards, readers * deep
+    found = columns_of(0, tokens, 256, batch, readers, documents)
+    assert batch % found == 0 and found <= max(1, shards // 2)
+    usual = columns_of(0, tokens, 256, batch, 1, documents)
+    assert copies(found, batch, readers) <= copies(usual, batch, readers)
+    if readers <= 16:
+        assert found == usual, "no matter of how many read"
 
 
 def test_groups_of_columns_are_no_larger_than_twice_the_usual_and_hold_each_shard_once() -> None:

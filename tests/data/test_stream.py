@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.data import Batch, PlannedStream, ShardCache, Snapshot, open_stream
 from paceline.data.batching import WindowPlan
-from paceline.data.order import group_shards
+from paceline.data.columns import group_shards
 from paceline.errors import CorruptData, DataRejected, InvalidInput, InvalidSnapshot
 from paceline.objects import ObjectStore
 from paceline.profile import DataSettings

@@ -57,3 +57,33 @@ def accident(sample: dict[str, Any]) -> dict[str, Any]:
             met.touch()
             os.kill(os.getpid(), signal.SIGKILL)
     return sample
+
+
+def rubbish(sample: dict[str, Any]) -> Any:
+    """What is given back for some samples is none: not a sample, not numbers, of another shape."""
+    kinds: dict[str, Any] = {
+        "file-00.txt": 7,
+        "file-01.txt": {"tokens": ["a", "b"]},
+        "file-02.txt": {"tokens": sample["tokens"].astype(np.float32)},
+        "file-04.txt": {"tokens": sample["tokens"].astype(np.int64) + 1000},
+    }
+    if sample["key"] == BAD:
+        sys.exit("enough")
+    return kinds.get(sample["key"], sample)
+
+
+def broken(sample: dict[str, Any]) -> dict[str, Any]:
+    """Every sample fails."""
+    raise ValueError(f"no luck with {sample['key']}")
+
+
+def mixed(sample: dict[str, Any]) -> Any:
+    """One sample hangs, one raises, one kills its process, one gives rubbish."""
+    key = sample["key"]
+    if key == "0.txt":
+        time.sleep(600)
+    if key == "1.txt":
+        raise KeyError("nothing there")
+    if key == "2.txt":
+        os._exit(3)
+    return "rubbish" if key == "3.txt" else sample

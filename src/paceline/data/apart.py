@@ -40,14 +40,14 @@ READY, DONE, FAILED = b"r", b"d", b"f"
 def open_transforms(
     name: str, sources: Sequence[str], *, processes: int, deadline_s: float
 ) -> Transforms | None:
-    """Return where the transform called ``name`` runs: in so many processes, or for 0 of them on
-    the thread that asks (without a deadline); None where there is none. See ``load_transform``.
+    """Return where the transform called ``name`` runs: in so many processes, or for 0 of them on a
+    thread of this one; None where there is none. See ``load_transform``.
     """
     transform = load_transform(name, sources)
     if transform is None:
         return None
     if not processes:
-        return Here(transform)
+        return Here(transform, deadline_s)
     return Apart(name, sources, processes=processes, deadline_s=deadline_s)
 
 

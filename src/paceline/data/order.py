@@ -13,20 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.splits import require_columns
+from paceline.data.columns import SHUFFLE_SHARDS
 from paceline.errors import InvalidInput
 
-SHUFFLE_SHARDS = 16  # in a group, where shards are of a usual size
-# A group should hold so many rows: what best fit leaves over is about one row a group, and a group
-# of few rows is a poor shuffle. Large shards reach it with few, tiny ones need more.
-GROUP_ROWS = 1024
-GROUP_BATCHES = 16  # at least, so that lengths in a bucket are alike and lanes end together
-MAX_GROUP_SHARDS = 1024
-MAX_GROUP_TOKENS = 1 << 28  # 0.5 M documents: planned in 0.2 to 0.4 s and 100 MB
-MOST_COLUMNS = 16  # unless a profile asks for more: a shard each, in a group of a usual size
 AT_ONCE_BYTES = 16 * 1024 * 1024
 MOST_AT_ONCE = 16  # as many as there are connections
-COLUMN_ROWS = 512  # of a group, in each column: what packing leaves over is about a row in each
 
 
 class ShardOrder:
@@ -114,44 +105,6 @@ class ShardOrder:
 def _generator(words: list[int]) -> np.random.Generator:
     # Philox is counter-based: its bits for a key are the same on every platform and version.
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
-
-
-def fewest_shards(tokens: Sequence[int]) -> int:
-    """Return how many shards of so many ``tokens`` make a group: fewer where they are huge."""
-    mean = max(1, sum(tokens) // max(1, len(tokens)))
-    return min(SHUFFLE_SHARDS, max(2, MAX_GROUP_TOKENS // mean))
-
-
-def group_shards(tokens: Sequence[int], context: int, global_batch: int) -> int:
-    """Return how many shards of so many ``tokens`` make a group of enough rows and batches."""
-    rows = max(GROUP_ROWS, GROUP_BATCHES * global_batch)
-    mean = max(1, sum(tokens) // max(1, len(tokens)))
-    return min(max(fewest_shards(tokens), -(-rows * context // mean)), MAX_GROUP_SHARDS)
-
-
-def columns_of(wanted: int, tokens: Sequence[int], context: int, global_batch: int) -> int:
-    """Return how many columns the rows of a global batch are read in: ``wanted``; for 0, as many
-    as leave each one enough rows and a shard of its own. Never a matter of how many ranks there
-    are. Raises InvalidInput where ``wanted`` does not divide the batch.
-    """
-    if wanted:
-        require_columns(wanted, global_batch)
-        return wanted
-    mean = sum(tokens) // max(1, len(tokens))
-    shards = min(group_shards(tokens, context, global_batch), len(tokens) // 2)
-    rows = shards * mean // max(1, context)
-    most = max(1, min(MOST_COLUMNS, shards, rows // COLUMN_ROWS))
-    return max(each for each in range(1, most + 1) if global_batch % each == 0)
-
-
-def shards_for_columns(usual: int, columns: int, tokens: Sequence[int], context: int) -> int:
-    """Return how many shards make a group that is read in ``columns``, where one read as a whole
-    has ``usual`` of them."""
-    if columns == 1:
-        return usual
-    mean = max(1, sum(tokens) // max(1, len(tokens)))
-    enough = min(-(-COLUMN_ROWS * columns * context // mean), MAX_GROUP_SHARDS)
-    return max(usual, columns, enough)
 
 
 def opened_at_once(wanted: int, sizes: Sequence[int]) -> int:

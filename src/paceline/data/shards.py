@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from paceline.data.samples import ShardSamples
-    from paceline.data.transform import Transform, Transforms
+    from paceline.data.transform import Tally, Transform, Transforms
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,8 @@ class ShardCache:
     ``quarantined`` names what was found bad: a shard by its digest, a sample by ``digest#number``.
     ``limit_bytes``: of the whole directory, which the processes of a node share. ``ahead``: shards
     that are fetched and not yet asked for, at most. ``transform`` or, where it does not run on the
-    thread that reads, ``transforms``, which are closed with this: see ``data.transform``.
+    thread that reads, ``transforms``, which are closed with this: see ``data.transform``. More than
+    ``max_bad_share`` of samples that it fails on raise DataRejected.
     Raises InvalidSnapshot at once where ``purpose`` (or ``project``) is not the snapshot's.
     """
 
@@ -68,6 +69,7 @@ class ShardCache:
         ahead: int = 4,
         transform: Transform | None = None,
         transforms: Transforms | None = None,
+        max_bad_share: float = 1.0,
         purpose: str | None = None,
         project: str | None = None,
     ) -> None:
@@ -78,7 +80,8 @@ class ShardCache:
         self.hits = self.fetched = self.fetched_bytes = 0
         self.verify_s = 0.0
         self._store = store_at(snapshot.url, store)
-        self._transforms = transforms
+        self._transforms, self._max_bad_share = transforms, max_bad_share
+        self._tally: Tally | None = None
         if transform is not None:
             from paceline.data.transform import Here
 
@@ -122,7 +125,10 @@ class ShardCache:
         samples = self._plain(shard)
         if self._transforms is None:
             return samples
-        from paceline.data.transform import TransformedSamples
+        from paceline.data.transform import Tally, TransformedSamples
+
+        with self._lock:
+            self._tally = self._tally or Tally(self._max_bad_share)
 
         def bad(i: int, why: str) -> NoReturn:
             raise self._bad_sample(shard, i, why)
@@ -131,7 +137,9 @@ class ShardCache:
         with self._lock:
             named = [each for each in self.quarantined.items() if each[0].startswith(prefix)]
         known = {int(name.removeprefix(prefix)): why for name, why in named}
-        return TransformedSamples(samples, self._transforms, bad, known)
+        return TransformedSamples(
+            samples, self._transforms, bad, known, name=shard.sha256, tally=self._tally
+        )
 
     def lengths(self, shard: Shard) -> npt.NDArray[np.int32]:
         """Return each sample's length in tokens (without tokens: of its first feature's first
@@ -318,8 +326,12 @@ class ShardCache:
         )
 
     def _bad_sample(self, shard: Shard, i: int, why: str) -> CorruptData:
+        name = f"{shard.sha256}#{i}"
         with self._lock:
-            self.quarantined.setdefault(f"{shard.sha256}#{i}", why)
+            known = name in self.quarantined
+            self.quarantined.setdefault(name, why)
+        if not known:
+            log.warning("sample quarantined shard=%s row=%d why=%s", shard.sha256[:12], i, why)
         return CorruptData("data sample is bad", got=why, where=f"{shard.name} sample {i}")
 
 

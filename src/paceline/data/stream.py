@@ -25,8 +25,9 @@ from paceline.data.batching.ahead import Ahead
 from paceline.data.batching.fill import Filler
 from paceline.data.batching.pieces import Lengths
 from paceline.data.batching.reading import Reader, Shards
-from paceline.data.batching.rows import columns_read, identity
-from paceline.data.order import columns_of, opened_at_once
+from paceline.data.batching.rows import identity
+from paceline.data.columns import columns_by, columns_read
+from paceline.data.order import opened_at_once
 from paceline.data.position import Position
 from paceline.data.snapshot import BYTES, Column, Shard, Snapshot, Split, Vocabulary
 from paceline.errors import InvalidInput, NotReady
@@ -76,13 +77,15 @@ def open_stream(
     position: Mapping[str, Any] | None = None,
     skip: Collection[int] = (),
     transform: Transform | None = None,
+    readers: int = 1,
 ) -> PlannedStream:
     """Return the stream of one split of ``snapshot``; ``rank`` and ``world_size`` count data ranks.
 
     ``position`` is what an earlier stream's ``position`` was, on any number of ranks; ``skip`` are
     numbers of global batches to pass over; ``transform`` runs on each batch, off the training
-    thread. Raises InvalidInput for a position of other settings or more ranks than rows,
-    InvalidSnapshot for too little data.
+    thread. ``readers``: how many with a disk each the job began with (see ``data.columns``).
+    Raises InvalidInput for a position of other settings or more ranks than rows, InvalidSnapshot
+    for too little data.
     """
     if settings.batching == "windows" and snapshot.columns:
         raise InvalidInput(
@@ -96,7 +99,14 @@ def open_stream(
         kept = position.get("columns", 1)
         columns = kept if type(kept) is int and 0 < kept <= global_batch else 0
     return PlannedStream(
-        batching(settings, context=context, global_batch=global_batch, seed=seed, columns=columns),
+        batching(
+            settings,
+            context=context,
+            global_batch=global_batch,
+            seed=seed,
+            columns=columns,
+            readers=readers,
+        ),
         snapshot.of_split(split),
         cache,
         vocabulary=snapshot.vocabulary,
@@ -122,18 +132,18 @@ def batching(
     global_batch: int,
     seed: int,
     columns: int | None = None,
+    readers: int = 1,
 ) -> Batching:
     """Return what makes the plan that ``settings.batching`` names, its rows read in ``columns``
-    (0: as many as suit the data; None: as ``settings`` say)."""
+    (0: as many as suit the data and its ``readers``; None: as ``settings`` say)."""
     kinds: dict[str, Callable[..., Plan]]
     kinds = {"packed": PackedPlan, "bucketed": BucketedPlan, "carried": CarriedPlan}
-    wanted = settings.columns if columns is None else columns
-    if settings.batching == "bucketed":
-        wanted = wanted or 1  # n-th longest documents of several columns are not alike enough
+    if columns is not None:
+        settings = settings.model_copy(update={"columns": columns})
 
     def plan(shards: Sequence[Shard], lengths: Lengths) -> Plan:
         sizes = [each.stream_bytes for each in shards]
-        found = columns_of(wanted, sizes, context, global_batch)
+        found = columns_by(settings, shards, context, global_batch, readers)
         if settings.batching == "windows":
             return WindowPlan(sizes, context, global_batch, seed, columns=found)
         return kinds[settings.batching](

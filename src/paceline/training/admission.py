@@ -8,8 +8,10 @@ rank checks again (loading.py). Knows no torch and starts nothing but ``code_ref
 from __future__ import annotations
 
 import contextlib
+import logging
 
 from paceline.data import Snapshot, load_snapshot, require_purpose
+from paceline.data.columns import reading
 from paceline.data.splits import require_columns
 from paceline.data.transform import require_allowed
 from paceline.errors import CorruptData, InvalidSnapshot
@@ -21,10 +23,12 @@ from paceline.training.checkpoint import Generations
 from paceline.training.code_ref import require_code
 from paceline.training.identity import config_digest
 from paceline.training.mesh import MeshSpec
-from paceline.training.parallel import require_layout
+from paceline.training.parallel import readers_of, require_layout
 from paceline.training.preemption import open_watcher
 from paceline.training.relaxed import replicas_of
 from paceline.wire.training import TrainJob
+
+log = logging.getLogger(__name__)
 
 
 def admit(job: TrainJob, worker_id: str, store: ObjectStore) -> None:
@@ -68,6 +72,7 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
     require_allowed(job.data.transform, load_runtime(job.state_dir).profile.security.code_sources)
     require_columns(job.data.columns, job.settings.batch_sequences)
     config = _base_config(job, worker_id)
+    tell_reading(job, snapshot, config)
     if config is None:
         return  # another machine's disk, or a user's own model: each rank looks
     if not snapshot.tokens:
@@ -80,6 +85,23 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
         )
     vocabulary = snapshot.vocabulary
     require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
+
+
+def tell_reading(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> None:
+    """Say in the log what it costs that nodes read what others read too, where it is much."""
+    context = (
+        load_runtime(job.state_dir).profile.model.context if config is None else config.context
+    )
+    settings = job.settings
+    found = reading(
+        job.data,
+        snapshot.of_split("train"),
+        context,
+        settings.batch_sequences,
+        readers_of(settings),
+    )
+    if found.advice:
+        log.warning("%s; %s", found, found.advice)
 
 
 def _base_config(job: TrainJob, worker_id: str) -> ModelConfig | None:

@@ -89,6 +89,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> Loaded:
             processes=job.data.transform_processes,
             deadline_s=job.data.transform_deadline_s,
         ),
+        max_bad_share=job.data.max_bad_share,
         purpose=job.purpose,
         project=job.data.project,
     )

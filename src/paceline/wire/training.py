@@ -27,6 +27,7 @@ class TrainJob(Record):
     labels: Literal["true", "shuffled"] = "true"  # "shuffled" is the control that must not pass
     deterministic: bool = True
     data: DataSettings = DataSettings()  # how samples become batches
+    data_readers: int = Field(default=1, ge=1)  # shares of a batch as the job began: `data.columns`
     skip_batches: tuple[int, ...] = ()  # global batches that made training go wrong: passed over
     failures: int = 0  # of this job before the attempt,
     running_s: float = 0.0  # in so many seconds: what an `auto` checkpoint interval is made from

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.batching.rows import Ints, Rows
-from paceline.data.order import ShardOrder, group_shards, shards_for_columns
+from paceline.data.columns import group_shards, shards_for_columns
+from paceline.data.order import ShardOrder
 
 # Indexes of shards → the lengths of each one's documents, in tokens, separators not counted.
 Lengths = Callable[[Sequence[int]], Sequence[npt.NDArray[Any]]]

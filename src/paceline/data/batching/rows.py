@@ -91,9 +91,3 @@ def rows_of_batch(wanted: range, global_batch: int, columns: int) -> Ints:
     rows = np.arange(wanted.start, wanted.stop)
     deep = global_batch // columns
     return (rows % deep) * columns + rows // deep
-
-
-def columns_read(wanted: range, global_batch: int, columns: int) -> range:
-    """Return the columns that the rows ``wanted`` of a batch are in."""
-    deep = global_batch // columns
-    return range(wanted.start // deep, (wanted.stop - 1) // deep + 1)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.data.batching.rows import Ints, Rows
-from paceline.data.order import ShardOrder, fewest_shards, shards_for_columns
+from paceline.data.columns import fewest_shards, shards_for_columns
+from paceline.data.order import ShardOrder
 from paceline.errors import InvalidInput, InvalidSnapshot
 
 EMPTY = -1

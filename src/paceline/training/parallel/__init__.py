@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paceline.training.parallel.checks import cuts_of, require_layout
+from paceline.training.parallel.checks import cuts_of, readers_of, require_layout
 
 if TYPE_CHECKING:
     from paceline.training.parallel.base import Parallel
@@ -26,4 +26,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["Parallel", "cuts_of", "parallelise", "require_layout"]
+__all__ = ["Parallel", "cuts_of", "parallelise", "readers_of", "require_layout"]

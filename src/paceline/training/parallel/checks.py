@@ -11,6 +11,7 @@ from paceline.errors import InvalidInput
 from paceline.models import ModelConfig
 from paceline.profile import DataSettings, MeshSettings, TrainingSettings
 from paceline.training.mesh import MeshSpec
+from paceline.training.relaxed import replicas_of
 
 BUCKET_TOKENS = 8  # rows of length buckets are padded to a multiple of this
 
@@ -56,6 +57,11 @@ def require_ours(spec: MeshSpec, model: str) -> None:
 def stages_of(spec: MeshSpec, schedule: str) -> int:
     """Return into how many stages the layers are cut: interleaved has two on each rank."""
     return spec.pp * (2 if schedule == "interleaved" and spec.pp > 1 else 1)
+
+
+def readers_of(settings: TrainingSettings) -> int:
+    """Return how many shares of a global batch the whole gang reads, each on a node of its own."""
+    return MeshSpec.of(settings.mesh, replicas_of(settings)).data_world
 
 
 class Cuts(TypedDict):

@@ -62,6 +62,7 @@ def _work(its: Loaded, place: Place, voice: Voice, meeting: Meeting, terms: Term
             world_size=workers,
             position=task.position,
             skip=frozenset(job.skip_batches),
+            readers=job.data_readers,
         )
 
     with contextlib.ExitStack() as stack:
