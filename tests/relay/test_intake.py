@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import InvalidFrame
+from paceline.errors import InvalidFrame, PeerLost, StorageFailed
+from paceline.relay.disk.committer import Committer
 from paceline.relay.disk.library import Library
 from paceline.relay.disk.staging import Staging
 from paceline.relay.disk.store import Store
-from paceline.relay.session.events import PieceRejected, PieceVerified, SourceAlive
+from paceline.relay.session.events import (
+    LocalFailed,
+    PieceRejected,
+    PieceVerified,
+    SourceAlive,
+    SourceFailed,
+)
 from paceline.relay.session.extents import Extent
 from paceline.relay.wires.barred import Barred
 from paceline.relay.wires.counters import Counters
@@ -36,8 +43,8 @@ class Shelf:
         self.staging: Staging = self.library.open(self.manifest)
         self.counters = Counters()
 
-    def intake(self, name: str, heard: Heard) -> Intake:
-        pull = Pull(
+    def pull(self, name: str, heard: Heard) -> Pull:
+        return Pull(
             source=Source(kind="worker", worker_id=name, address="nowhere:1"),
             stream=1,
             worker_id="me",
@@ -47,7 +54,9 @@ class Shelf:
             keepalive_s=0.0,
             report=heard,
         )
-        made = Intake(pull)
+
+    def intake(self, name: str, heard: Heard) -> Intake:
+        made = Intake(self.pull(name, heard))
         made.ask(Extent(0, 4))
         return made
 
@@ -216,3 +225,35 @@ def test_requests_are_served_in_the_order_they_were_made(
     monkeypatch.setattr("paceline.relay.wires.serving.HEAR_S", 0.0)
     assert [next(runs) for _ in range(4)] == [Extent(6, 10), Extent(0, 2), Extent(4, 5), None]
     assert len(heard.of(PieceVerified)) == 10
+
+
+def test_a_stream_that_a_defect_ended_is_reported_and_not_waited_for(shelf: Shelf) -> None:
+    heard = Heard()
+
+    def broken() -> None:
+        with pull.receiving(lambda: False):
+            raise TypeError("planted")
+
+    pull = shelf.pull("node-0", heard)
+    pull.start(broken).join(5)
+    (failed,) = heard.of(SourceFailed)
+    assert (failed.source_key, type(failed.error)) == ("node-0", PeerLost)
+    assert "planted" in str(failed.error)
+
+
+def test_a_defect_of_the_committer_fails_the_worker_and_is_no_silence(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise ValueError("planted")
+
+    heard = Heard()
+    monkeypatch.setattr(shelf.staging, "commit", broken)
+    monkeypatch.setattr(shelf.staging, "pending_bytes", 1 << 30)
+    committer = Committer(shelf.staging, heard)
+    committer.start()
+    committer.look()
+    heard.wait(bool)
+    (failed,) = heard.of(LocalFailed)
+    assert isinstance(failed.error, StorageFailed)
+    assert "planted" in str(failed.error)

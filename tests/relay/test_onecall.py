@@ -14,6 +14,7 @@ import pytest
 from paceline.errors import (
     Conflict,
     CorruptData,
+    DeploymentFailed,
     InvalidInput,
     InvalidManifest,
     InvalidPlan,
@@ -40,7 +41,7 @@ from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
 from paceline.relay.onecall import distribute
 from paceline.wire.local import Distribution
-from tests.relay.kit import manifest_of, write_model
+from tests.relay.kit import damage, manifest_of, write_model
 from tests.support.rclone import RcloneS3
 
 
@@ -323,3 +324,42 @@ def test_the_copy_is_whole_and_read_only(tmp_path: Path, model: Path) -> None:
     for path in shown.rglob("*"):
         if path.is_file():
             assert not path.stat().st_mode & 0o222
+
+
+def test_a_copy_that_rotted_since_is_found_and_mended_by_the_next_call(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onecall, "STALL_S", 20.0)
+    first = distribute(model, into(tmp_path), 1)
+    damage(Path(first.receipts[0].path) / "shards/a.bin", 100_000, b"rot")
+    done = distribute(model, into(tmp_path), 3)
+    check(done, model)
+    assert done.epochs > 1
+    assert done.origin_bytes <= 70_000, "a piece of 64 KiB, not the model"
+
+
+def test_a_link_faster_than_any_kernel_s_buffer_just_works(tmp_path: Path, model: Path) -> None:
+    done = distribute(model, into(tmp_path), 3, link_mbit=1e9)
+    check(done, model)
+    assert done.received_bytes == 2 * done.total_bytes, "peers gave it, not the origin"
+
+
+def test_a_defect_at_the_end_fails_the_call_and_is_no_silence(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(onecall, "STALL_S", 20.0)
+    monkeypatch.setattr(Store, "publish", broken)
+    with pytest.raises(DeploymentFailed, match=r"every one of 2 workers.*planted"):
+        distribute(model, into(tmp_path), 2)
+    assert not into(tmp_path).exists()
+
+
+def test_receipts_name_their_paths_whole(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = distribute(model, "nodes", 1)
+    assert Path(done.receipts[0].path).is_absolute()

@@ -131,7 +131,7 @@ class Deployments:
         """Open the files and copy what this disk already has; not on the owner thread."""
         try:
             staging = self.library.open(share.manifest)
-        except (PacelineError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - nobody else would tell that it ended
             failure = _as_error(error)
             self._post(lambda _now: self.fail(share, failure))
         else:
@@ -171,7 +171,7 @@ class Deployments:
             share.committer.stop(wait=True)
         try:
             path = self._store.publish(staging)
-        except (PacelineError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - as in _prepare
             failure = _as_error(error)
             if isinstance(failure, Conflict) and not staging.all_verified:
                 self._post(lambda _now: self._commit_on(share))  # a piece rotted meanwhile
@@ -286,7 +286,10 @@ def _thread(name: str, work: Callable[[], None]) -> None:
     threading.Thread(target=work, name=name, daemon=True).start()
 
 
-def _as_error(error: PacelineError | OSError) -> PacelineError:
+def _as_error(error: Exception) -> PacelineError:
     if isinstance(error, PacelineError):
         return error
+    if not isinstance(error, OSError):
+        log.error("a defect", exc_info=error)
+        return DeploymentFailed("this node broke", got=repr(error), do="See this agent's log.")
     return StorageFailed("the disk failed", got=error, do="See this agent's log.")

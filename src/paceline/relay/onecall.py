@@ -96,7 +96,7 @@ def distribute(
     """
     names = names_of(workers, targets)
     request = Request(
-        into=Path(into),
+        into=Path(into).absolute(),  # receipts say where the copies are
         names=names,
         racks=racks,
         topology=Topology(topology) if topology in list(Topology) else str(topology),
@@ -204,12 +204,13 @@ class _Crew:
         """Plan, relay, plan anew where a worker fails, and report."""
         began = time.monotonic()
         self._deploy()
-        moved_at, held_before = began, -1
+        moved_at, held_before, withdrawn = began, -1, 0
         while True:
             self._news.wait(LOOK_S)
             self._news.clear()
-            beats = self._beats()
-            if self._note_failures(beats):
+            beats, rotted = self._beats(), self._withdrawn()
+            if self._note_failures(beats) or rotted > withdrawn:
+                withdrawn = rotted  # a copy that rotted on its disk: its worker begins anew
                 self._deploy()
             held = sum(beat.pieces_held for beat in beats.values())
             self._request.on_progress(
@@ -217,9 +218,8 @@ class _Crew:
             )
             if held != held_before:
                 moved_at, held_before = time.monotonic(), held
-            if len(beats) == len(self._drivers) and all(
-                beat.status in ENDED for beat in beats.values()
-            ):
+            ended = [beat for beat in beats.values() if beat.status in ENDED]
+            if len(ended) == len(self._drivers) and self._withdrawn() == withdrawn:
                 break
             if time.monotonic() - moved_at > STALL_S:
                 raise NotReady(
@@ -244,6 +244,9 @@ class _Crew:
             for beat in driver.beats()
             if beat.deployment_id == self._deployment_id
         }
+
+    def _withdrawn(self) -> int:
+        return sum(driver.withdrawals for driver in self._drivers.values())
 
     def _note_failures(self, beats: Mapping[str, DeploymentBeat]) -> bool:
         """Take note of who failed since the last look; return whether the others need a plan."""
@@ -314,7 +317,8 @@ class _Crew:
         first = next(iter(self._failed.values()))
         kind = getattr(errors, first.code, DeploymentFailed)
         if len(self._failed) == len(self._drivers) and len(kinds) == 1:
-            raise kind(first.message, where=f"every one of {len(self._drivers)} workers")
+            everywhere = f"on every one of {len(self._drivers)} workers: "
+            raise kind(first.message if len(self._drivers) == 1 else everywhere + first.message)
         raise DeploymentFailed(
             "workers failed",
             got="; ".join(f"{name}: {each.message}" for name, each in self._failed.items())[:2000],

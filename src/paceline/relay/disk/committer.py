@@ -5,12 +5,15 @@ One thread a deployment, so that neither receiving nor deciding ever waits for a
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
 from paceline.errors import Cancelled, PacelineError, StorageFailed
 from paceline.relay.disk.staging import Staging
 from paceline.relay.session.events import LocalFailed, PiecesDurable, SessionEvent
+
+log = logging.getLogger(__name__)
 
 GROUP_BYTES = 64 * 1024 * 1024
 GROUP_S = 1.0
@@ -57,6 +60,8 @@ class Committer:
             except PacelineError as error:
                 self._report(LocalFailed(error))
                 return
-            except OSError as error:
+            except Exception as error:  # without this thread nothing ever becomes durable
+                if not isinstance(error, OSError):
+                    log.exception("committing broke")
                 self._report(LocalFailed(StorageFailed("the disk failed", got=error)))
                 return

@@ -15,6 +15,7 @@ BUFFER_S = (
     0.1  # of the link: what a paced socket may hold unseen. 20 ms idled a busy machine's link
 )
 MIN_BUFFER = 128 * 1024
+MAX_BUFFER = 64 * 1024 * 1024  # more no kernel grants, and the call takes no more than 2 GiB
 MAX_BLOCK = 512 * 1024  # larger sub-blocks between recv, hash and write were no faster
 
 
@@ -27,7 +28,7 @@ class Pacer:
         self._lock = threading.Lock()
         self._free_at = time.monotonic()
         self.total_bytes = 0
-        self.buffer_bytes = max(MIN_BUFFER, int(self._rate * BUFFER_S))
+        self.buffer_bytes = min(MAX_BUFFER, max(MIN_BUFFER, int(self._rate * BUFFER_S)))
         by_burst = int(self._rate * BURST_S / 2)
         self.block_bytes = min(MAX_BLOCK, max(MIN_BLOCK, by_burst)) if self._rate else MAX_BLOCK
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from paceline.relay.wires.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello
 from paceline.relay.wires.pacing import Pacer
 from paceline.relay.wires.portion import Rate, no_limit
 from paceline.wire.plan import Source
+
+log = logging.getLogger(__name__)
 
 Report = Callable[[SessionEvent], None]
 
@@ -59,7 +62,8 @@ class Pull:
     def receiving(self, is_closed: Callable[[], bool]) -> Iterator[None]:
         """Keep the model open, and report what ends the stream, unless we closed it ourselves.
 
-        What our own disk refuses is told of in any case: it is no fault of the source.
+        What our own disk refuses is told of in any case: it is no fault of the source. So is a
+        defect of ours: a stream that ended without a word would be waited for.
         """
         try:
             with self.staging.using():
@@ -74,3 +78,7 @@ class Pull:
                 got = error.strerror or error
                 lost = PeerLost("the connection broke", got=got, where=self.key)
                 self.report(SourceFailed(self.key, self.stream, lost))
+        except Exception as error:
+            log.exception("the stream from %s broke", self.key)
+            lost = PeerLost("the stream broke", got=repr(error), where=self.key)
+            self.report(SourceFailed(self.key, self.stream, lost))
