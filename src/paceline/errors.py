@@ -35,6 +35,7 @@ PacelineError
     ├── Cancelled
     ├── DataRejected                a data snapshot failed its validation
     ├── TrainingFailed
+    │   └── NotSaved                a state could not be kept as a checkpoint
     ├── GateRefused                 a candidate did not earn promotion
     ├── NotReproducible             what a training depended on is not here as it was
     └── MissingTool                 a program that must be installed is not there
@@ -224,6 +225,10 @@ class DataRejected(PermanentError):
 
 class TrainingFailed(PermanentError):
     """A training job used up its restarts or cannot run as asked."""
+
+
+class NotSaved(TrainingFailed):
+    """A training's state could not be kept as a checkpoint; the checkpoints before are intact."""
 
 
 class GateRefused(PermanentError):

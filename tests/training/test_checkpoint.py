@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 
 from paceline.errors import (
+    AccessDenied,
     CorruptData,
     InvalidInput,
+    NotSaved,
     ServiceUnavailable,
-    StorageFull,
     TrainingFailed,
 )
 from paceline.models import config_for, new_model, save_model
@@ -386,20 +387,20 @@ def test_a_store_that_is_away_costs_saves_and_training_goes_on(
         saver.finish()
 
 
-class FullStore(SlowStore):
-    """A disk without room."""
+class ClosedStore(SlowStore):
+    """A store that refuses the credentials."""
 
     def upload_file(self, path, url, sha256=""):
-        raise StorageFull("disk is full")
+        raise AccessDenied("S3 refused the credentials", do="Check them.")
 
 
 def test_a_store_that_refuses_twice_stops_training(two: State, generations: Generations) -> None:
-    full = Generations(FullStore(generations.store), generations.url)  # type: ignore[arg-type]
-    saver = two.saver(full)
+    closed = Generations(ClosedStore(generations.store), generations.url)  # type: ignore[arg-type]
+    saver = two.saver(closed)
     saver.save(3, {}, {})
     saver.finish()
     saver.save(4, {}, {})
-    with pytest.raises(TrainingFailed, match="disk is full"):
+    with pytest.raises(NotSaved, match=r"refused the credentials.*step 4, rank 0.*Check them"):
         saver.finish()
 
 

@@ -20,6 +20,7 @@ from paceline.training.code_ref import tree_digest
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
 from tests.training.conftest import Camp
 from tests.training.poisoned import BAD_BATCH
+from tests.training.small_disk import disk_camp, small_disk
 
 STEPS = 24
 
@@ -145,6 +146,33 @@ def test_a_cancel_saves_on_all_ranks_and_the_same_job_goes_on(
     more = run(camp, launcher, job)
     assert more.result.resumed_from_step == stopped.pop() < STEPS
     assert story.losses | more.losses == calm.losses
+
+
+def test_a_notice_on_a_full_disk_costs_steps_and_no_generation(
+    launcher: LocalLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_disk(tmp_path / "small", monkeypatch) as disk:
+        if not disk.is_real:
+            pytest.skip("a file system of one's own cannot be mounted here")
+        camp = disk_camp(tmp_path / "camp")
+
+        def fill_and_ask(event: RankEvent, story: Story) -> None:
+            if event.event == "checkpoint" and event.attempt == 1:
+                disk.fill()
+                os.kill(launcher.pids[1], signal.SIGTERM)
+            elif event.event == "failed":
+                disk.free()
+
+        changes = {"ranks": 2, "steps": 120, "checkpoints": {"every_steps": 50}}
+        job = camp.job("full", checkpoint_url=disk.url, **changes)
+        story = run(camp, launcher, job, fill_and_ask)
+        kept = [e.step for e in story.events if e.event == "checkpoint" and e.attempt == 1]
+        (restart,) = story.result.restarts
+        assert "stopped as asked" in restart.reason and "disk is full" in restart.reason
+        assert (restart.kind, restart.resumed_step) == ("preempted", max(kept))
+        assert restart.lost_steps > 0
+        assert disk.generations("full").find().unfinished == ()
+        assert story.step == 120
 
 
 def reference(camp: Camp, function: str) -> str:

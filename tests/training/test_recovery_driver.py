@@ -134,6 +134,27 @@ def test_a_driver_that_is_run_again_knows_what_failed_before(tmp_path: Path) -> 
     assert result.failures.hosts == {"b": 3}
 
 
+def unsaved(**told: Any) -> tuple[GangResult, list[RankEvent]]:
+    data = {"code": "NotSaved", "message": "checkpoint was not saved: disk is full", **told}
+    said = RankEvent(event="failed", rank=1, attempt=1, step=9, data=data)
+    return failed(code=1), [STEPPED, said]
+
+
+def test_checkpoints_that_cannot_be_kept_end_a_job_unless_it_was_asked_to_go(
+    tmp_path: Path,
+) -> None:
+    job = job_in(tmp_path, max_restarts=0)
+    script = Script(unsaved(stopped=True), finished(job))
+    result = drive(job, NODES, script, DiskStore())
+    assert [each.kind for each in result.restarts] == ["preempted"]
+    assert result.failures.job == 0, "it was asked for"
+    other = job_in(tmp_path / "other", max_restarts=3)
+    alone = Script(unsaved())
+    with pytest.raises(TrainingFailed, match="disk is full"):
+        drive(other, NODES, alone, DiskStore())
+    assert len(alone.numbers) == 1, "another attempt would lose as many steps again"
+
+
 def test_a_history_that_cannot_be_read_or_kept_costs_only_the_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from paceline.errors import Cancelled, ServiceUnavailable
+from paceline.profile import GuardSettings
 from paceline.training import Deadlines, GangMember, GangResult, Gangs
 from paceline.training import attempt as attempts
 from paceline.training import gang as gangs_module
+from paceline.training.driver import CANCEL_GRACE_S
 from paceline.training.ports import Heard
 
 STOPPED = 143
+PREFECT_KILLS_S = 30.0  # after its SIGTERM
 
 
 class Nodes:
@@ -223,6 +226,21 @@ def test_a_cancel_shortens_the_grace_and_says_who_had_not_saved(nodes: Nodes) ->
         run(gangs)
     assert nodes.running == {}
     assert ("b", 5.0) in stops(nodes)
+
+
+def test_a_cancel_is_over_long_before_its_caller_kills_us(nodes: Nodes) -> None:
+    cancel = threading.Event()
+    grace_s = min(GuardSettings().grace_s, CANCEL_GRACE_S)
+    gangs = Gangs(nodes, Deadlines(), cancel=cancel, grace_s=grace_s)
+    nodes.stubborn = {"b"}  # saves for its whole grace
+    nodes.later(2.5, lambda: nodes.mute.add("a"))  # a node that freezes
+    nodes.later(3.0, cancel.set)
+    began = nodes.now
+    with pytest.raises(Cancelled, match="had not saved"):
+        run(gangs)
+    took = nodes.now - began - 3.0
+    assert took <= PREFECT_KILLS_S - 10.0, "the rest is for nodes and the record"
+    assert nodes.dropped == ["a"]
 
 
 def test_a_listener_that_fails_leaves_no_rank(nodes: Nodes) -> None:

@@ -96,7 +96,9 @@ class GuardSettings(Settings):
     start_deadline_s: float = Field(default=120.0, gt=0)
     step_deadline_s: float = Field(default=60.0, gt=0)
     checkpoint_deadline_s: float = Field(default=600.0, gt=0)
-    grace_s: float = Field(default=30.0, gt=0)  # from a preemption notice to its end
+    # From a preemption notice to the ranks' end. Clouds and Kubernetes kill 30 s after theirs,
+    # which is seen 2 s late at worst; what is left is for a step's end and for ending processes.
+    grace_s: float = Field(default=20.0, gt=0)
     preemption: str = (
         ""  # beside SIGTERM: a metadata URL, or module:function that returns a watcher
     )

@@ -24,6 +24,7 @@ Kind = Literal["failed", "hung", "lost", "preempted", "bad-step", "returned"]
 REASONS_TOLD = 5  # of how attempts ended, in one error
 DIVERGED = "TrainingFailed"
 BAD_STEP = "BadStep"
+NOT_SAVED = "NotSaved"
 # Errors that the next attempt would meet again; anything else may be the machine's.
 HOPELESS = {
     "InvalidInput",
@@ -33,6 +34,7 @@ HOPELESS = {
     "AccessDenied",
     "Conflict",
     DIVERGED,
+    NOT_SAVED,
 }
 
 
@@ -74,6 +76,7 @@ class Account:
         self._result: RankEvent | None = None
         self._ledger = Ledger(now)
         self._shards: Counter[str] = Counter()
+        self._why: dict[str, str] = {}  # they are in quarantine
         self._stalled = self._waited = 0.0
         self.counted = 0  # restarts that count against the job's
         self._counted_at: list[float] = []
@@ -132,6 +135,10 @@ class Account:
             self._said[event.rank] = {"step": event.step, **event.data}
         if event.event == "step" and event.rank in self._fallen:
             self._rose(event.rank, now)
+        for shard in _names(event.data.get("quarantined_shards")):  # whichever rank met it
+            self._shards[shard] = max(1, self._shards[shard])
+        why = event.data.get("quarantined_why")
+        self._why |= {str(k): str(v) for k, v in why.items()} if isinstance(why, dict) else {}
         if event.rank == 0:
             self._of_first(event, now)
         return event
@@ -161,8 +168,6 @@ class Account:
             self._close(now)
             self._step = max(self._step, event.step)
             self._result = event
-        for shard in _names(event.data.get("quarantined_shards")):
-            self._shards[shard] = max(1, self._shards[shard])
 
     def failed(self, ended: Restarting) -> None:
         """Note that the attempt failed; raises TrainingFailed where another cannot do better."""
@@ -185,6 +190,8 @@ class Account:
         for said in self._said.values():
             if said.get("code") not in HOPELESS:
                 continue
+            if said["code"] == NOT_SAVED and (ended.preempted or self._asked_to_go):
+                continue  # steps are lost, but elsewhere, or with room again, it goes on
             if said.get("code") == DIVERGED and self._diverged_at is None:
                 self._diverged_at = self._step  # once may be a flipped bit; twice is the recipe
                 continue
@@ -194,13 +201,18 @@ class Account:
                 where=join_url(self._job.checkpoint_url, self._job.job_id),
             )
 
+    @property
+    def _asked_to_go(self) -> bool:
+        """Return whether ranks stopped as asked, unable to save."""
+        return any(said.get("stopped") for said in self._said.values())
+
     def _kind(self, ended: Restarting) -> Kind:
         outcome = ended.outcome
         if any(said.get("code") == BAD_STEP for said in self._said.values()):
             return "bad-step"
         if outcome.hung:
             return "hung"
-        if outcome.stopped:
+        if outcome.stopped or self._asked_to_go:
             return self._asked[0] if self._asked is not None else "preempted"
         if outcome.lost - outcome.preempted:
             return "lost"
@@ -270,6 +282,8 @@ class Account:
             if key in TrainResult.model_fields
         }
         said["resumed_from_step"] = self._first_resumed or 0
+        said["quarantined_shards"] = sorted(self._before.with_shards(self._shards))
+        said["quarantined_why"] = self._why
         return TrainResult.model_validate(
             said
             | {

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 LAUNCH_DEADLINE_S = 30.0  # for a launcher to fork its ranks, all their imports done
 END_DEADLINE_S = 15.0
+HURRY_S = 2.0  # the same where the caller asked for the end: whoever asks kills us soon
 NODE_SILENCE_S = 15.0  # a launcher beats twice a second; one that does not is frozen or cut off
 PAUSE_S = 5.0  # between two looks: it was us who did not listen (stopped, or busy elsewhere)
 STOPPED_S = 2.0  # a rank in state T for so long is frozen, not looked at by a debugger
@@ -99,7 +100,7 @@ class Attempt:
             grace = self._grace()
             if grace is not None and (self._stopping is None or grace < self._stopping):
                 self._stopping = grace
-                stop_at = time.monotonic() + grace + END_DEADLINE_S
+                stop_at = time.monotonic() + grace + self._patience()
                 self._tell(
                     {each: stop_order(grace) for each in self._workers if each not in self._over}
                 )
@@ -114,7 +115,7 @@ class Attempt:
         self._over |= set(self._workers) - self._ordered  # nothing of this attempt runs there
         stop = stop_order(grace_s, stacks=stacks)
         self._tell({each: stop for each in self._workers if each not in self._over})
-        until = time.monotonic() + END_DEADLINE_S
+        until = time.monotonic() + self._patience()
         while len(self._over) < len(self._workers) and time.monotonic() < until:
             try:
                 self._hear(TICK_S)
@@ -146,7 +147,7 @@ class Attempt:
         if fault.rank is not None:
             member = fault.rank.member
             reason = f"rank {member.rank} on {member.worker_id} {fault.what}"
-            words = fault.rank.stderr.strip().rsplit("\n", 1)[-1].strip()[:300]
+            words = _last_words(fault.rank)
             if words and not fault.hung:
                 reason = f"{reason}: {words}"
         log.warning("gang ended attempt=%d reason=%s", self._attempt, reason)
@@ -315,6 +316,11 @@ class Attempt:
 
     # -- stopping, losing, waiting
 
+    def _patience(self) -> float:
+        """Return how long a launcher may take to answer that its ranks are gone."""
+        cancel = self._gangs.cancel
+        return HURRY_S if cancel is not None and cancel.is_set() else END_DEADLINE_S
+
     def _grace(self) -> float | None:
         """Return how long the ranks may take to save and end, where they are to stop."""
         gangs = self._gangs
@@ -337,6 +343,8 @@ class Attempt:
             if not unsaved:
                 raise
             got = f"ranks {unsaved} had not saved within {self._gangs.grace_s:.0f} s"
+            told = next((each for r in unsaved if (each := _last_words(self._ranks[r]))), "")
+            got = f"{got}: {told}" if told else got
             raise Cancelled(cancelled.what, got=got, where=cancelled.where) from None
 
     def _on(self, worker: str) -> list[RankState]:
@@ -376,6 +384,11 @@ class Attempt:
                     self._lose(worker, f"it did not start {what} within {LAUNCH_DEADLINE_S:.0f} s")
                 return self._not_started(min(waited))
         return None
+
+
+def _last_words(rank: RankState) -> str:
+    """Return the last line that the rank wrote to its standard error."""
+    return rank.stderr.strip().rsplit("\n", 1)[-1].strip()[:500]
 
 
 def stop_order(grace_s: float, *, stacks: bool = False) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from paceline.training.identity import config_digest
 from paceline.training.local import launcher_argv
 from paceline.training.loose import Keeper
 from paceline.training.notes import Notes
+from paceline.training.parallel import readers_of
 from paceline.training.relaxed import is_asynchronous
 from paceline.training.replacing import Replacing
 from paceline.training.roster import Lineup, Roster, shrunk
@@ -46,7 +47,9 @@ MAX_BACKOFF_S = 5.0
 MOST_IDLE = 20  # attempts in a row without one step, whoever asked for their ends
 SPARE_BACKOFF_S = 300.0  # at most, between two spares that replace ones that ended
 LOOK_S = 3.0  # at a checkpoint, for nodes that returned; the gang is not heard meanwhile
-CANCEL_GRACE_S = 10.0
+# From a cancel to the ranks' end, at most. Prefect's worker kills 30 s after its SIGTERM; launchers
+# that do not answer, nodes that are given back and the record's end take 8 s more at worst.
+CANCEL_GRACE_S = 15.0
 
 
 class GangRunner(Protocol):
@@ -199,6 +202,7 @@ class _Course:
         job = self._now_running = self._job.model_copy(
             update={
                 "settings": shrunk(self._job.settings, lineup.ranks),
+                "data_readers": readers_of(self._job.settings),
                 "skip_batches": tuple(sorted(self._account.skipped)),
                 "failures": self._account.failures,
                 "running_s": self._account.running_s(time.monotonic()),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -68,6 +68,13 @@ class Progress:
     data_wait_s: float = 0.0
     stall_s: float = 0.0
     skipped: set[str] = field(default_factory=set)
+
+    @classmethod
+    def at(cls, step: int, metrics: Mapping[str, float]) -> Progress:
+        """Return where training stands after ``step``, by what a state was kept with."""
+        held_out = {name: found for name, found in metrics.items() if name.startswith("held_out")}
+        first, last = metrics.get("first_loss"), metrics.get("loss")
+        return cls(step=step, first_loss=first, loss=last, held_out=held_out)
 
     def metrics(self) -> dict[str, float]:
         """Return what a checkpoint keeps beside the state."""

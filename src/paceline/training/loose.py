@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from paceline.training.attempt import (
-    END_DEADLINE_S,
     TICK_S,
     Attempt,
     Fault,
@@ -109,7 +108,7 @@ class LooseAttempt(Attempt):
             grace = self._grace()
             if grace is not None and (self._stopping is None or grace < self._stopping):
                 self._stopping = grace
-                stop_at = time.monotonic() + grace + END_DEADLINE_S
+                stop_at = time.monotonic() + grace + self._patience()
                 self._tell({each: stop_order(grace) for each in self._busy()})
             if stop_at is not None and time.monotonic() > stop_at:
                 self._check_cancel()

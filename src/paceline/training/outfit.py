@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.errors import PacelineError
 from paceline.training.loading import Loaded
 from paceline.training.voice import Voice
 from paceline.wire.training import TrainJob
@@ -78,6 +80,7 @@ def stream_of(its: Loaded, mesh: Mesh, position: dict[str, Any] | None) -> Plann
         world_size=mesh.data_world,
         position=position,
         skip=frozenset(its.job.skip_batches),
+        readers=its.job.data_readers,
     )
 
 
@@ -160,14 +163,8 @@ def resumed(its: Loaded, state: TrainState, voice: Voice) -> tuple[Progress, dic
     )
     if restored is None:
         return Progress(), None
-    metrics = restored.metrics
-    progress = Progress(
-        step=restored.step,
-        first_loss=metrics.get("first_loss"),
-        loss=metrics.get("loss"),
-        held_out={name: found for name, found in metrics.items() if name.startswith("held_out")},
-        extra=restored.extra,
-    )
+    progress = Progress.at(restored.step, restored.metrics)
+    progress.extra = restored.extra
     return progress, restored.position
 
 
@@ -188,6 +185,24 @@ def checkpointer_of(its: Loaded, state: TrainState, environment: dict[str, Any])
         failures=Failures(job.failures, job.running_s),
         deadline_s=job.settings.guard.checkpoint_deadline_s,
     )
+
+
+def save_last(saver: Any, progress: Progress, position: dict[str, Any], voice: Voice) -> int:
+    """Save the state that training ends with; return 0, or a rank's exit code where that failed and
+    it was asked to stop (never 143: nothing is saved). Raises what failed where it was not.
+    """
+    with voice.phase("saving"):
+        try:
+            saver.save_last(progress.step, position, progress.metrics())
+        except PacelineError as error:
+            if not progress.stopped:
+                raise
+            lost = "stopped as asked, but the steps since the last checkpoint are lost"
+            message = f"{lost}: {error.one_line()}"
+            voice.say("failed", progress.step, code=error.code, message=message, stopped=True)
+            sys.stderr.write(f"{message}\n")  # its launcher keeps a rank's last words
+            return error.exit_code
+    return 0
 
 
 def exported(its: Loaded, state: TrainState, rank: int) -> dict[str, Any]:

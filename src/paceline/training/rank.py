@@ -177,9 +177,10 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             should_stop=stop,
         )
         if progress.step > resumed_from:
-            with voice.phase("saving"):
-                saver.save_last(progress.step, stream.position, progress.metrics())
+            unsaved = outfit.save_last(saver, progress, stream.position, voice)
             teller.tell_saved()
+            if unsaved:
+                return unsaved
         if progress.stopped:
             voice.say("failed", progress.step, code="Stopped", message="stopped, state saved")
             return STOPPED_EXIT

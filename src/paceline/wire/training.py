@@ -109,13 +109,25 @@ class TrainResult(Record):
     seconds: float
     config_digest: Sha256
     code_version: str = ""
-    quarantined_shards: tuple[str, ...] = ()  # not empty: the job needs review
+    # shards, and samples as "shard#row"; not empty: the job needs review
+    quarantined_shards: tuple[str, ...] = ()
+    quarantined_why: dict[str, str] = {}
     skipped_batches: tuple[int, ...] = ()  # not empty: the job needs review
     ranks: int = 0  # at the end
     environment: dict[str, object] = {}  # of rank 0: packages, machine, code
     held_out: dict[str, float] = {}  # the last evaluation
     ledger: TimeLedger | None = None
     failures: Failures = Failures()
+
+    @property
+    def passed_over(self) -> list[str]:
+        """Return a line for each shard or sample in quarantine: its name, shortened, and why."""
+        found = []
+        for name in self.quarantined_shards:
+            shard, mark, row = name.partition("#")
+            why = self.quarantined_why.get(name, "")
+            found.append(f"{shard[:12]}{mark}{row}{': ' if why else ''}{why}")
+        return found
 
 
 class EvaluationSpec(Record):

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.errors import PacelineError, ServiceUnavailable, TrainingFailed
+from paceline.errors import NotSaved, PacelineError, TrainingFailed
 from paceline.profile import CheckpointSettings
 from paceline.training.checkpoint.exchange import Exchange, agree_on_held
 from paceline.training.checkpoint.generations import Generation, Generations
@@ -33,8 +33,10 @@ from paceline.wire.training import CheckpointRef
 
 log = logging.getLogger(__name__)
 
-MOST_FAILED = 2  # saves in a row that fail for good (no permission, disk full) before training does
-MOST_UNANSWERED = 10  # in a row that a store did not answer
+MOST_FAILED = 2  # saves in a row that fail for good (no permission) before training does
+# In a row that a store did not answer, or had no room for. Somebody may be mending it, and to stop
+# loses for certain what a failure would lose perhaps.
+MOST_UNANSWERED = 10
 MOST_ALERTS = 100
 CLOSE_S = 5.0
 
@@ -188,7 +190,7 @@ class Checkpointer:
         self.save(step, position, metrics)
         error = self._join_and_reap()
         if step not in self.saved:
-            raise error or TrainingFailed("last state was not saved", where=self._generations.url)
+            raise error or NotSaved("last state was not saved", where=self._generations.url)
 
     def finish(self) -> None:
         """Wait for the save in flight; raises what made saves fail for good."""
@@ -268,8 +270,8 @@ class Checkpointer:
             return None
         self._failed_in_row += 1
         self._note(Alert("checkpoint-failed", ended.step, str(ended.error)))
-        most = MOST_UNANSWERED if isinstance(ended.error, ServiceUnavailable) else MOST_FAILED
-        if ended.final or self._failed_in_row >= most:
+        most = MOST_UNANSWERED if ended.kind in ("temporary", "full") else MOST_FAILED
+        if ended.kind == "final" or self._failed_in_row >= most:
             self._error = ended.error
         return ended.error
 
@@ -280,4 +282,4 @@ class Checkpointer:
 
     def _raise(self) -> None:
         error, self._error = self._error, None
-        raise error or TrainingFailed("another rank could not save", where=self._generations.url)
+        raise error or NotSaved("another rank could not save", where=self._generations.url)

@@ -2,7 +2,8 @@
 
 Every rank writes its own file; all tell each other what came of it; rank 0 writes index and marker,
 and its word is everyone's. A failure of any rank, of any kind, reaches all of them: nobody is left
-waiting. Knows no clock and no interval.
+waiting. What was written of a save that failed for good is removed: on a full disk it is in the way
+of the next one. Knows no clock and no interval.
 """
 
 from __future__ import annotations
@@ -13,18 +14,31 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from paceline.errors import PacelineError, PermanentError, ServiceUnavailable, TrainingFailed
+from paceline.errors import (
+    NotSaved,
+    PacelineError,
+    PermanentError,
+    ServiceUnavailable,
+    StorageFull,
+    TrainingFailed,
+)
 from paceline.training.checkpoint.exchange import Exchange
 from paceline.training.checkpoint.generations import Generation, Generations
 from paceline.training.checkpoint.layout import file_of
 from paceline.training.checkpoint.records import Commit, Index, SavedFile
 from paceline.training.checkpoint.staging import Staging
 from paceline.training.checkpoint.state import TrainState
+from paceline.wire.base import canonical_json
 from paceline.wire.training import CheckpointRef
 
 log = logging.getLogger(__name__)
+
+# Of an error: no other save can do better; somebody has to change something; somebody has to make
+# room; the same save may work later.
+Kind = Literal["final", "permanent", "full", "temporary"]
+_WORST_FIRST: tuple[Kind, ...] = ("final", "permanent", "full", "temporary")
 
 
 @dataclass(frozen=True)
@@ -46,7 +60,7 @@ class Ended:
     ref: CheckpointRef | None = None
     kept: Sequence[int] | None = None  # steps that still have one; None: nobody knows
     error: PacelineError | None = None
-    final: bool = False  # no other save can do better
+    kind: Kind = "final"  # of the error
 
 
 @dataclass
@@ -54,8 +68,8 @@ class _Part:
     """What one rank tells the others about its part."""
 
     files: dict[str, SavedFile] = field(default_factory=dict)
-    error: str = ""
-    kind: str = ""  # of the error: final, permanent, temporary
+    error: dict[str, str | None] = field(default_factory=dict)  # what, got, wanted, where, do
+    kind: Kind = "final"  # of the error
 
     def to_json(self) -> bytes:
         files = {name: saved.model_dump() for name, saved in self.files.items()}
@@ -66,10 +80,22 @@ class _Part:
         files, error, kind = json.loads(raw)
         return cls({name: SavedFile(**saved) for name, saved in files.items()}, error, kind)
 
-    def failed(self, error: BaseException, *, final: bool = False) -> None:
-        self.error = error.one_line() if isinstance(error, PacelineError) else repr(error)
-        permanent = isinstance(error, PermanentError) or not isinstance(error, PacelineError)
-        self.kind = "final" if final else "permanent" if permanent else "temporary"
+    def failed(self, error: BaseException, size: int, *, final: bool = False) -> None:
+        """Note ``error``, met while ``size`` bytes were written."""
+        if not isinstance(error, PacelineError):
+            error = TrainingFailed("its writer failed", got=repr(error))
+        full = isinstance(error, StorageFull)
+        self.error = {
+            "what": error.what,
+            "got": _text(error.got),
+            "wanted": f"room for {size} bytes" if full else _text(error.wanted),
+            "where": _text(error.where),
+            "do": error.do,
+        }
+        permanent = isinstance(error, PermanentError)
+        self.kind = (
+            "final" if final else "full" if full else "permanent" if permanent else "temporary"
+        )
 
 
 class Writer:
@@ -98,12 +124,12 @@ class Writer:
         try:
             ended = self._write(save, staging, index)
         except PacelineError as error:  # another rank is gone: there is nobody to agree with
-            ended = Ended(save.generation.step, 0.0, error=error, final=True)
+            ended = Ended(save.generation.step, 0.0, error=error)
         except Exception as error:
             log.exception("checkpoint writer failed step=%d", save.generation.step)
             wrapped = TrainingFailed("checkpoint writer failed", got=repr(error))
             wrapped.__cause__ = error
-            ended = Ended(save.generation.step, 0.0, error=wrapped, final=True)
+            ended = Ended(save.generation.step, 0.0, error=wrapped)
         ended.seconds = time.perf_counter() - began
         return ended
 
@@ -114,12 +140,13 @@ class Writer:
             try:
                 staging.require_finite(step)
             except TrainingFailed as error:
-                part.failed(error, final=True)
+                part.failed(error, staging.bytes, final=True)
             else:
                 self._upload(save, staging, part)
         parts = [_Part.from_json(raw) for raw in self._exchange.all(part.to_json())]
         failed = _failure_of(step, parts)
         if failed is not None:
+            self._take_back(save.generation, failed.kind)
             return failed
         verdict = b""
         if self._state.group.rank == 0:
@@ -138,7 +165,7 @@ class Writer:
             part.files[name] = saved
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, whatever it is
             log.warning("checkpoint part failed step=%d error=%s", save.generation.step, error)
-            part.failed(error)
+            part.failed(error, staging.bytes)
 
     def _commit(self, save: Save, parts: Sequence[_Part], index: Index) -> bytes:
         """Write the marker and return what became of it, as JSON."""
@@ -159,7 +186,8 @@ class Writer:
         except Exception as error:  # noqa: BLE001 - the other ranks wait for a word
             log.warning("checkpoint was not committed step=%d error=%s", generation.step, error)
             part = _Part()
-            part.failed(error)
+            part.failed(error, len(canonical_json(index)))
+            self._take_back(generation, part.kind)
             return json.dumps([part.kind, part.error]).encode()
         ref = CheckpointRef(
             step=generation.step,
@@ -175,13 +203,40 @@ class Writer:
             log.warning("old checkpoints were not collected error=%s", error)
         return json.dumps(["committed", ref.model_dump(), steps]).encode()
 
+    def _take_back(self, generation: Generation, kind: Kind) -> None:
+        """Remove what lies of a save that failed; every rank has ended its part of it.
+
+        Not where the store did not answer: the next save that is committed does (``collect``).
+        """
+        if self._state.group.rank != 0 or kind == "temporary":
+            return
+        try:
+            self._generations.remove(generation)
+        except PacelineError as error:
+            log.warning("half a checkpoint was left generation=%s error=%s", generation, error)
+
 
 def _failure_of(step: int, parts: Sequence[_Part]) -> Ended | None:
     """Return how a save ends in which some ranks failed, or None where none did."""
     errors = [(rank, part) for rank, part in enumerate(parts) if part.error]
     if not errors:
         return None
-    rank, worst = min(errors, key=lambda e: ("final", "permanent", "temporary").index(e[1].kind))
-    kind = ServiceUnavailable if worst.kind == "temporary" else TrainingFailed
-    error = kind("checkpoint was not saved", got=worst.error, where=f"step {step}, rank {rank}")
-    return Ended(step, 0.0, error=error, final=worst.kind == "final")
+    rank, worst = min(errors, key=lambda each: _WORST_FIRST.index(each[1].kind))
+    kinds: dict[Kind, type[PacelineError]] = {
+        "temporary": ServiceUnavailable,
+        "final": TrainingFailed,
+    }
+    told = worst.error
+    at = f"step {step}, rank {rank}"
+    error = kinds.get(worst.kind, NotSaved)(
+        f"checkpoint was not saved: {told['what']}",
+        got=told["got"],
+        wanted=told["wanted"],
+        where=at if told["where"] is None else f"{told['where']}, {at}",
+        do=told["do"],
+    )
+    return Ended(step, 0.0, error=error, kind=worst.kind)
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)

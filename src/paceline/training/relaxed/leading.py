@@ -13,12 +13,7 @@ import math
 import uuid
 
 from paceline.errors import CorruptData, PeerLost
-from paceline.training.checkpoint import (
-    Checkpointer,
-    TrainState,
-    WholeModel,
-    resume_newest_healthy,
-)
+from paceline.training.checkpoint import Checkpointer, TrainState, WholeModel
 from paceline.training.environment import current
 from paceline.training.group import Group
 from paceline.training.loading import Loaded
@@ -31,6 +26,8 @@ from paceline.training.outfit import (
     exported,
     exporter_of,
     result_of,
+    resumed,
+    save_last,
 )
 from paceline.training.relaxed.evaluating import Beside
 from paceline.training.relaxed.following import follow
@@ -39,7 +36,7 @@ from paceline.training.relaxed.ledger import Ledger
 from paceline.training.relaxed.meeting import Meeting
 from paceline.training.relaxed.server import Server
 from paceline.training.relaxed.serving import Serving
-from paceline.training.relaxed.steward import POSITION, JobSteward, position_of, progress_of
+from paceline.training.relaxed.steward import POSITION, JobSteward, position_of
 from paceline.training.relaxed.terms import Terms
 from paceline.training.scaling import master_dtype
 from paceline.training.voice import Place, Voice
@@ -116,21 +113,14 @@ class ServingRank:
 
     def _resume(self) -> None:
         """Restore the newest healthy checkpoint, if there is one."""
-        restored = resume_newest_healthy(
-            self._its.generations,
-            self._state,
-            config_digest=self._its.config_digest,
-            work_dir=self._its.work_dir,
-            on_rejected=lambda step, why: self._voice.say(
-                "checkpoint", step, rejected=True, why=why
-            ),
-        )
-        if restored is None:
+        progress, position = resumed(self._its, self._state, self._voice)
+        if position is None:
             return
-        position = restored.position
         if position.get("kind") != POSITION:
             raise CorruptData(
-                "checkpoint is of a job without a parameter server", where=restored.url
+                "checkpoint is of a job without a parameter server",
+                got=f"step {progress.step}",
+                where=self._its.generations.url,
             )
         before, workers = int(position["workers"]), self._terms.workers
         saved = Ledger.from_json(position["ledger"], self._terms.max_staleness)
@@ -138,13 +128,12 @@ class ServingRank:
         if before != workers:
             log.warning(
                 "shares are cut anew workers=%d before=%d step=%d before=%d",
-                workers, before, ledger.version // workers, restored.step,
+                workers, before, ledger.version // workers, progress.step,
             )  # fmt: skip
-        step = ledger.version // workers
-        progress = self._steward.progress = progress_of(step, restored.metrics)
-        self._steward.guard.restore(restored.extra["guard"])
-        self._steward.quarantined = set(restored.extra["quarantined"])
-        progress.extra.update(restored.extra)
+        progress.step = ledger.version // workers
+        self._steward.progress = progress
+        self._steward.guard.restore(progress.extra["guard"])
+        self._steward.quarantined = set(progress.extra["quarantined"])
 
     def _lead(self, serving: Serving) -> int:
         its, job, settings = self._its, self._job, self._settings
@@ -198,24 +187,23 @@ class ServingRank:
         return self._stop()
 
     def _stopped(self, serving: Serving, saver: Checkpointer, telling: _LeaderTelling) -> int:
-        step = self._steward.progress.step
+        progress = self._steward.progress
+        progress.stopped = True
         with self._server.changed:  # no update from here on
-            self._server.epoch = 0
-            self._save_last(saver, telling)
+            step, self._server.epoch = progress.step, 0
+            unsaved = self._save_last(saver, telling)
         serving.abandon(PeerLost("parameter server was asked to stop"))
+        if unsaved:
+            return unsaved
         self._voice.say("failed", step, code="Stopped", message="stopped, state saved")
         return STOPPED_EXIT
 
-    def _save_last(self, saver: Checkpointer, telling: _LeaderTelling) -> None:
+    def _save_last(self, saver: Checkpointer, telling: _LeaderTelling) -> int:
         """Save the state as it is; the ledger knows what of a step is done already."""
-        steward = self._steward
-        with self._voice.phase("saving"):
-            saver.save_last(
-                steward.progress.step,
-                position_of(self._server.ledger, self._terms.workers),
-                steward.progress.metrics(),
-            )
+        position = position_of(self._server.ledger, self._terms.workers)
+        unsaved = save_last(saver, self._steward.progress, position, self._voice)
         telling.tell_saved()
+        return unsaved
 
 
 class _LeaderTelling:

@@ -119,7 +119,7 @@ class JobSteward(Steward):
         """Take over what ``state`` gave."""
         self.guard.restore(state["guard"])
         self.quarantined = set(state["quarantined"])
-        self.progress = progress_of(int(state["step"]), state["metrics"])
+        self.progress = Progress.at(int(state["step"]), state["metrics"])
         self.progress.bad_steps = int(state["skipped"])
         self._step = _Step()
 
@@ -195,13 +195,3 @@ class JobSteward(Steward):
 def position_of(ledger: Ledger, workers: int) -> dict[str, Any]:
     """Return what a checkpoint keeps of where shares and workers stand."""
     return {"kind": POSITION, "workers": workers, "ledger": ledger.to_json()}
-
-
-def progress_of(step: int, metrics: dict[str, float]) -> Progress:
-    """Return the progress that stands at ``step`` with the figures a state was kept with."""
-    return Progress(
-        step=step,
-        first_loss=metrics.get("first_loss"),
-        loss=metrics.get("loss"),
-        held_out={name: found for name, found in metrics.items() if name.startswith("held_out")},
-    )
