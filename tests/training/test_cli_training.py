@@ -13,13 +13,15 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from paceline.cli.training import Lines, _stopping_gently, train
+from paceline.cli import training_lines
+from paceline.cli.training import _stopping_gently, train
+from paceline.cli.training_lines import Lines, beside, facts
 from paceline.errors import InvalidInput, PacelineError, StateLocked
 from paceline.models import config_for, new_model, save_model
-from paceline.profile import TrainingSettings
+from paceline.profile import TrainingSettings, load_profile
 from paceline.training import LocalLauncher, single
 from paceline.training.room import MIB, free_memory, require_room
-from paceline.wire.training import RankEvent
+from paceline.wire.training import RankEvent, TrainJob
 from tests.training.test_recovery_driver import job_in
 
 SMALL = ["--set", "model.parameters=20000", "--set", "model.context=32"]
@@ -210,3 +212,117 @@ def test_the_first_signal_asks_and_the_second_ends() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGHUP) is before
+
+
+def test_settings_that_cannot_work_are_refused_before_any_data_are_read(tmp_path: Path) -> None:
+    for wrong in (
+        "training.steps=0",
+        "training.learning_rate=inf",
+        "training.learning_rate=-1",
+        "training.checkpoints.every_steps=0",
+        "training.schedule=cosin",
+        "training.mesh=2",
+        "training.code_ref=own:make",
+        "data.transform=own:clean",
+        "data.columns=3",
+        "training.synchrony.kind=parameter-server",
+    ):
+        error = refused(tmp_path / "out", "--set", wrong, "--text", str(tmp_path))
+        assert error.exit_code in (2, 77), wrong
+        assert wrong.split("=")[0] in error.one_line() or error.do, wrong
+    typo = refused(tmp_path / "out", "--set", "training.mesh.hook=bf-16")
+    assert "wanted 'none', 'fp16', 'bf16' or 'powersgd', at --set training.mesh.hook" in (
+        typo.one_line()
+    )
+
+
+def test_numbers_beside_the_text_need_a_batching_that_keeps_samples_apart(tmp_path: Path) -> None:
+    lines = "".join(f'{{"key": "{n}", "text": "line {n} of it", "stars": {n}}}\n' for n in range(9))
+    (tmp_path / "a.jsonl").write_text(lines)
+    jsonl = ["--text", str(tmp_path / "a.jsonl"), "--set", "data.format=jsonl"]
+    error = refused(tmp_path / "out", *jsonl)
+    assert "windows have no features" in error.one_line()
+    assert "samples with stars" in error.one_line() and "data.batching=packed" in str(error.do)
+    with pytest.raises(AssertionError, match="no rank"):
+        ask(*jsonl, "--output", str(tmp_path / "out"), "--set", "data.batching=packed")
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "file").write_text("")
+    error = refused(tmp_path / "file" / "out", "--text", str(text))
+    assert "cannot write into the output directory" in error.one_line()
+    assert error.exit_code == 77
+
+
+def test_options_of_the_other_way_to_train_are_refused(tmp_path: Path, text: Path) -> None:
+    error = refused(tmp_path / "out", "--text", str(text), "--state", str(tmp_path / "state"))
+    assert "--state is an installation's directory" in error.one_line()
+    for option in (["--profile", "ci"], ["--set", "training.steps=3"], []):
+        with pytest.raises(InvalidInput, match="training on this machine alone"):
+            ask("bytelm", "v1", "--snapshot", "s3://x", "--output", str(tmp_path / "out"), *option)
+
+
+def prepared(output: Path, text: Path, *overrides: str) -> TrainJob:
+    pairs = dict(each.split("=") for each in (*overrides, *SMALL[1::2]))
+    asked = single.Single(output=output, profile=load_profile("embedded", pairs), source=str(text))
+    return single.prepare(asked)
+
+
+def test_what_changes_only_how_it_is_learned_goes_on_with_the_same_job(
+    tmp_path: Path, text: Path
+) -> None:
+    output = tmp_path / "out"
+    job = prepared(output, text)
+    for other in (
+        "training.checkpoints.keep=5", "training.mesh.shard=2", "training.ranks=4",
+        "training.evaluate_every_steps=9", "data.cache_bytes=9999999", "training.guard.spares=1",
+    ):  # fmt: skip
+        assert prepared(output, text, other).job_id == job.job_id, other
+    for other in ("training.steps=7", "training.learning_rate=0.5", "data.batching=packed"):
+        assert prepared(output, text, other).job_id != job.job_id, other
+
+
+def test_a_start_says_what_is_learned_from_what(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_lines, "_cores", lambda: 1)
+    job = prepared(tmp_path / "out", text, "data.max_bytes=2000")
+    said = "\n".join(facts(job, *single.parts_of(job)))
+    assert "samples, " in said and "held out" in said and "parameters: " in said
+    assert "! data are cut at 2,000 bytes" in said
+    assert "! 2 ranks of 1 threads take turns on 1 cores" in said
+    checkpoints = single.checkpoints_of(job)
+    assert beside(job, checkpoints) is None
+    (checkpoints.with_name("job-before") / "step-00000007-abcd").mkdir(parents=True)
+    assert "job-before (step 7)" in str(beside(job, checkpoints))
+    checkpoints.mkdir()
+    assert beside(job, checkpoints) is None, "it goes on with its own"
+
+
+def test_progress_is_never_silent_for_long_and_says_what_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    job = job_in(tmp_path)
+    settings = job.settings.model_copy(update={"steps": 100_000})
+    lines = Lines(job.model_copy(update={"settings": settings}), clock=lambda: now[0])
+    for step in range(1, 41):
+        now[0] += 1.0
+        lines(event("step", step))
+        if step % 2 == 0:
+            lines(event("checkpoint", step - 1))
+    said = capsys.readouterr().err.splitlines()
+    assert [int(line.split()[1].split("/")[0]) for line in said if "step " in line[:8]] == [
+        1, 11, 21, 31
+    ]  # fmt: skip
+    assert said[-1].endswith("28 h left") or "27.8 h left" in said[-2] + said[-1]
+    assert sum("checkpoint of step" in line for line in said) == 4, "not one a save"
+
+
+def test_a_figures_file_that_cannot_be_written_does_not_end_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    lines = Lines(job_in(tmp_path), tmp_path / "file" / "kept")
+    lines(event("step", 1))
+    lines(event("step", 2))
+    assert lines.step == 2
+    assert len([each for each in lines.notes if "is not written any more" in each]) == 1

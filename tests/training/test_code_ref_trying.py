@@ -121,5 +121,7 @@ def test_a_job_whose_code_cannot_collate_is_refused_before_any_rank(
     runtime = camp.runtime.model_copy(
         update={"profile": profile, "state_dir": camp.runtime.state_dir}
     )
-    with pytest.raises(TrainingFailed, match=r"collation.*KeyError: 'stars'"):
+    with pytest.raises(
+        TrainingFailed, match=r"collation.*KeyError: 'stars' \(odd_task.py, line 4\)"
+    ):
         require_code(camp.job("odd", code_ref=text), runtime, 256)

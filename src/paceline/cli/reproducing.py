@@ -15,7 +15,7 @@ import click
 
 from paceline.cli.options import json_option, state_directory, state_option
 from paceline.cli.training_lines import JOB_FILE, METRICS_FILE
-from paceline.errors import CorruptData, InvalidInput, NotFound, NotReproducible
+from paceline.errors import CorruptData, InvalidInput, NotFound, NotReady, NotReproducible
 from paceline.profile import Runtime, load_runtime
 from paceline.wire.reproducing import Reproduction
 
@@ -50,7 +50,7 @@ def reproduce(run_id: str, check: bool, anyway: bool, state: Path | None, as_jso
     if is_directory(run_id):
         runtime, recorded = recorded_here(Path(run_id))
     else:
-        runtime = load_runtime(state_directory(state))
+        runtime = _installation(state)
         recorded = recorded_run(runtime, run_id)
     store = open_store(runtime)
     if check:
@@ -74,6 +74,20 @@ def reproduce(run_id: str, check: bool, anyway: bool, state: Path | None, as_jso
     if found.status == "checked":
         return NotReproducible.exit_code if any(x.decisive for x in found.differences) else 0
     return 0 if found.identical else NOT_IDENTICAL
+
+
+def _installation(state: Path | None) -> Runtime:
+    try:
+        return load_runtime(state_directory(state))
+    except NotReady as error:
+        raise NotReady(
+            error.what,
+            got=error.got,
+            wanted=error.wanted,
+            where=error.where,
+            do="RUN is an installation's (see --state), or the output directory of a training "
+            "without one: ./paceline-training.",
+        ) from error
 
 
 def is_directory(run: str) -> bool:

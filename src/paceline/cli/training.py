@@ -19,7 +19,15 @@ import click
 from click.core import ParameterSource
 
 from paceline.cli.options import json_option, profile_options, read_profile, state_option
-from paceline.cli.training_lines import Lines, beside, facts, preparing, say, summary
+from paceline.cli.training_lines import (
+    Lines,
+    beside,
+    facts,
+    preparing,
+    say,
+    summary,
+    warnings_told,
+)
 from paceline.errors import Cancelled, InvalidInput
 
 if TYPE_CHECKING:
@@ -185,7 +193,7 @@ def train_here(
         model=model,
     )
     cancel = threading.Event()
-    with single.held(output), _stopping_gently(cancel) as signals:
+    with warnings_told(), single.held(output), _stopping_gently(cancel) as signals:
         with preparing(output):
             job = single.prepare(asked, run_id)
         if labels == "shuffled":

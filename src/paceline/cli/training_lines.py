@@ -8,6 +8,7 @@ Progress goes to standard error. Each step's figures are also kept, a JSON objec
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -37,6 +38,19 @@ def say(line: str) -> None:
     """Write a line for whoever watches, on standard error."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
+
+
+@contextmanager
+def warnings_told() -> Iterator[None]:
+    """Write what the engine warns of among the other lines."""
+    handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger("paceline")
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("! %(message)s"))
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 @contextmanager
@@ -134,6 +148,7 @@ class Lines:
         self._every = max(1, job.settings.steps // LINES)
         self._attempt = 0
         self._told_at = 0.0
+        self._saved_at: float | None = None  # when a checkpoint was told last
         self._from: tuple[int, float] | None = None  # the attempt's first step, and when
 
     def begin(self, output: Path) -> None:
@@ -154,7 +169,7 @@ class Lines:
         if event.attempt > self._attempt:
             if self._attempt:
                 self._note(f"all ranks start again (attempt {event.attempt})")
-            self._attempt, self._from = event.attempt, None
+            self._attempt, self._from, self._saved_at = event.attempt, None, None
         if event.rank != 0:
             return
         if event.event == "resumed":
@@ -164,12 +179,19 @@ class Lines:
             if port := event.data.get("metrics_port"):
                 say(f"  figures for Prometheus while it runs: http://127.0.0.1:{port}/metrics")
         elif event.event == "checkpoint" and not event.data.get("rejected"):
-            self.saved = event.step
-            say(f"  checkpoint of step {event.step}: {event.data.get('url')}")
+            self._saved(event)
         elif event.event == "checkpoint":
             self._note(f"checkpoint of step {event.step} is not sound: {event.data.get('why')}")
         elif event.event == "step":
             self._step(event)
+
+    def _saved(self, event: RankEvent) -> None:
+        """Tell the first checkpoint of an attempt, the last one, and now and then one."""
+        self.saved, now = event.step, self._clock()
+        late = self._saved_at is None or now - self._saved_at >= SILENCE_S
+        if late or event.step >= self.step:
+            self._saved_at = now
+            say(f"  checkpoint of step {event.step}: {event.data.get('url')}")
 
     def _step(self, event: RankEvent) -> None:
         self.step = event.step

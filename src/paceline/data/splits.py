@@ -42,3 +42,16 @@ def require_columns(columns: int, global_batch: int) -> None:
             where="data.columns",
             do="Set data.columns to a divisor of training.batch_sequences, or to 0.",
         )
+
+
+def require_batching(batching: str, columns: Sequence[str]) -> None:
+    """Raise InvalidInput where samples with ``columns`` cannot be batched so."""
+    if batching == "windows" and columns:
+        raise InvalidInput(
+            "windows have no features: they cross the edges of samples",
+            got=f"samples with {', '.join(columns)}",
+            wanted="data.batching packed, bucketed or carried",
+            where="data.batching",
+            do="Set data.batching=packed (fields of JSONL that are numbers are features), or leave "
+            "those fields out.",
+        )

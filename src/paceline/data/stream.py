@@ -30,6 +30,7 @@ from paceline.data.columns import columns_by, columns_read
 from paceline.data.order import opened_at_once
 from paceline.data.position import Position
 from paceline.data.snapshot import BYTES, Column, Shard, Snapshot, Split, Vocabulary
+from paceline.data.splits import require_batching
 from paceline.errors import InvalidInput, NotReady
 from paceline.profile import DataSettings
 
@@ -87,13 +88,7 @@ def open_stream(
     Raises InvalidInput for a position of other settings or more ranks than rows, InvalidSnapshot
     for too little data.
     """
-    if settings.batching == "windows" and snapshot.columns:
-        raise InvalidInput(
-            "windows have no features",
-            got=", ".join(each.name for each in snapshot.columns),
-            wanted="packed, bucketed or carried",
-            do="Set data.batching: a window crosses the edges of samples.",
-        )
+    require_batching(settings.batching, [each.name for each in snapshot.columns])
     columns = settings.columns
     if not columns and position is not None:  # what it was begun with, whatever is usual by now
         kept = position.get("columns", 1)

@@ -46,7 +46,7 @@ def load_profile(name_or_path: str, overrides: Mapping[str, str] | None = None) 
     try:
         return Profile.model_validate(raw)
     except ValidationError as error:
-        raise _explain(error, path) from error
+        raise _explain(error, path, overrides or {}) from error
 
 
 def _find(name_or_path: str) -> Path:
@@ -79,25 +79,34 @@ def _set(raw: dict[str, Any], dotted: str, value: str) -> None:
     table[last] = parsed
 
 
-def _explain(error: ValidationError, path: Path) -> InvalidProfile:
+def _explain(error: ValidationError, path: Path, overrides: Mapping[str, str]) -> InvalidProfile:
     first = error.errors()[0]
     location = [str(part) for part in first["loc"]]
     dotted = ".".join(location)
+    where = f"--set {dotted}" if dotted in overrides else path
     if first["type"] == "extra_forbidden":
         valid = _keys_at(location[:-1])
         return InvalidProfile(
             "unknown key in profile",
             got=dotted,
             wanted=f"one of {', '.join(sorted(valid))}",
-            where=path,
+            where=where,
             do=_nearest(location[-1], valid),
         )
     return InvalidProfile(
         "bad value in profile",
         got=f"{dotted} = {first['input']!r}",
-        wanted=first["msg"],
-        where=path,
+        wanted=_wanted(first["msg"], location),
+        where=where,
     )
+
+
+def _wanted(message: str, location: list[str]) -> str:
+    """Return what pydantic's message wants, without its talk of inputs and classes."""
+    if "dictionary or instance" in message:
+        return f"a section with {', '.join(_keys_at(location))}"
+    wanted = message.removeprefix("Input should be ")
+    return "a list, e.g. [1, 2]" if wanted == "a valid tuple" else wanted
 
 
 def _keys_at(location: list[str]) -> list[str]:

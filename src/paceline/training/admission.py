@@ -12,7 +12,7 @@ import logging
 
 from paceline.data import Snapshot, load_snapshot, require_purpose
 from paceline.data.columns import reading
-from paceline.data.splits import require_columns
+from paceline.data.splits import require_batching, require_columns
 from paceline.data.transform import require_allowed
 from paceline.errors import CorruptData, InvalidSnapshot
 from paceline.models import ModelConfig, read_config, require_tokenizer
@@ -71,6 +71,7 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
     require_purpose(snapshot, job.purpose, job.data.project)
     require_allowed(job.data.transform, load_runtime(job.state_dir).profile.security.code_sources)
     require_columns(job.data.columns, job.settings.batch_sequences)
+    require_batching(job.data.batching, [each.name for each in snapshot.columns])
     config = _base_config(job, worker_id)
     tell_reading(job, snapshot, config)
     if config is None:

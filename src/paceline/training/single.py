@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.data import Snapshot, build_snapshot, load_snapshot, require_purpose
+from paceline.data import Snapshot, build_snapshot, load_snapshot, require_purpose, transform
+from paceline.data.splits import require_columns
 from paceline.errors import (
     AccessDenied,
     Cancelled,
@@ -24,15 +25,17 @@ from paceline.errors import (
     PermanentError,
     SourceMissing,
     StateLocked,
-    TrainingFailed,
 )
 from paceline.models import ModelConfig, read_config
 from paceline.objects import DiskStore, ObjectStore, join_url
 from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
+from paceline.training import code_ref
 from paceline.training.driver import run_job
 from paceline.training.identity import with_own_id
 from paceline.training.local import LocalLauncher
 from paceline.training.mesh import MeshSpec
+from paceline.training.parallel import require_layout
+from paceline.training.preemption import open_watcher
 from paceline.training.relaxed import replicas_of
 from paceline.training.room import free_memory, require_room
 from paceline.wire import digest_of, new_run_id
@@ -79,7 +82,7 @@ def held(output: Path) -> Iterator[None]:
             file.write(f"{os.getpid()}\n")
             file.flush()
             yield
-    except (Cancelled, TrainingFailed, StateLocked):
+    except (Cancelled, StateLocked):
         raise
     except PermanentError:
         if new and not (output / "checkpoints").exists():
@@ -111,9 +114,7 @@ def prepare(asked: Single, run_id: str | None = None) -> TrainJob:
     ranks and data do not fit each other or this machine, SourceMissing for text or a model that is
     not there.
     """
-    training = asked.profile.training
-    MeshSpec.of(training.mesh, replicas_of(training))  # before any work
-    require_room(training, 0, free_memory())
+    _require_possible(asked.profile)
     output = asked.output.absolute()
     output.mkdir(parents=True, exist_ok=True)
     runtime = Runtime(
@@ -144,6 +145,19 @@ def prepare(asked: Single, run_id: str | None = None) -> TrainJob:
         data=asked.profile.data,
     )
     return with_own_id(job)
+
+
+def _require_possible(profile: Profile) -> None:
+    """Raise what is wrong with the settings alone, before any data are read."""
+    settings, sources = profile.training, profile.security.code_sources
+    require_layout(MeshSpec.of(settings.mesh, replicas_of(settings)), settings, None, profile.data)
+    require_columns(profile.data.columns, settings.batch_sequences)
+    transform.require_allowed(profile.data.transform, sources)
+    if settings.code_ref:
+        code_ref.require_allowed(code_ref.parse(settings.code_ref), sources)
+    if settings.guard.preemption:
+        open_watcher(settings.guard.preemption)
+    require_room(settings, 0, free_memory())
 
 
 def run(

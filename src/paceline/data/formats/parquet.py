@@ -36,7 +36,8 @@ def read_features(path: Path, key_field: str) -> Iterator[tuple[str, dict[str, A
     number = 0
     for columns, rows in _batches(path, path.name):
         if key_field not in columns:
-            raise _bad("has no key column", path, f"columns {', '.join(columns)}", key_field)
+            got = f"columns {', '.join(columns)}"
+            raise _bad("has no key column", path, got, key_field, "Name it with data.key_field.")
         for row in range(rows):
             cells = {each: values[row] for each, values in columns.items()}
             key = _name(cells.pop(key_field))
@@ -147,5 +148,5 @@ def _is_fixed(kind: Any) -> bool:
     return bool(pa.types.is_fixed_size_list(kind))
 
 
-def _bad(what: str, path: Path, got: object, wanted: object) -> InvalidInput:
-    return InvalidInput(f"feature file {what}", got=got, wanted=wanted, where=path)
+def _bad(what: str, path: Path, got: object, wanted: object, do: str | None = None) -> InvalidInput:
+    return InvalidInput(f"feature file {what}", got=got, wanted=wanted, where=path, do=do)

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,12 +97,23 @@ def require_workload(found: Any, ref: CodeRef) -> Workload:
 
 def raised(what: str, ref: CodeRef, error: Exception) -> TrainingFailed:
     """Return the error that says what user code raised."""
+    said = f"{type(error).__name__}: {error}"[:SAID_CHARACTERS]
     return TrainingFailed(
         what,
-        got=f"{type(error).__name__}: {error}"[:SAID_CHARACTERS],
+        got=f"{said}{_line_of(error)}",
         where=where(ref.text),
         do="Mend the code, pin it anew, and start the job again.",
     )
+
+
+def _line_of(error: Exception) -> str:
+    """Return the innermost line of the traceback that is the user's own; "": none is."""
+    ours = str(Path(__file__).parents[2])
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = frame.filename
+        if not (file.startswith((ours, "<", sys.base_prefix)) or "site-packages" in file):
+            return f" ({Path(file).name}, line {frame.lineno})"
+    return ""
 
 
 def _entry(ref: CodeRef, tree: Path | None) -> Any:
