@@ -189,7 +189,7 @@ def _report(run: Run, result: TrainResult) -> None:
             f"{restart.lost_steps} steps lost, {restart.seconds:.1f} s to the first new step"
         )
     if result.quarantined_shards:
-        named = ", ".join(each[:12] for each in result.quarantined_shards[:5])
+        named = "; ".join(result.passed_over[:5])
         run.note(
             f"{len(result.quarantined_shards)} data shards or samples were passed over: "
             f"the job needs review ({named})"

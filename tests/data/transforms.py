@@ -77,6 +77,13 @@ def broken(sample: dict[str, Any]) -> dict[str, Any]:
     raise ValueError(f"no luck with {sample['key']}")
 
 
+def stuck(sample: dict[str, Any]) -> dict[str, Any]:
+    """One sample takes for ever; another one than ``hang``'s."""
+    if sample["key"] == "0.txt":
+        time.sleep(600)
+    return sample
+
+
 def mixed(sample: dict[str, Any]) -> Any:
     """One sample hangs, one raises, one kills its process, one gives rubbish."""
     key = sample["key"]
@@ -84,6 +91,6 @@ def mixed(sample: dict[str, Any]) -> Any:
         time.sleep(600)
     if key == "1.txt":
         raise KeyError("nothing there")
-    if key == "2.txt":
+    if key == "6.txt":
         os._exit(3)
     return "rubbish" if key == "3.txt" else sample

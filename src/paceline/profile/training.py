@@ -23,9 +23,9 @@ class DataSettings(Settings):
     token_features: tuple[str, ...] = ()
     missing_features: Literal["refuse", "skip"] = "refuse"  # what a sample without them does
     transform: str = ""  # module:function, sample → sample, on each read; "": none
-    # it runs in so many processes of each rank, at most so long for a sample; 0: on the rank's
-    # thread that makes batches, under its interpreter's lock and without a deadline
-    transform_processes: int = Field(default=0, ge=0, le=256)
+    # it runs in so many processes of each rank, at most so long for a sample, and whatever it does
+    # costs that sample; 0: on a thread of the rank, where one that hangs or crashes stops the job
+    transform_processes: int = Field(default=1, ge=0, le=256)
     transform_deadline_s: float = Field(default=20.0, gt=0)  # well below guard.step_deadline_s
     tokenizer: str = "bytes"  # or a tokenizer.json
     max_bytes: int = Field(default=16 * MIB, ge=1024)

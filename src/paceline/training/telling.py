@@ -39,12 +39,15 @@ class Teller:
         self._stream = stream
         self._said_at = 0.0
         self._alerts = 0
+        self._told: set[str] = set()  # of what is in quarantine
 
     def __call__(self, report: StepReport) -> None:
         self._voice.enter("step", report.step)
         self._exporter.take(report, len(self._stream.quarantined))
         now = time.monotonic()
-        if self._rank != 0 and now - self._said_at < FOLLOWER_BEAT_S and not report.alerts:
+        bad = dict(self._stream.quarantined)  # its threads add to it
+        rare = bool(report.alerts) or len(bad) > len(self._told)
+        if self._rank != 0 and now - self._said_at < FOLLOWER_BEAT_S and not rare:
             return
         self._said_at = now
         data = report.data() | {
@@ -52,8 +55,10 @@ class Teller:
             "stalled_s": self._progress.stall_s,
             "checkpoints_put_off": self._saver.put_off,
         }
-        if self._stream.quarantined:
-            data["quarantined_shards"] = sorted(self._stream.quarantined)
+        if new := sorted(bad.keys() - self._told):
+            self._told.update(new)
+            data["quarantined_shards"] = new
+            data["quarantined_why"] = {each: bad[each] for each in new}
         if raised := self._saver.alerts[self._alerts :]:
             self._alerts += len(raised)
             data["checkpoint_alerts"] = [each.message for each in raised]
