@@ -305,8 +305,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             "goodput": result["goodput"]["goodput"] >= result["goodput"]["bound"] - 0.005,
             "goodput_95": result["goodput"]["goodput"] >= GOAL_GOODPUT,
         }
+    print(json.dumps(result), flush=True)
+    if not asked.quick:
+        RESULT.parent.mkdir(parents=True, exist_ok=True)
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
     return result
 
 
