@@ -309,7 +309,7 @@ def activate(
                     deployment_id,
                 )
             time.sleep(POLL_S)
-    seconds = run.did(stage, began, f"v{manifest.version} is active on {len(targets)} nodes")
+    seconds = run.did(stage, began, f"{manifest.version} is active on {len(targets)} nodes")
     return {"activated": targets, "seconds": seconds, "deployment_id": deployment_id}
 
 

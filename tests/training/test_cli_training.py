@@ -141,6 +141,8 @@ def test_a_model_of_another_tokenizer_is_refused(tmp_path: Path, text: Path) -> 
         ["--model", "nowhere"],
         ["--snapshot", "nowhere/snapshots/" + "0" * 64],
         ["--text", ".", "--snapshot", "nowhere"],
+        ["--snapshot", "s3://bucket/data/snapshots/" + "0" * 64],
+        ["--set", "data.source=s3://bucket/texts", "--snapshot", ""],
         ["--set", "training.stpes=3"],
         ["--set", "training.ranks=0"],
         ["--set", "training.code_ref=no.such.module:task"],
@@ -201,7 +203,10 @@ def test_a_stop_says_what_is_saved_and_what_is_not(tmp_path: Path) -> None:
     assert "its state is saved" in lines.stopped(tmp_path).one_line()
 
 
-def test_the_first_signal_asks_and_the_second_ends() -> None:
+def test_the_first_signal_asks_and_the_second_ends(request: pytest.FixtureRequest) -> None:
+    # A shell that starts tests in the background has them ignore SIGINT, which stays ignored.
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, ours))
     cancel, before = threading.Event(), signal.getsignal(signal.SIGHUP)
     with _stopping_gently(cancel) as signals:
         with pytest.raises(KeyboardInterrupt):  # nothing runs yet that could save
@@ -212,6 +217,17 @@ def test_the_first_signal_asks_and_the_second_ends() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGHUP) is before
+
+
+def test_what_is_no_model_of_ours_is_not_started_from(tmp_path: Path, text: Path) -> None:
+    model = tmp_path / "weights"
+    model.mkdir()
+    (model / "a.safetensors").write_bytes(b"x")
+    start = ["--text", str(text), "--model", str(model)]
+    error = refused(tmp_path / "out", *start)
+    assert "no model of ours in the model directory: got a.safetensors, " in error.one_line()
+    code = ["--set", "training.code_ref=paceline.training.recurrent:byte_gru"]
+    assert "--model" in str(refused(tmp_path / "out", *start, *code).got)
 
 
 def test_settings_that_cannot_work_are_refused_before_any_data_are_read(tmp_path: Path) -> None:

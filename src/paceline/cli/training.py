@@ -214,7 +214,10 @@ def train_here(
         click.echo(json.dumps(answer | result.model_dump(mode="json")))
     else:
         if not lines.heard:
-            say("this very training is finished: nothing was trained again, this is its result")
+            say(
+                "this very training is finished: nothing was trained again, this is its result "
+                "(another mesh or number of ranks is the same training; --output DIR starts anew)"
+            )
         click.echo("\n".join(summary(job, result)))
     return 0
 

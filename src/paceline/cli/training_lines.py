@@ -170,6 +170,8 @@ class Lines:
             if self._attempt:
                 self._note(f"all ranks start again (attempt {event.attempt})")
             self._attempt, self._from, self._saved_at = event.attempt, None, None
+        if event.event == "trace":
+            say(f"  trace of step {event.step}, rank {event.rank}: {event.data.get('url')}")
         if event.rank != 0:
             return
         if event.event == "resumed":
@@ -201,6 +203,8 @@ class Lines:
         for alert in _list(event.data.get("alerts")):
             if isinstance(alert, dict) and alert.get("raised"):
                 self._note(str(alert.get("message")))
+        for message in _list(event.data.get("checkpoint_alerts")):
+            self._note(str(message))
         now, last = self._clock(), self._job.settings.steps
         if self._from is None:
             self._from = (event.step, now)
@@ -275,7 +279,7 @@ def summary(job: TrainJob, result: TrainResult) -> list[str]:
     ]
     if (checkpoints / METRICS_FILE).exists():
         lines.append(f"  each step     {checkpoints / METRICS_FILE}")
-    if job.settings.profile_steps:
+    if (checkpoints / "traces").exists():
         lines.append(f"  traces        {checkpoints / 'traces'} (for Perfetto)")
     lines.append(f"  model         {directory_of(result.export_url)}")
     if result.ledger is not None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from paceline.training.numbers import Exporter, Numbers
     from paceline.training.parallel import Parallel
 
+TRACE_REQUEST = "trace"  # in the state directory: touched, the next step is profiled
+
 
 def device_of() -> torch.device:
     """Return this rank's GPU, or the CPU where there is none."""
@@ -119,21 +121,22 @@ def evaluator_of(
 
 
 def numbers_of(
-    its: Loaded, parallel: Parallel, group: Group, device: torch.device, rank: int
+    its: Loaded, parallel: Parallel, group: Group, device: torch.device, rank: int, voice: Voice
 ) -> Numbers:
-    """Return this rank's figures, with a profiler where the job asks for traces."""
+    """Return this rank's figures, with a profiler for the steps that the job asks for, and for the
+    next one whenever ``<state>/trace`` is touched."""
     from paceline.objects import join_url
     from paceline.training.numbers import Numbers, Tracer, Uploaded
 
-    settings, tracer = its.job.settings, None
-    if settings.profile_steps:
-        tracer = Tracer(
-            settings.profile_steps,
-            its.work_dir / "traces",
-            rank,
-            Uploaded(its.store, join_url(its.job.checkpoint_url, its.job.job_id, "traces")),
-            cuda=device.type == "cuda",
-        )
+    settings, url = its.job.settings, join_url(its.job.checkpoint_url, its.job.job_id, "traces")
+    tracer = Tracer(
+        settings.profile_steps,
+        its.work_dir / "traces",
+        rank,
+        Uploaded(its.store, url, lambda step, where: voice.say("trace", step, url=where)),
+        cuda=device.type == "cuda",
+        request=Path(its.job.state_dir) / TRACE_REQUEST,
+    )
     return Numbers.of(settings, parallel, group, device, config=its.config, tracer=tracer)
 
 

@@ -172,7 +172,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             saver=saver,
             evaluator=outfit.evaluator_of(its, mesh, lambda: voice.phase("evaluating")),
             guard=Guard.of(settings.guard, bad_before=len(job.skip_batches)),
-            numbers=outfit.numbers_of(its, parallel, group, device, place.rank),
+            numbers=outfit.numbers_of(its, parallel, group, device, place.rank, voice),
             on_step=teller,
             should_stop=stop,
         )

@@ -27,11 +27,12 @@ from paceline.errors import (
     StateLocked,
 )
 from paceline.models import ModelConfig, read_config
+from paceline.models.files import CONFIG_FILE
 from paceline.objects import DiskStore, ObjectStore, join_url
 from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.training import code_ref
 from paceline.training.driver import run_job
-from paceline.training.identity import with_own_id
+from paceline.training.identity import own_task, with_own_id
 from paceline.training.local import LocalLauncher
 from paceline.training.mesh import MeshSpec
 from paceline.training.parallel import require_layout
@@ -115,6 +116,10 @@ def prepare(asked: Single, run_id: str | None = None) -> TrainJob:
     not there.
     """
     _require_possible(asked.profile)
+    if asked.model is not None:
+        _require_model(asked.model, asked.profile.training.code_ref)
+    _require_here(asked.snapshot_url or "", "--snapshot")
+    _require_here(asked.source or asked.profile.data.source, "data.source")
     output = asked.output.absolute()
     output.mkdir(parents=True, exist_ok=True)
     runtime = Runtime(
@@ -143,6 +148,7 @@ def prepare(asked: Single, run_id: str | None = None) -> TrainJob:
         checkpoint_url=DiskStore.url_of(output / "checkpoints"),
         settings=settings,
         data=asked.profile.data,
+        task=own_task(asked.profile),
     )
     return with_own_id(job)
 
@@ -158,6 +164,17 @@ def _require_possible(profile: Profile) -> None:
     if settings.guard.preemption:
         open_watcher(settings.guard.preemption)
     require_room(settings, 0, free_memory())
+
+
+def _require_here(url: str, where: str) -> None:
+    if "://" in url and not url.startswith("file://"):
+        raise InvalidInput(
+            "training without a server reads this machine's disks only",
+            got=url,
+            wanted="a directory",
+            where=where,
+            do="Copy it here, or train on an installation, which has an object store.",
+        )
 
 
 def run(
@@ -249,16 +266,30 @@ def _new_model(asked: Single, snapshot: Snapshot, directory: Path) -> None:
     save_model(new_model(config, wanted.seed), config, directory)
 
 
-def _copy_model(source: Path, directory: Path) -> None:
+def _require_model(source: Path, code_ref: str) -> None:
+    """Raise what keeps ``source`` from being what training starts from."""
+    if code_ref:
+        raise InvalidInput(
+            "a model of your own starts from what its build() returns",
+            got=f"--model {source}, training.code_ref {code_ref}",
+            wanted="one of them",
+            do="Load the weights in build(), or leave out --model.",
+        )
     if not source.is_dir():
         raise SourceMissing("no such model directory", got=source, wanted="safetensors and config")
-    files = [each for each in source.iterdir() if each.suffix in (".safetensors", ".json")]
-    if not any(each.suffix == ".safetensors" for each in files):
+    if not any(source.glob("*.safetensors")) or not (source / CONFIG_FILE).is_file():
         raise InvalidInput(
-            "no weights in the model directory", got=source, wanted="*.safetensors and config.json"
+            "no model of ours in the model directory",
+            got=", ".join(sorted(each.name for each in source.iterdir())[:5]) or "nothing",
+            wanted=f"*.safetensors and {CONFIG_FILE}",
+            where=source,
+            do="Name the export of a training, or a directory in Llama's layout.",
         )
-    for each in files:
-        if each.name != "manifest.json":
+
+
+def _copy_model(source: Path, directory: Path) -> None:
+    for each in source.iterdir():
+        if each.suffix in (".safetensors", ".json") and each.name != "manifest.json":
             shutil.copyfile(each, directory / each.name)
 
 
