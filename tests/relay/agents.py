@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.profile import Endpoints, Profile, Runtime, Secrets, SecuritySettings, save_runtime
+from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.wire.records import WorkerStatus
 from tests.relay.fake_coordinator import TOKEN, FakeCoordinator
 
@@ -26,12 +26,14 @@ def until(what: Callable[[], object], why: str, timeout_s: float = 40.0) -> None
 class Fleet:
     """Agent processes of one state directory; it kills only those it started."""
 
-    def __init__(self, state: Path, coordinator: FakeCoordinator) -> None:
+    def __init__(self, state: Path, coordinator: FakeCoordinator, **sections: object) -> None:
+        """``sections`` are the profile's, beside [security] source_roots."""
         self.state, self.coordinator = state, coordinator
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         state.mkdir()
+        security = {"source_roots": (str(state.parent),), **sections.pop("security", {})}  # type: ignore[dict-item]
         runtime = Runtime(
-            profile=Profile(security=SecuritySettings(source_roots=(str(state.parent),))),
+            profile=Profile.model_validate({"security": security, **sections}),
             state_dir=state,
             endpoints=Endpoints(coordinator_url=coordinator.url),
             secrets=Secrets(worker_token=TOKEN),

@@ -20,6 +20,7 @@ from paceline.profile import (
 )
 from paceline.relay.agent import Agent
 from paceline.relay.settings import AgentConfig
+from paceline.relay.wires.identity import issue_identity, make_authority
 from paceline.wire.calls import Command
 from tests.relay.agents import LINK_MBIT, NAMES, Fleet, until
 from tests.relay.fake_coordinator import FakeCoordinator
@@ -288,3 +289,34 @@ def test_what_no_coordinator_would_take_is_refused_by_its_option(
         assert needle in caught.value.one_line()
     assert AgentConfig(state_dir=tmp_path, worker_id="node-0", limit_mbit=0.0).limit_mbit == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_the_profile_s_grpc_with_mutual_tls_brings_the_model_to_real_agents(
+    tmp_path: Path, coordinator: FakeCoordinator, manifest: Manifest
+) -> None:
+    tls = tmp_path / "state" / "tls"
+    files = {
+        "peer_ca": "tls/ca.pem",
+        "peer_cert": "tls/{worker_id}.pem",
+        "peer_key": "tls/{worker_id}-key.pem",
+    }
+    fleet = Fleet(tmp_path / "state", coordinator, relay={"transport": "grpc"}, security=files)
+    coordinator.targets = names = NAMES[:3]
+    authority = make_authority(tls)
+    try:
+        for name in names:
+            issue_identity(authority, name, tls)
+            fleet.start(name, limit_mbit="100")
+        until(lambda: all(map(fleet.is_complete, names)), "all complete")
+        for name in names:
+            verify_directory(fleet.final(name), manifest)
+        assert sum(map(fleet.origin_bytes, names)) <= 1.02 * manifest.total_size
+        issue_identity(authority, "node-9", tls)  # somebody mixed the files up
+        for kind in (".pem", "-key.pem"):
+            (tls / f"node-9{kind}").rename(tls / f"node-3{kind}")
+        assert fleet.start("node-3").wait(15) == 2
+        said = (fleet.state / "node-3.log").read_text()
+        assert "another worker's certificate: got node-9, wanted node-3" in said
+        assert not (fleet.state / "nodes/node-3").exists()
+    finally:
+        fleet.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,33 @@ def test_the_profile_picks_the_transport(tmp_path: Path) -> None:
 def test_a_host_name_is_not_guessed_about(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="address"):
         transport_for(runtime(tmp_path), "node-0.example", "node-0")
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+def test_an_identity_that_peers_would_refuse_is_refused_at_home(
+    tmp_path: Path, transport: str
+) -> None:
+    tls = tmp_path / "tls"
+    authority = make_authority(tls)
+
+    def refusal() -> str:
+        with pytest.raises(InvalidInput) as caught:
+            asked = runtime(tmp_path, security=FILES, relay={"transport": transport})
+            transport_for(asked, "127.0.0.1", "node-7")
+        assert str(tls / "node-7.pem") in str(caught.value)
+        return str(caught.value)
+
+    issue_identity(authority, "node-8", tls)
+    for kind in (".pem", "-key.pem"):  # somebody copied the files of another node
+        (tls / f"node-8{kind}").rename(tls / f"node-7{kind}")
+    assert "another worker's certificate: got node-8, wanted node-7" in refusal()
+    began = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=3)
+    issue_identity(authority, "node-7", tls, valid_from=began, valid_days=1)
+    assert "expired" in refusal()
+    issue_identity(authority, "node-7", tls, valid_from=began + datetime.timedelta(days=6))
+    assert "not yet valid" in refusal()
+    issue_identity(make_authority(tmp_path / "theirs"), "node-7", tls)
+    assert "valid now" in refusal()
+    issue_identity(authority, "node-7", tls)
+    fine = runtime(tmp_path, security=FILES, relay={"transport": transport})
+    assert transport_for(fine, "127.0.0.1", "node-7").name == transport

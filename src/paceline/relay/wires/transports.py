@@ -11,6 +11,7 @@ from pathlib import Path
 
 from paceline.errors import InvalidInput, InvalidProfile
 from paceline.profile import Runtime
+from paceline.relay.wires.credentials import require_own
 from paceline.relay.wires.tcp import TcpTransport
 from paceline.relay.wires.tls import TlsSettings
 from paceline.relay.wires.transport import Transport
@@ -22,9 +23,11 @@ def transport_for(runtime: Runtime, listen_host: str, worker_id: str) -> Transpo
     """Return the transport of ``worker_id``, which will listen on ``listen_host``.
 
     Raises InvalidProfile where that would be unprotected, InvalidInput where its files are not
-    usable.
+    usable, or not what peers accept from this worker.
     """
     tls = tls_for(runtime, worker_id)
+    if tls is not None:
+        require_own(tls, worker_id)
     allowed = runtime.profile.security.peer_tls == "plaintext-anywhere"
     if tls is None and not allowed and not is_loopback(listen_host):
         raise InvalidProfile(
