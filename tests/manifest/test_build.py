@@ -4,6 +4,7 @@ import hashlib
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -20,6 +21,7 @@ from paceline.manifest import (
     version_key,
     write_manifest,
 )
+from paceline.manifest import build as building
 from paceline.manifest.layout import lay_out
 from paceline.manifest.sizes import MAX_CHUNKS
 
@@ -292,3 +294,28 @@ def test_versions_sort_as_people_read_them() -> None:
     assert version_key("v2") < version_key("v10")
     assert version_key("20261120-1") < version_key("20261120-2")
     assert sorted(["1.a", "1.1", "b", "a1"], key=version_key)  # mixed kinds compare
+
+
+def test_digesting_that_is_stopped_ends_within_a_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    for name in "abc":
+        (tmp_path / "a" / name).write_bytes(bytes(200_000))
+    hashed, hash_pieces = [], building._hash_pieces
+
+    def interrupted(block: memoryview, *rest: Any) -> None:
+        hashed.append(len(block))
+        if len(hashed) == 2:
+            raise KeyboardInterrupt
+        hash_pieces(block, *rest)
+
+    monkeypatch.setattr(building, "BLOCK", 4096)
+    monkeypatch.setattr(building, "MAX_STRANDS", 1)
+    monkeypatch.setattr(building, "_hash_pieces", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build_manifest(
+            tmp_path / "a", model_id="m", version="1", link_mbit=1, piece_bytes=1024,
+            chunk_bytes=4096,
+        )  # fmt: skip
+    assert len(hashed) < 50

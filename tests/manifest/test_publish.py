@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,11 +40,13 @@ class Recorder(ObjectStore):
         self.written: list[str] = []
         self.fail = ""
 
-    def upload_file(self, path: Path | str, url: str, sha256: str = "") -> object:  # type: ignore[override]
+    def upload_file(  # type: ignore[override]
+        self, path: Path | str, url: str, sha256: str = "", **how: Any
+    ) -> object:
         if self.fail and url.endswith(self.fail):
             raise ServiceUnavailable("planted")
         self.written.append(url)
-        return super().upload_file(path, url, sha256)
+        return super().upload_file(path, url, sha256, **how)
 
     def put_bytes(self, url: str, data: bytes) -> object:  # type: ignore[override]
         self.written.append(url)
@@ -99,6 +102,23 @@ def test_publishing_twice_uploads_nothing_even_for_another_link(
     assert slow.chunk_bytes != first.chunk_bytes
     assert publish(model, url, store, link_mbit=1.0) == first
     assert store.written == []
+
+
+def test_a_manifest_json_of_somebody_else_is_refused_and_one_of_ours_is_not(
+    model: Path, url: str, store: Recorder
+) -> None:
+    (model / MANIFEST_FILE).write_text('{"weights": "theirs"}')
+    with pytest.raises(InvalidManifest, match=r"is not Paceline's.*Rename"):
+        publish(model, url, store)
+    assert store.written == []
+    (model / MANIFEST_FILE).unlink()
+    write_manifest(model, build_manifest(model, model_id="old", version="9", link_mbit=1))
+    assert publish(model, url, store).model_id == "m"
+
+
+def test_no_version_is_called_active(model: Path, url: str, store: Recorder) -> None:
+    with pytest.raises(InvalidManifest, match="active"):
+        publish(model, url, store, version="active")
 
 
 def test_a_lost_file_is_restored(model: Path, url: str, store: Recorder) -> None:

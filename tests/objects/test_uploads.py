@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import SourceChanged
+from paceline.errors import Cancelled, SourceChanged
 from paceline.objects import ObjectStore, patience, uploads
 from tests.support.rclone import RcloneS3
 
@@ -154,6 +154,29 @@ def test_a_file_that_shrinks_meanwhile_is_no_object(
     with pytest.raises(SourceChanged, match="shorter"):
         store.upload_file(file, URL)
     assert not store.exists(URL)
+
+
+def test_an_upload_that_is_stopped_ends_within_a_part_and_can_be_gone_on_with(
+    store: ObjectStore, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopping, client, began = threading.Event(), store._client, []
+    upload_part = client.upload_part
+
+    def stopped(**request: Any) -> Any:
+        began.append(request["PartNumber"])
+        if request["PartNumber"] == 2:
+            stopping.set()
+        return upload_part(**request)
+
+    monkeypatch.setattr(uploads, "PARALLEL", 1)
+    monkeypatch.setattr(client, "upload_part", stopped)
+    with pytest.raises(Cancelled):
+        store.upload_file(file, URL, stopping=stopping)
+    assert began == [1, 2], "nothing was tried again, nothing else was begun"
+    monkeypatch.setattr(client, "upload_part", upload_part)
+    before = store.reused_bytes
+    assert store.upload_file(file, URL).size == SIZE
+    assert store.reused_bytes - before == PART
 
 
 @pytest.mark.parametrize("size", [0, 1, 70_000])

@@ -24,9 +24,10 @@ from paceline.manifest.signing import (
 )
 from paceline.manifest.sizes import Sizes, choose_sizes
 from paceline.manifest.verify import verify_directory
-from paceline.manifest.version import version_key
+from paceline.manifest.version import ACTIVE, version_key
 
 __all__ = [
+    "ACTIVE",
     "MANIFEST_FILE",
     "MAX_MANIFEST_BYTES",
     "Chunk",

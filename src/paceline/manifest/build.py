@@ -11,16 +11,18 @@ import hashlib
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import AccessDenied, InvalidManifest, SourceChanged, SourceMissing
+from paceline.errors import AccessDenied, Cancelled, InvalidManifest, SourceChanged, SourceMissing
 from paceline.manifest.layout import Strand, lay_out
 from paceline.manifest.model import MANIFEST_FILE, Chunk, FileEntry, Manifest
 from paceline.manifest.paths import check_paths
 from paceline.manifest.sizes import MIB, Sizes, choose_sizes
+from paceline.manifest.version import ACTIVE
 from paceline.wire.base import NAME
 
 MAX_FILES = 100_000
@@ -67,6 +69,14 @@ def check_name(what: str, value: object) -> str:
     """Return ``value`` where it may name a model or a version, else raise InvalidManifest."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise InvalidManifest(f"bad {what}", got=repr(value)[:200], wanted=NAME, where=what)
+    if what == "version" and value == ACTIVE:
+        raise InvalidManifest(
+            "a version cannot be called so",
+            got=value,
+            wanted="any other name",
+            where=what,
+            do="On a node it names the version that is active.",
+        )
     return value
 
 
@@ -96,18 +106,20 @@ def digest(
 ) -> Manifest:
     """Read every file once and return the manifest."""
     strands = lay_out([file.size for file in found], *sizes)
+    stopping = threading.Event()
     cores = os.cpu_count() or 1
     with (
         ThreadPoolExecutor(cores, thread_name_prefix="hash") as aside,
         ThreadPoolExecutor(min(cores, MAX_STRANDS), thread_name_prefix="read") as readers,
     ):
         running = [
-            readers.submit(_digest_strand, root, found, strand, sizes.piece_bytes, aside)
+            readers.submit(_digest_strand, root, found, strand, sizes.piece_bytes, aside, stopping)
             for strand in strands
         ]
         try:
             done = [each.result() for each in running]
         except BaseException:
+            stopping.set()  # a strand may be a file of a hundred gigabytes
             readers.shutdown(wait=True, cancel_futures=True)
             raise
     files = tuple(file for entries, _ in done for file in entries)
@@ -150,7 +162,12 @@ def _walk(root: Path, prefix: str) -> Iterator[Found]:
 
 
 def _digest_strand(
-    root: Path, found: list[Found], strand: Strand, piece_bytes: int, aside: ThreadPoolExecutor
+    root: Path,
+    found: list[Found],
+    strand: Strand,
+    piece_bytes: int,
+    aside: ThreadPoolExecutor,
+    stopping: threading.Event,
 ) -> tuple[list[FileEntry], list[tuple[int, str]]]:
     """Return the files and the (size, checksum) of the chunks of one strand."""
     files: list[FileEntry] = []
@@ -163,6 +180,8 @@ def _digest_strand(
         left = file.size
         with _Reader(root, file, piece_bytes) as reader:
             while left:
+                if stopping.is_set():
+                    raise Cancelled("digesting was stopped", where=root)
                 if room == 0:
                     chunk_size = room = next(open_chunks)
                     chunk_hash = hashlib.sha256()

@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.errors import Conflict, InvalidInput, InvalidManifest, SourceChanged, SourceMissing
+from paceline.errors import (
+    AccessDenied,
+    Conflict,
+    InvalidInput,
+    InvalidManifest,
+    SourceChanged,
+    SourceMissing,
+)
 from paceline.manifest.build import Found, check_name, digest, scan
 from paceline.manifest.model import MANIFEST_FILE, Manifest
 from paceline.manifest.parse import MAX_MANIFEST_BYTES, parse_manifest
@@ -54,6 +62,7 @@ def publish_model(
     check_name("version", version)
     root = Path(directory)
     found = scan(root)
+    _refuse_foreign(root)
     published = _published(url, store)
     if published is None and not allow_older:
         _refuse_older(url, version, store)
@@ -110,6 +119,24 @@ def write_manifest(directory: Path | str, manifest: Manifest) -> Path:
     return path
 
 
+def _refuse_foreign(root: Path) -> None:
+    """Raise InvalidManifest where the model has a ``manifest.json`` of its own: in its place will
+    be ours, and the model would arrive without it.
+    """
+    try:
+        parse_manifest(_read_local(root))
+    except SourceMissing:
+        return
+    except InvalidManifest as error:
+        raise InvalidManifest(
+            f"the model has a {MANIFEST_FILE} that is not Paceline's",
+            got=error.what,
+            wanted="none, or the one of an earlier publish",
+            where=root / MANIFEST_FILE,
+            do="Rename it, or remove it if the model does not need it.",
+        ) from error
+
+
 def _published(url: str, store: ObjectStore) -> Manifest | None:
     try:
         return fetch_manifest(url, store)
@@ -159,6 +186,7 @@ def _upload(
     there = {info.url: info.size for info in store.list(url)}
     whole = join_url(url, MANIFEST_FILE) in there
     digests = {file.path: file.sha256 for file in manifest.files}
+    stopping = threading.Event()
     missing = [
         file
         for file in sorted(found, key=lambda file: -file.size)
@@ -169,7 +197,7 @@ def _upload(
         path, target, sha256 = root / file.path, join_url(url, file.path), digests[file.path]
         if there.get(target) == file.size and store.holds(target, file.size, sha256):
             return
-        info = store.upload_file(path, target, sha256)
+        info = store.upload_file(path, target, sha256, stopping=stopping)
         status = path.stat()
         if (info.size, status.st_size, status.st_mtime_ns) != (file.size, file.size, file.mtime_ns):
             raise SourceChanged(
@@ -186,6 +214,7 @@ def _upload(
             for each in running:
                 each.result()
         except BaseException:
+            stopping.set()  # else Ctrl-C would wait for whole files
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     return len(missing)
@@ -199,6 +228,10 @@ def _read_local(directory: Path) -> bytes:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise SourceMissing(
             "no manifest there", got=path, do="Publish the version there first."
+        ) from error
+    except PermissionError as error:
+        raise AccessDenied(
+            "manifest cannot be read", got=error.strerror, where=path, do="Check its mode."
         ) from error
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+# What a node's link to its active version is called, beside the versions: no version may be.
+ACTIVE = "active"
+
 _PARTS = re.compile(r"\d+|[^\d._-]+")
 
 

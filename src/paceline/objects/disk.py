@@ -22,6 +22,7 @@ from urllib.parse import quote, unquote
 
 from paceline.errors import (
     AccessDenied,
+    Cancelled,
     InvalidInput,
     ServiceUnavailable,
     SourceChanged,
@@ -115,8 +116,15 @@ class DiskStore(ObjectStore):
         """Write ``data`` as one object and return what is there now."""
         return self._put(url, lambda descriptor: _write(descriptor, memoryview(data)))
 
-    def upload_file(self, path: Path | str, url: str, sha256: str = "") -> ObjectInfo:
-        """Write the file as one object. ``sha256`` is not kept."""
+    def upload_file(
+        self,
+        path: Path | str,
+        url: str,
+        sha256: str = "",
+        *,
+        stopping: threading.Event | None = None,
+    ) -> ObjectInfo:
+        """Write the file as one object. ``sha256`` is not kept; nothing is once it is stopped."""
         source = Path(path)
         if not source.is_file():
             raise SourceMissing("file to upload does not exist", got=path, wanted="a regular file")
@@ -126,6 +134,8 @@ class DiskStore(ObjectStore):
                 at = 0
                 while sent := os.sendfile(descriptor, file.fileno(), at, BLOCK):
                     at += sent
+                    if stopping is not None and stopping.is_set():
+                        raise Cancelled("the upload was stopped", where=source)
 
         info = self._put(url, copy)
         with self._lock:

@@ -165,14 +165,23 @@ class ObjectStore:
         pinned = PinnedObject(url, etag, size, version_id)
         return stream_range(self._client, self.endpoint_url, pinned, offset, view, on_socket)
 
-    def upload_file(self, path: Path | str, url: str, sha256: str = "") -> ObjectInfo:
+    def upload_file(
+        self,
+        path: Path | str,
+        url: str,
+        sha256: str = "",
+        *,
+        stopping: threading.Event | None = None,
+    ) -> ObjectInfo:
         """Write the file as one object, in parallel parts where it is large, going on with the
         parts that an attempt which died left there. ``sha256`` is kept beside it (see ``holds``).
+
+        Where somebody sets ``stopping`` it ends soon, by Cancelled, and its parts stay.
         """
         _object(url)
         source = _regular(Path(path))
         size = source.stat().st_size
-        reused = Uploader(self._client, self.endpoint_url).upload(source, url, sha256)
+        reused = Uploader(self._client, self.endpoint_url, stopping).upload(source, url, sha256)
         with self._lock:
             self.uploaded_files += 1
             self.reused_bytes += reused

@@ -12,6 +12,7 @@ import base64
 import hashlib
 import io
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.errors import ServiceUnavailable, SourceChanged, SourceMissing
+from paceline.errors import Cancelled, ServiceUnavailable, SourceChanged, SourceMissing
 from paceline.objects.patience import Patience
 from paceline.objects.translate import translated
 from paceline.objects.url import parse_url
@@ -44,11 +45,17 @@ class Upload:
 
 
 class Uploader:
-    """Uploads files for one ObjectStore; ``client`` is its boto3 client."""
+    """Uploads files for one ObjectStore; ``client`` is its boto3 client.
 
-    def __init__(self, client: Any, endpoint_url: str) -> None:
+    ``stopping``, once set, ends uploads by Cancelled wherever they are; their parts stay.
+    """
+
+    def __init__(
+        self, client: Any, endpoint_url: str, stopping: threading.Event | None = None
+    ) -> None:
         self._client = client
         self._endpoint_url = endpoint_url
+        self._stopping = stopping or threading.Event()
 
     def upload(self, path: Path, url: str, sha256: str) -> int:
         """Write the file as one object and return how many bytes of it were there already."""
@@ -59,7 +66,7 @@ class Uploader:
         try:
             size = os.fstat(descriptor).st_size
             if size <= 2 * PART_BYTES:
-                with _Slice(descriptor, 0, size, path) as body:
+                with _Slice(descriptor, 0, size, path, self._stopping) as body:
                     md5 = body.md5()
                     self._patiently(
                         url,
@@ -131,7 +138,8 @@ class Uploader:
         into = {**where, "UploadId": upload_id}
 
         def part(number: int) -> tuple[int, str, bool]:
-            with _Slice(descriptor, starts[number - 1], lengths[number], path) as body:
+            start, length = starts[number - 1], lengths[number]
+            with _Slice(descriptor, start, length, path, self._stopping) as body:
                 md5 = body.md5()
                 if number in there:
                     if there[number] != md5.hex():
@@ -157,6 +165,7 @@ class Uploader:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise (_Unusable if resumed else error) from error
             except BaseException:  # what is uploaded stays, for the next attempt to go on with
+                self._stopping.set()
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
         parts = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag, _ in done]
@@ -199,6 +208,8 @@ class Uploader:
                 with translated(self._endpoint_url, url):
                     return request()
             except ServiceUnavailable as error:
+                if self._stopping.is_set():  # botocore calls a body that ends by Cancelled so
+                    raise Cancelled("the upload was stopped", where=url) from error
                 patience.failed(error)
 
 
@@ -209,8 +220,11 @@ class _Unusable(Exception):
 class _Slice(io.RawIOBase):
     """Part of an open file as a body of its own; never more than a block of it in memory."""
 
-    def __init__(self, descriptor: int, offset: int, length: int, path: Path) -> None:
+    def __init__(
+        self, descriptor: int, offset: int, length: int, path: Path, stopping: threading.Event
+    ) -> None:
         super().__init__()
+        self._stopping = stopping
         self._descriptor, self._offset, self._length = descriptor, offset, length
         self._path = path
         self._at = 0
@@ -236,6 +250,8 @@ class _Slice(io.RawIOBase):
         view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
         if not view:
             return 0
+        if self._stopping.is_set():
+            raise Cancelled("the upload was stopped", where=self._path)
         got = os.preadv(self._descriptor, [view], self._offset + self._at)
         if not got:
             raise SourceChanged(

@@ -37,9 +37,16 @@ def parse_url(url: str) -> tuple[str, str]:
         raise bad("URL is too long", f"{len(url)} characters")
     bucket, _, key = url.removeprefix(SCHEME).partition("/")
     if not _BUCKET.fullmatch(bucket):
-        raise bad("bad bucket name", repr(bucket))
+        raise InvalidInput(
+            "bad bucket name",
+            got=repr(bucket),
+            wanted="s3://bucket/key, the bucket 3 to 63 small letters, digits, dots and hyphens",
+            where=url[:200],
+        )
     if any(part in (".", "..") for part in key.split("/")):
         raise bad("key has a relative component", repr(key))
+    if "//" in f"/{key}":
+        raise bad("key has an empty component", repr(key))
     if any(ord(letter) < 0x20 or letter == "\x7f" for letter in key):
         raise bad("key has a control character", repr(key))
     return bucket, key

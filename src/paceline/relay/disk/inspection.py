@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.errors import CorruptData
-from paceline.manifest import parse_manifest, verify_directory
+from paceline.manifest import ACTIVE, parse_manifest, verify_directory
 from paceline.profile import load_runtime
 from paceline.relay.disk.room import Room, held_files, reclaimable
 
@@ -99,7 +99,7 @@ def missing_room(
 
 def active_version(state_dir: str, model_id: str, *, worker_id: str) -> str | None:
     """Return the version of ``model_id`` that is active on ``worker_id``, or None."""
-    link = _model_directory(state_dir, worker_id, model_id) / "active"
+    link = _model_directory(state_dir, worker_id, model_id) / ACTIVE
     return link.readlink().name if link.is_symlink() else None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import InvalidManifest
-from paceline.manifest import MANIFEST_FILE, Manifest, parse_manifest
+from paceline.manifest import ACTIVE, MANIFEST_FILE, Manifest, parse_manifest
 from paceline.profile import StoreSettings
 
 if TYPE_CHECKING:
@@ -108,8 +108,8 @@ def reclaimable(store: Path) -> int:
     return sum(
         frees(path)
         for path, _, _ in _stored(store)
-        if not (path.parent / "active").is_symlink()
-        or str((path.parent / "active").readlink()) != path.name
+        if not (path.parent / ACTIVE).is_symlink()
+        or str((path.parent / ACTIVE).readlink()) != path.name
     )
 
 

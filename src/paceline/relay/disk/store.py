@@ -18,6 +18,7 @@ from pathlib import Path
 
 from paceline.errors import Conflict, InvalidInput, InvalidManifest, NotFound, StateLocked
 from paceline.manifest import (
+    ACTIVE,
     MANIFEST_FILE,
     Manifest,
     parse_manifest,
@@ -28,8 +29,6 @@ from paceline.relay.disk.room import Room, StorePolicy, beyond_kept, next_to_go,
 from paceline.relay.disk.staging import READ_ONLY, Staging, disk_errors, sync_directory
 
 log = logging.getLogger(__name__)
-
-ACTIVE = "active"
 
 
 @dataclass(frozen=True)
