@@ -47,6 +47,12 @@ def test_one_command_brings_a_directory_to_workers(tmp_path: Path) -> None:
     assert answer.activated
     told = run(model, "--into", tmp_path / "nodes", "--workers", "3", cwd=tmp_path)
     assert "3 of 3 workers" in told.stdout
+    assert "already there 1,200,006" in told.stdout
+    (model / "config.json").write_text("[]")
+    named = ("--model", "other", "--as-version", "7")
+    other = run(model, "--into", tmp_path / "nodes", *named, "--json", cwd=tmp_path)
+    assert other.returncode == 0, other.stderr
+    assert (tmp_path / "nodes/worker-0/store/models/other/7/config.json").read_text() == "[]"
 
 
 @pytest.mark.parametrize(
@@ -59,6 +65,8 @@ def test_one_command_brings_a_directory_to_workers(tmp_path: Path) -> None:
         (("{model}", "--link", "fast"), 2, ("--link", "10Gbps")),
         (("{model}", "1"), 2, ("one source at a time",)),
         (("{model}", "--topology", "ring"), 2, ("no such topology", "ring")),
+        (("{model}", "--as-version", "active"), 2, ("called so", "active")),
+        (("{changed}",), 1, ("every one of 4 workers", "not what the manifest describes")),
     ],
     ids=lambda each: " ".join(each[1:]) if isinstance(each, tuple) and each else None,
 )
@@ -66,10 +74,13 @@ def test_bad_input_is_one_line_an_exit_code_and_nothing_left(
     tmp_path: Path, words: tuple[str, ...], code: int, needles: tuple[str, ...]
 ) -> None:
     model = model_of(tmp_path / "model", 10_000)
-    given = [word.format(model=model) for word in words]
+    changed = model_of(tmp_path / "changed", 10_000)
+    write_manifest(changed, build_manifest(changed, model_id="m", version="1", link_mbit=100))
+    (changed / "config.json").write_text("longer than before")
+    given = [word.format(model=model, changed=changed) for word in words]
     done = run(*given, "--into", tmp_path / "nodes", "--json", cwd=tmp_path)
     assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
+    assert [line[:10] for line in done.stderr.splitlines()] == ["paceline: "]
     error = json.loads(done.stdout)["error"]
     for needle in needles:
         assert needle in error["message"]
@@ -93,7 +104,7 @@ def test_everything_killed_midway_goes_on_from_the_disks(
         assert time.monotonic() < until
         time.sleep(0.02)
     running.send_signal(end)
-    assert running.wait(30) != 0
+    assert running.wait(30) == (-end if end == signal.SIGKILL else 143)
     for final in nodes.glob("worker-*/store/models/m/1"):
         verify_directory(final, manifest)  # all or nothing
     again = run(model, "--into", nodes, "--workers", "3", "--json", cwd=tmp_path)

@@ -79,3 +79,27 @@ def test_down_where_nothing_runs_says_so(tmp_path: Path) -> None:
     done = paceline("down", "--json", "--state", str(tmp_path))
     assert done.returncode == 0
     assert json.loads(done.stdout)["was_running"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "needles"),
+    [
+        (("plan", "--size", "1GB"), ("Missing option", "paceline plan --help")),
+        (("plan", "--size", "1GB", "--workers", "many"), ("many", "paceline plan --help")),
+        (("simulate", "--seed", "-1"), ("-1", "paceline simulate --help")),
+        (("publsh",), ("Did you mean 'publish'?", "paceline --help")),
+        (("plan", "--speed", "9"), ("--speed", "paceline plan --help")),
+    ],
+    ids=" ".join,
+)
+def test_a_misused_command_is_one_line_and_json_too(
+    words: tuple[str, ...], needles: tuple[str, ...]
+) -> None:
+    done = paceline(*words, "--json")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    error = json.loads(done.stdout)["error"]
+    assert error["code"] == "InvalidInput"
+    for needle in needles:
+        assert needle in line
+        assert needle in error["message"]

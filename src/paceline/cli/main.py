@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from paceline.errors import PacelineError, ServiceUnavailable
+from paceline.errors import InvalidInput, PacelineError, ServiceUnavailable
 
 # name → (module, function, help): the help is here so that `--help` imports nothing.
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -96,13 +96,17 @@ def run() -> None:
     """Run the command line; the console script and ``python -m paceline.cli.main`` come here."""
     wants_json = "--json" in sys.argv
     try:
-        code = cli.main(standalone_mode=False)
-    except click.ClickException as error:
+        code = cli.main(prog_name="paceline", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
-        sys.exit(130)
+    except click.ClickException as error:
+        _fail(_misused(error), wants_json)
+    except (click.Abort, KeyboardInterrupt) as error:
+        # click makes an Abort of every KeyboardInterrupt; ``ending`` has one of its own
+        terminated = type(error.__cause__ or error).__name__ == "Terminated"
+        click.echo("terminated" if terminated else "interrupted", err=True)
+        sys.exit(143 if terminated else 130)
     except PacelineError as error:
         _fail(error, wants_json)
     except BrokenPipeError:
@@ -124,6 +128,16 @@ def _fail(error: PacelineError, wants_json: bool) -> None:
         click.echo(json.dumps({"status": "failed", "error": problem(error)}))
     click.echo(f"paceline: {error.one_line()}", err=True)
     sys.exit(error.exit_code)
+
+
+def _misused(error: click.ClickException) -> PacelineError:
+    """Return what click says of options and arguments as an error of ours, on one line."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "paceline"
+    what, do = error.format_message(), f"See `{path} --help`."
+    if what.endswith("?"):  # a question is no sentence to go on from
+        return InvalidInput(f"{what} {do}")
+    return InvalidInput(what.rstrip("."), do=do)
 
 
 def _translated(error: Exception) -> PacelineError:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from paceline.cli.ending import ends_in_order, say_only_defects
 from paceline.cli.flows import run_flow, run_id_option, start_flow
 from paceline.cli.options import (
     json_option,
@@ -90,23 +91,25 @@ def publish(
 
     settings, store = _objects(state, read_profile(profile, overrides))
     key = load_key(sign) if sign else None
+    say_only_defects()
     if not url.startswith("s3://"):
         raise InvalidInput("not a destination", got=url, wanted="s3://bucket/prefix")
     began = time.monotonic()
     if discard_unfinished:
         store.abort_uploads(url)
-    manifest = publish_model(
-        directory,
-        url,
-        model_id=model_id,
-        version=version,
-        store=store,
-        link_mbit=link or settings.cluster.link_mbit,
-        piece_bytes=piece or 0,
-        chunk_bytes=chunk or 0,
-        key=key,
-        allow_older=allow_older,
-    )
+    with ends_in_order():
+        manifest = publish_model(
+            directory,
+            url,
+            model_id=model_id,
+            version=version,
+            store=store,
+            link_mbit=link or settings.cluster.link_mbit,
+            piece_bytes=piece or 0,
+            chunk_bytes=chunk or 0,
+            key=key,
+            allow_older=allow_older,
+        )
     done = Published(
         model_id=model_id,
         version=version,
@@ -173,6 +176,8 @@ def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore
 @click.option("--digest", default="", help="With --into: what the manifest must be.")
 @click.option("--port", type=int, default=0, help="With --into: the first worker's port.")
 @click.option("--allow-older", is_flag=True, help="With --into: although a newer one is there.")
+@click.option("--model", "named", default="", help="With --into: what a plain directory is called.")
+@click.option("--as-version", default="", help="With --into: and its version.")
 @profile_options
 @run_id_option
 @state_option
@@ -191,6 +196,8 @@ def distribute(
     digest: str,
     port: int,
     allow_older: bool,
+    named: str,
+    as_version: str,
     profile: str,
     overrides: tuple[str, ...],
     run_id: str | None,
@@ -233,24 +240,28 @@ def distribute(
     if model_id.startswith("s3://"):
         settings, objects = _objects(state, settings)
     security = settings.security
-    done = bring(
-        model_id,
-        into,
-        workers,
-        targets=targets or None,
-        topology=topology,
-        racks=racks,
-        link_mbit=link,
-        objects=objects,
-        digest=digest,
-        trust=TrustPolicy.of(security.trusted_publishers, required=security.require_signature),
-        allow_older=allow_older,
-        activate=not stage_only,
-        max_failed=settings.relay.max_failed,
-        first_port=port,
-        policy=StorePolicy.of(settings.store),
-        on_progress=_progress(),
-    )
+    say_only_defects()
+    with ends_in_order():
+        done = bring(
+            model_id,
+            into,
+            workers,
+            targets=targets or None,
+            topology=topology,
+            racks=racks,
+            link_mbit=link,
+            objects=objects,
+            digest=digest,
+            model_id=named,
+            version=as_version,
+            trust=TrustPolicy.of(security.trusted_publishers, required=security.require_signature),
+            allow_older=allow_older,
+            activate=not stage_only,
+            max_failed=settings.relay.max_failed,
+            first_port=port,
+            policy=StorePolicy.of(settings.store),
+            on_progress=_progress(),
+        )
     if as_json:
         click.echo(done.model_dump_json())
     else:
@@ -275,9 +286,19 @@ def _told(done: Distribution) -> str:
         f"{done.seconds:.1f} s by {done.topology.value}"
         + (f" ({done.ratio:.2f} x the bound)" if done.ratio else ""),
         f"{done.total_bytes:,} bytes; from the source {done.origin_bytes:,}, from peers "
-        f"{done.received_bytes:,}, already there {done.reused_bytes:,}, between racks "
+        f"{done.received_bytes:,}, already there {_there(done):,}, between racks "
         f"{done.cross_rack_bytes:,}",
         f"digest {done.manifest_digest}",
     ]
+    lines += [
+        f"! {count} piece{'' if count == 1 else 's'} from {source} did not match, and came again"
+        for source, count in done.corrupt_from.items()
+    ]
     lines += [f"! {name} failed: {why.message}" for name, why in done.workers_failed.items()]
     return "\n".join(lines)
+
+
+def _there(done: Distribution) -> int:
+    """Return how many bytes of what the workers show now did not have to come."""
+    moved = done.origin_bytes + done.received_bytes - done.refetched_bytes
+    return max(0, done.workers_complete * done.total_bytes - moved)

@@ -65,7 +65,8 @@ def _show(told: PlanTable) -> None:
 
     console = Console()
     console.print(
-        f"{_size(told.size_bytes)} to {told.workers:,} workers in {told.racks} racks, "
+        f"{_size(told.size_bytes)} to {told.workers:,} worker{_s(told.workers)} in "
+        f"{told.racks:,} rack{_s(told.racks)}, "
         f"links {_speed(told.link_mbit)}, source {_speed(told.external_mbit)}, "
         f"pieces {told.piece_bytes / 1024:g} KiB; nobody can finish before "
         f"{_seconds(told.bound_seconds)} s",
@@ -102,6 +103,10 @@ def _cells(row: PlanRow, *, chosen: bool) -> tuple[str, ...]:
         f"{row.depth:,}",
         row.limited_by,
     )
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"
 
 
 def _seconds(value: float) -> str:

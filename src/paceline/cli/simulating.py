@@ -35,7 +35,13 @@ from paceline.wire.plan import Topology
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="Observed faults, JSON: at_s, worker, kind (kill, silence, freeze, rate or corrupt).",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same report.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Same seed, same report.",
+)
 @json_option
 def simulating(
     workers: int,

@@ -20,6 +20,7 @@ from paceline.wire.plan import Topology
 
 PER_RACK = 32  # workers, where nobody says how many racks there are
 MOST_WORKERS = 100_000
+LEAST_MBIT, MOST_MBIT = 1e-3, 1e9  # of any link or disk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +52,14 @@ class Fleet:
                 got=self.oversubscription,
                 wanted="a rack's links together / its uplink: 1 to 1000",
             )
+        for what, mbit in (
+            ("link", self.link_mbit),
+            ("external link", self.external_mbit or self.link_mbit),
+            ("disk", self.disk_mbit or LEAST_MBIT),
+        ):
+            if not LEAST_MBIT <= mbit <= MOST_MBIT:
+                wanted = f"{LEAST_MBIT:g} to {MOST_MBIT:g} Mbit/s"
+                raise InvalidInput(f"bad {what} speed", got=mbit, wanted=wanted)
         sizes = choose_sizes(
             self.size_bytes,
             self.link_mbit,

@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -350,6 +351,10 @@ class _Crew:
             and racks[edge.source] != racks[edge.reader]
             and edge.bytes
         }
+        corrupt: Counter[str] = Counter()
+        for beat in beats.values():
+            for edge in beat.edges:
+                corrupt[edge.source] += edge.corrupt
         limited = request.link_mbit is not None
         bound = total / (request.link_mbit * 1e6 / 8) if request.link_mbit else None
         origin = sum(receipt.origin_bytes for receipt in receipts)
@@ -375,6 +380,7 @@ class _Crew:
             received_bytes=sum(receipt.received_bytes for receipt in receipts),
             reused_bytes=sum(receipt.reused_bytes for receipt in receipts),
             refetched_bytes=sum(receipt.refetched_bytes for receipt in receipts),
+            corrupt_from=dict(+corrupt),
             cross_rack_bytes=sum(crossing.values()),
             activated=request.activate,
             receipts=receipts,

@@ -175,7 +175,8 @@ def check_room(request: Request, manifest: Manifest) -> None:
         while not existing.exists():
             existing = existing.parent
         if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise InvalidInput("not a place for workers", got=existing, wanted="a directory")
+            wanted_there = "a directory that may be written to"
+            raise InvalidInput("not a place for workers", got=existing, wanted=wanted_there)
         room = os.statvfs(existing)
         device = existing.stat().st_dev
         _, wanted, _ = disks.get(device, (place, 0, 0))

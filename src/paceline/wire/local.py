@@ -56,6 +56,7 @@ class Distribution(Record):
     received_bytes: int = Field(ge=0)  # from peers, over all workers
     reused_bytes: int = Field(ge=0)  # that the workers' disks held already
     refetched_bytes: int = Field(ge=0)
+    corrupt_from: dict[str, int]  # source → pieces of its that did not match
     cross_rack_bytes: int = Field(ge=0)
     activated: bool = False
     receipts: tuple[Receipt, ...]
