@@ -1,6 +1,6 @@
 """The parts of an in-memory fleet: nodes, streams between them, and how often what goes wrong.
 
-Plain state; ``memory`` moves it.
+Plain state; ``network`` and ``fleet`` move it.
 """
 
 from __future__ import annotations
