@@ -18,6 +18,7 @@ from paceline.training import (
     config_digest,
     data_numbers,
     environment,
+    own_task,
     run_job,
     with_own_id,
 )
@@ -61,6 +62,8 @@ def train(
         "labels": labels,
         "data": data_numbers(profile.data),
     }
+    if (task := own_task(profile)) is not None:
+        inputs["task"] = task.model_dump(mode="json")
     job = TrainJob(
         job_id="job",
         run_id=run.run_id,
@@ -75,6 +78,7 @@ def train(
         checkpoint_url=run.runtime.checkpoints_url,
         settings=settings,
         labels="shuffled" if labels == "shuffled" else "true",
+        task=task,
     )
     job = with_own_id(job)
 
@@ -138,6 +142,8 @@ def _follow(run: Run, steps: int, figures: Figures) -> Callable[[RankEvent], Non
         if event.event == "step":
             for text in alerts_of(event):
                 run.note(text)
+            for text in checkpoint_alerts_of(event):
+                run.note(text)
             if event.rank == 0:
                 for rank, text in stragglers_of(event).items():
                     note_once(("straggler", rank), text)
@@ -169,6 +175,15 @@ def alerts_of(event: RankEvent) -> list[str]:
         f"rank {event.rank}, step {event.step}: {each['name']} "
         f"{'raised' if each['raised'] else 'cleared'}: {each['message']}"
         for each in (found if isinstance(found, list) else [])
+    ]
+
+
+def checkpoint_alerts_of(event: RankEvent) -> list[str]:
+    """Return a line for each thing that rank 0, for all, has to say of its saves: slow, failed."""
+    found = event.data.get("checkpoint_alerts")
+    return [
+        f"step {event.step}: {each}"
+        for each in (found if isinstance(found, list) and event.rank == 0 else [])
     ]
 
 

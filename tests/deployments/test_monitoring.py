@@ -58,7 +58,8 @@ def page_of_a_rank() -> bytes:
             step=1, loss=1.0, grad_norm=1.0, learning_rate=1.0, seconds=1.0, tokens_per_second=1.0,
             data_wait_s=0.0, figures=dict.fromkeys(_GAUGES, 1.0), slow=(Straggler(1, 0.3, 0.1),),
             alerts=(AlertChange("slow-checkpoints", True, 0.5, "slow"),),
-        )
+        ),
+        interval_s=30.0,
     )  # fmt: skip
     return generate_latest(registry)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.wire.training import RankEvent
 from tasks.figures import Figures
-from tasks.train import _follow, alerts_of, stragglers_of
+from tasks.train import _follow, alerts_of, checkpoint_alerts_of, stragglers_of
 
 
 def step(**data: object) -> RankEvent:
@@ -23,8 +23,15 @@ def test_alerts_and_stragglers_become_lines() -> None:
     }
 
 
+def test_a_save_that_failed_is_told_once_for_the_whole_gang() -> None:
+    told = {"checkpoint_alerts": ["checkpoint was not saved: disk is full"]}
+    first = RankEvent(event="step", rank=0, attempt=1, step=40, data=dict(told))
+    assert checkpoint_alerts_of(first) == ["step 40: checkpoint was not saved: disk is full"]
+    assert checkpoint_alerts_of(step(**told)) == []
+
+
 def test_a_step_without_them_says_nothing() -> None:
-    assert alerts_of(step(loss=2.0)) == []
+    assert alerts_of(step(loss=2.0)) == checkpoint_alerts_of(step(loss=2.0)) == []
     assert stragglers_of(step(loss=2.0)) == {}
 
 

@@ -1,9 +1,11 @@
-"""Tasks of one's own: one whose loss is no number in one batch (fault 23, planted), a slow one."""
+"""Tasks of one's own: one with a NaN in a batch (fault 23), one that hangs or dies, a slow one."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from paceline.training.code_ref import Task
 from paceline.training.workload import Inputs, TransformerWorkload
 
 BAD_BATCH = 7
+# Of the variables that user code finds, only such as torch's are of our making.
+TROUBLES = Path(os.environ.get("TORCH_TEST_TROUBLES", "/nothing"))
 
 
 class Poisoned(TransformerWorkload):
@@ -40,10 +44,39 @@ class Paced(TransformerWorkload):
 
     def inputs(self, batch: Batch, device: torch.device) -> Inputs:
         """Return the batch's tensors, in a while."""
-        # Of the variables that user code finds, only such as torch's are of our making.
-        if Path(os.environ.get("TORCH_TEST_SLOW_WHILE", "/nothing")).exists():
-            time.sleep(0.3)
+        if (TROUBLES / "slow").exists():
+            time.sleep(0.5)
         return super().inputs(batch, device)
+
+
+def _meets(trouble: str) -> bool:
+    """Return whether it is rank 1's turn for a trouble; each comes once."""
+    if os.environ.get("RANK") != "1":
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        (TROUBLES / trouble).unlink()
+        return True
+    return False
+
+
+class Troubled(TransformerWorkload):
+    """The transformer's task on a rank that hangs, or dies, while it evaluates."""
+
+    def inputs(self, batch: Batch, device: torch.device) -> Inputs:
+        """Return the batch's tensors, once the troubles are over."""
+        if not torch.is_grad_enabled():
+            if _meets("hang-evaluating"):
+                time.sleep(600)
+            if _meets("die-evaluating"):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().inputs(batch, device)
+
+
+def troubled(asked: Task) -> Troubled:
+    """Return the troubled workload (a ``codeRef`` entrypoint)."""
+    if _meets("hang-loading"):
+        time.sleep(600)
+    return Troubled(config_for(20_000, asked.context), asked.seed)
 
 
 def paced(asked: Task) -> Paced:

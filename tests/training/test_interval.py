@@ -145,6 +145,17 @@ def test_every_so_many_steps() -> None:
     assert clock.asked == 8, "in between nobody looks at anything"
 
 
+@pytest.mark.parametrize("changes", [{"every_steps": 25}, {"interval": "seconds", "every_s": 30.0}])
+def test_the_next_save_is_expected_when_it_comes(changes: dict[str, object]) -> None:
+    clock = Clock(0.5, 0.001, 0.2, **changes)
+    assert clock.interval.expected_s is None
+    clock.run(400)
+    assert clock.interval.expected_s == pytest.approx(clock.gaps()[-1], rel=0.1)
+    slow = Clock(0.5, 0.001, 100.0, **changes)
+    slow.run(400)
+    assert slow.interval.expected_s >= 100.0, "a save that takes so long is not late before"
+
+
 @given(step_s=st.floats(0.01, 20), stall_s=st.floats(0.001, 0.5))
 def test_every_so_many_seconds_and_seldom_asked(step_s: float, stall_s: float) -> None:
     clock = Clock(step_s, stall_s, 0.1, interval="seconds", every_s=30.0, max_stall_share=0.5)

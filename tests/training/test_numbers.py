@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import random
 import time
@@ -203,6 +204,23 @@ def test_a_trace_is_written_for_the_steps_that_were_asked_for(tmp_path: Path) ->
     assert len(told) == 1, "a step that did not end has no trace"
 
 
+def test_a_trace_is_made_of_the_next_step_whenever_it_is_asked_for(tmp_path: Path) -> None:
+    told: list[int] = []
+    request = tmp_path / "trace"
+    request.touch()  # by somebody who looked at an earlier attempt
+    tracer = Tracer([], tmp_path, 0, lambda step, _: told.append(step), request=request)
+    for step in range(1, 7):
+        if step in (3, 5):
+            os.utime(request, ns=(step, step))
+        tracer.begin(step)
+        tracer.end(step)
+    assert told == [3, 5]
+    request.unlink()
+    tracer.begin(7)
+    tracer.end(7)
+    assert told == [3, 5], "a request that is taken back asks for nothing"
+
+
 def test_a_step_becomes_figures() -> None:
     model = torch.nn.Linear(8, 8)
     asked: list[None] = []
@@ -280,9 +298,30 @@ def test_what_is_the_gangs_comes_from_rank_0_alone() -> None:
         metrics.take(report(figures={"mfu": 0.4}))
         return {each.name for each in metrics.collect()}
 
-    gangs = {"loss_nats", "gradient_norm", "learning_rate", "tokens"}
+    gangs = {
+        "loss_nats", "gradient_norm", "learning_rate", "tokens",
+        "last_checkpoint_timestamp_seconds",
+    }  # fmt: skip
     assert names("0") - names("1") == {f"paceline_training_{each}" for each in gangs}
     assert "paceline_training_mfu_ratio" in names("1")
+
+
+def test_the_age_of_the_last_checkpoint_can_be_read() -> None:
+    now = [100.0]
+    metrics = RankMetrics({"rank": "0"}, clock=lambda: now[0])
+
+    def shown() -> dict[str, float]:
+        return {each.name[18:]: each.samples[0].value for each in metrics.collect() if each.samples}
+
+    now[0] = 130.0
+    metrics.take(report())
+    assert shown()["last_checkpoint_timestamp_seconds"] == 100.0, "as old as the attempt"
+    assert "checkpoint_interval_seconds" not in shown(), "nobody knows yet"
+    metrics.saved()
+    now[0] = 150.0
+    metrics.take(report(), interval_s=25.0)
+    assert shown()["last_checkpoint_timestamp_seconds"] == 130.0
+    assert shown()["checkpoint_interval_seconds"] == 25.0
 
 
 def test_a_cleared_alert_is_no_longer_shown() -> None:
@@ -304,6 +343,8 @@ def test_a_trace_stays_on_the_disk_while_storage_is_away(tmp_path: Path) -> None
     Uploaded(Away(), "s3://bucket/job/traces")(3, path)  # type: ignore[arg-type]
     assert path.exists()
     store = DiskStore()
-    Uploaded(store, DiskStore.url_of(tmp_path / "store"))(3, path)
+    url, told = DiskStore.url_of(tmp_path / "store"), []
+    Uploaded(store, url, lambda step, where: told.append((step, where)))(3, path)
+    assert told == [(3, f"{url}/trace.json")]
     assert not path.exists()
     assert (tmp_path / "store" / "trace.json").read_text() == "{}"

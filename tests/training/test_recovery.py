@@ -17,6 +17,7 @@ from paceline.errors import Cancelled, TrainingFailed
 from paceline.profile import SecuritySettings, save_runtime
 from paceline.training import LocalLauncher, run_job
 from paceline.training.code_ref import tree_digest
+from paceline.training.stacks import waits
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
 from tests.training.conftest import Camp
 from tests.training.poisoned import BAD_BATCH
@@ -41,9 +42,17 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher() as kept:
-        yield kept
+def troubles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory whose files are troubles for the tasks in ``poisoned``."""
+    return tmp_path_factory.mktemp("troubles")
+
+
+@pytest.fixture(scope="module")
+def launcher(troubles: Path) -> Iterator[LocalLauncher]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_TEST_TROUBLES", str(troubles))
+        with LocalLauncher() as kept:
+            yield kept
 
 
 Hook = Callable[[RankEvent, Story], None]
@@ -75,11 +84,10 @@ def calm(camp: Camp, launcher: LocalLauncher) -> Story:
 
 @pytest.mark.usefixtures("trusting")
 def test_a_lost_node_is_done_without_and_taken_back_at_a_checkpoint(
-    camp: Camp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    camp: Camp, launcher: LocalLauncher, troubles: Path
 ) -> None:
-    slow = tmp_path / "slow"  # so that the job outlasts the start of a launcher
+    slow = troubles / "slow"  # so that the job outlasts the start of a launcher
     slow.touch()
-    monkeypatch.setenv("TORCH_TEST_SLOW_WHILE", str(slow))
     killed: list[int] = []
 
     def kill(event: RankEvent, story: Story) -> None:
@@ -90,10 +98,10 @@ def test_a_lost_node_is_done_without_and_taken_back_at_a_checkpoint(
             slow.unlink(missing_ok=True)
 
     guard = {"min_ranks": 1, "failures_per_host": 3}
-    own = {"code_ref": reference(camp, "paced"), "steps": 200, "checkpoints": {"every_steps": 3}}
-    with LocalLauncher() as launcher:
-        story = run(camp, launcher, camp.job("elastic", ranks=2, guard=guard, **own), kill)
-        whole = run(camp, launcher, camp.job("inelastic", ranks=2, **own))
+    own = {"code_ref": reference(camp, "paced"), "ranks": 2, "steps": 60}
+    often = {"every_steps": 3}
+    story = run(camp, launcher, camp.job("elastic", guard=guard, checkpoints=often, **own), kill)
+    whole = run(camp, launcher, camp.job("inelastic", checkpoints={"every_steps": 60}, **own))
     worlds = {
         e.attempt: len({each.rank for each in story.events if each.attempt == e.attempt})
         for e in story.events
@@ -201,6 +209,38 @@ def trusting(camp: Camp) -> Iterator[None]:
     save_runtime(camp.runtime.model_copy(update={"profile": profile}))
     yield
     save_runtime(camp.runtime)
+
+
+@pytest.mark.usefixtures("trusting")
+def test_who_never_joins_and_who_hangs_or_dies_in_an_evaluation_is_named(
+    camp: Camp, launcher: LocalLauncher, troubles: Path
+) -> None:
+    for each in ("hang-loading", "hang-evaluating", "die-evaluating"):
+        (troubles / each).touch()
+    job = camp.job(
+        "troubles",
+        ranks=2,
+        steps=3,
+        code_ref=reference(camp, "troubled"),
+        evaluate_every_steps=2,
+        guard={
+            "max_restarts": 9,
+            "failures_per_host": 9,
+            "start_deadline_s": 3.0,
+            "checkpoint_deadline_s": 2.0,
+        },
+    )
+    story = run(camp, launcher, job)
+    joining, evaluating, died = story.result.restarts
+    assert [each.failed_rank for each in story.result.restarts] == [1, 1, 1]
+    assert [each.kind for each in story.result.restarts] == ["hung", "hung", "failed"]
+    assert "rank 1 on node-1 hung in phase 'loading' at step 0: nothing for 3." in joining.reason
+    assert "hung in phase 'evaluating' at step 1: nothing for 2." in evaluating.reason
+    assert "was killed by signal 9" in died.reason
+    stack = camp.store.get_bytes(f"{joining.stacks_url}/rank-0.txt").decode()
+    assert waits(stack), "it was joining, or about to"
+    assert waits(camp.store.get_bytes(f"{evaluating.stacks_url}/rank-1.txt").decode()) is False
+    assert story.result.held_out, "the fourth attempt had no trouble"
 
 
 @pytest.mark.usefixtures("trusting")

@@ -39,6 +39,7 @@ class Nodes:
         self.stubborn: set[str] = set()  # its ranks are killed at their grace's end
         self.at: list[tuple[float, Callable[[], None]]] = []
         self.running: dict[str, list[int]] = {}
+        self.stderr: dict[str, str] = {}  # worker → what its ranks leave
         self.attempt = 0
 
     def say(self, worker: str, **line: Any) -> None:
@@ -47,8 +48,9 @@ class Nodes:
     def ends(self, worker: str, code: int, *, killed: bool = False) -> None:
         for rank in self.running.pop(worker, []):
             self.say(
-                worker, launcher="ended", attempt=self.attempt, rank=rank, code=code, killed=killed
-            )
+                worker, launcher="ended", attempt=self.attempt, rank=rank, code=code, killed=killed,
+                stderr=self.stderr.get(worker, ""),
+            )  # fmt: skip
         self.say(worker, launcher="over", attempt=self.attempt)
 
     def later(self, seconds: float, do: Callable[[], None]) -> None:
@@ -226,6 +228,43 @@ def test_a_cancel_shortens_the_grace_and_says_who_had_not_saved(nodes: Nodes) ->
         run(gangs)
     assert nodes.running == {}
     assert ("b", 5.0) in stops(nodes)
+
+
+MAIN = 'File "/x/paceline/training/rank.py", line 9 in run_rank'
+REDUCING = 'File "/x/torch/distributed/distributed_c10d.py", line 3 in all_reduce'
+READING = 'File "/home/user/task.py", line 7 in inputs'
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "guilty"),
+    [(REDUCING, READING, 1), (READING, REDUCING, 0), (REDUCING, REDUCING, 0)],
+)
+def test_of_ranks_that_look_alike_the_one_that_waits_for_nobody_hung(
+    nodes: Nodes, first: str, second: str, guilty: int
+) -> None:
+    def stacks(top: str) -> str:
+        others = 'Thread 0x00aa (most recent call first):\n  File "/x/voice.py", line 1 in _pulse\n'
+        return f"{others}\nCurrent thread 0x00bb (most recent call first):\n  {top}\n  {MAIN}\n"
+
+    nodes.stderr = {"a": stacks(first), "b": stacks(second)}
+    state = {"phase": "evaluating", "step": 4, "stopped": False, "silent_s": 0.1}
+    since = {"a": 20.1, "b": 20.0}  # rank 0 came first, by nothing
+    nodes.later(
+        1.0,
+        lambda: [
+            nodes.say(
+                each,
+                launcher="beat",
+                attempt=1,
+                ranks={str(rank): state | {"since_s": since[each]}},
+            )
+            for rank, each in enumerate("ab")
+        ],
+    )
+    found = run(Gangs(nodes, Deadlines(checkpoint_s=20.0)))
+    assert found.hung
+    assert found.failed_rank == guilty
+    assert f"rank {guilty}" in found.reason and "phase 'evaluating' at step 4" in found.reason
 
 
 def test_a_cancel_is_over_long_before_its_caller_kills_us(nodes: Nodes) -> None:

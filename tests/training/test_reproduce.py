@@ -232,3 +232,28 @@ def test_a_configuration_is_what_decides_what_is_learned(camp: Camp) -> None:
         {"precision": "bfloat16"},
     ):
         assert config_digest(camp.job("identity", **other)) != digest, other
+
+
+def test_a_task_of_ones_own_is_built_as_it_was_whatever_the_profile_says_now(
+    camp: Camp, recorded: Recorded
+) -> None:
+    own = {"code_ref": "paceline.training.recurrent:byte_gru", "steps": 1}
+    data = {"batching": "carried", "purpose": "tests"}
+    size = {"context": 16, "parameters": 8_000}
+    assert size["context"] != camp.runtime.profile.model.context
+    job = camp.job("sized", data=data, task=size, **own)
+    code, said = camp.run_alone(job)
+    assert code == 0
+    exported = said.of("result")[0].data
+    weights = camp.store.head(f"{exported['export_url']}/model-00001-of-00001.safetensors")
+    assert weights.size < 4 * 2 * size["parameters"], "the profile's is larger by far"
+    unsaid = camp.job("sized", data=data, **own)
+    assert config_digest(job) != config_digest(unsaid)
+    assert config_digest(job) != config_digest(
+        camp.job("sized", data=data, task=size | {"context": 32}, **own)
+    )
+    for asked, found in ((job, set()), (unsaid, {"model settings"})):
+        result = recorded.result.model_copy(update={"config_digest": config_digest(asked)})
+        told = differences_of(Recorded("run-1", asked, result, {}), camp.runtime, camp.store)
+        assert {each.what for each in told} == found
+        assert all(each.decisive for each in told)

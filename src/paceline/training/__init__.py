@@ -7,7 +7,13 @@ base model. torch is imported by the ranks, not by this package.
 
 from paceline.training.driver import run_job
 from paceline.training.gang import Deadlines, GangMember, GangResult, Gangs, Launcher
-from paceline.training.identity import code_version, config_digest, data_numbers, with_own_id
+from paceline.training.identity import (
+    code_version,
+    config_digest,
+    data_numbers,
+    own_task,
+    with_own_id,
+)
 from paceline.training.local import LocalLauncher
 
 __all__ = [
@@ -20,6 +26,7 @@ __all__ = [
     "code_version",
     "config_digest",
     "data_numbers",
+    "own_task",
     "run_job",
     "with_own_id",
 ]

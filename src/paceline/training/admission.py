@@ -21,7 +21,7 @@ from paceline.objects import ObjectStore, join_url
 from paceline.profile import load_runtime
 from paceline.training.checkpoint import Generations
 from paceline.training.code_ref import require_code
-from paceline.training.identity import config_digest
+from paceline.training.identity import config_digest, size_of
 from paceline.training.mesh import MeshSpec
 from paceline.training.parallel import readers_of, require_layout
 from paceline.training.preemption import open_watcher
@@ -90,9 +90,10 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
 
 def tell_reading(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> None:
     """Say in the log what it costs that nodes read what others read too, where it is much."""
-    context = (
-        load_runtime(job.state_dir).profile.model.context if config is None else config.context
-    )
+    if config is None:
+        context = size_of(job, load_runtime(job.state_dir).profile).context
+    else:
+        context = config.context
     settings = job.settings
     found = reading(
         job.data,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import Cancelled, PacelineError
 from paceline.training.ports import GangMember, GangResult, OnLine
+from paceline.training.stacks import waits
 from paceline.training.watch import STOPPED_EXIT
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Fault:
     what: str
     hung: bool = False
     overdue: bool = False
+    suspects: tuple[RankState, ...] = ()  # of a hang: who it may be as well, seen from outside
 
 
 class Attempt:
@@ -135,6 +137,15 @@ class Attempt:
     def blame(self) -> Fault | None:
         """Return the rank that failed first, by all that is known now."""
         return self._failed()
+
+    def who_hung(self, fault: Fault) -> Fault:
+        """Return ``fault`` by what the ranks' stacks say: who waits for others is not to blame."""
+        if fault.rank is None or not waits(fault.rank.stderr):
+            return fault
+        for each in fault.suspects:
+            if waits(each.stderr) is False:
+                return self._hung(each)
+        return fault
 
     def result(self, fault: Fault | None) -> GangResult:
         """Return how it ended."""
@@ -281,7 +292,9 @@ class Attempt:
                 each.state["since_s"],
             ),
         )
-        return self._hung(guilty)
+        alike = [each for each in living if each.state["step"] == guilty.state["step"]]
+        sure = guilty.state["stopped"] or guilty.state["silent_s"] > 3 * TICK_S + 2.0
+        return self._hung(guilty, () if sure else tuple(alike))
 
     def _lose_silent(self) -> str | None:
         """Give up the first node that fell silent, if one did, and return it."""
@@ -296,7 +309,7 @@ class Attempt:
                 return worker
         return None
 
-    def _hung(self, guilty: RankState) -> Fault:
+    def _hung(self, guilty: RankState, suspects: tuple[RankState, ...] = ()) -> Fault:
         state = guilty.state
         phase, since = state["phase"], state["since_s"]
         how = " (it is stopped)" if state["stopped"] else ""
@@ -306,6 +319,7 @@ class Attempt:
             f"hung in phase {phase!r} at step {state['step']}: nothing for {since:.1f} s of "
             f"{limit:.0f}{how}",
             hung=True,
+            suspects=suspects,
         )
 
     def _is_late(self, state: Mapping[str, Any]) -> bool:

@@ -159,7 +159,8 @@ class Gangs:
             raise
         if fault is not None:
             attempted.end(stacks=fault.hung, grace_s=0.0)
-            fault = attempted.blame() or fault if not fault.hung else fault
+            found = attempted.who_hung(fault) if fault.hung else attempted.blame()
+            fault = found or fault
         return attempted.result(fault)
 
     def _listen(self, timeout_s: float) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.profile import DataSettings
+from paceline.profile import DataSettings, Profile
 from paceline.wire.base import digest_of
-from paceline.wire.training import TrainJob
+from paceline.wire.training import TaskSize, TrainJob
 
 # They change how fast or where something is learned, not what.
 _NUMBERLESS = {
@@ -44,8 +44,10 @@ def data_numbers(data: DataSettings) -> dict[str, Any]:
 
 def config_digest(job: TrainJob) -> str:
     """Return the digest of everything in ``job`` that decides what is learned."""
+    own = {"task": job.task.model_dump(mode="json")} if job.task is not None else {}
     return digest_of(
         {
+            **own,
             "model_id": job.model_id,
             "manifest_digest": job.manifest_digest,
             "snapshot_digest": job.snapshot_digest,
@@ -56,6 +58,18 @@ def config_digest(job: TrainJob) -> str:
             | {"mesh": job.settings.mesh.model_dump(mode="json", include=_NUMBERS_OF_MESH)},
         }
     )
+
+
+def own_task(profile: Profile) -> TaskSize | None:
+    """Return what a job with a codeRef keeps of the profile's model; None where it has none."""
+    if not profile.training.code_ref:
+        return None
+    return TaskSize(context=profile.model.context, parameters=profile.model.parameters)
+
+
+def size_of(job: TrainJob, profile: Profile) -> TaskSize:
+    """Return what the job's codeRef is built for: what ``profile`` says where the job does not."""
+    return job.task or TaskSize(context=profile.model.context, parameters=profile.model.parameters)
 
 
 def with_own_id(job: TrainJob) -> TrainJob:

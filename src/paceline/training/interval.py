@@ -136,6 +136,21 @@ class Interval:
             saves=len(stalls),
         )
 
+    @property
+    def expected_s(self) -> float | None:
+        """Return the seconds from one save that is kept to the next; None before a step's length is
+        known.
+        """
+        if not self._steps:
+            return None
+        costs, settings, step_s = self.costs, self._settings, median(self._steps)
+        wanted_s = (
+            wanted_steps(settings, costs) * step_s
+            if self.by_steps
+            else wanted_interval_s(settings, costs, self._failures)
+        )
+        return max(wanted_s, step_s, costs.write_s if costs else 0.0)
+
     def stepped(self, now: float) -> None:
         """Take note of a step's end."""
         if self._saved_at is None:

@@ -14,7 +14,7 @@ from paceline.errors import InvalidInput
 from paceline.objects import ObjectStore, join_url, open_store
 from paceline.profile import Runtime, load_runtime
 from paceline.training.checkpoint import Generations
-from paceline.training.identity import config_digest
+from paceline.training.identity import config_digest, size_of
 from paceline.training.memory import keep_memory
 from paceline.wire.training import TrainJob
 
@@ -46,7 +46,9 @@ class Loaded:
     @property
     def context(self) -> int:
         """Return the tokens of a row."""
-        return self.runtime.profile.model.context if self.config is None else self.config.context
+        if self.config is None:
+            return size_of(self.job, self.runtime.profile).context
+        return self.config.context
 
 
 def load(job: TrainJob, worker_id: str, rank: int) -> Loaded:
@@ -122,11 +124,12 @@ def _task(
         from paceline.training import code_ref
 
         profile = runtime.profile
+        size = size_of(job, profile)
         task = code_ref.Task(
             seed=job.settings.seed,
-            context=profile.model.context,
+            context=size.context,
             vocabulary=vocabulary.vocab_size,
-            parameters=profile.model.parameters,
+            parameters=size.parameters,
         )
         sources = profile.security.code_sources
         workload = code_ref.load(job.settings.code_ref, sources, node / "code", task)

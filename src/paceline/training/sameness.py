@@ -20,13 +20,13 @@ from paceline.manifest import MANIFEST_FILE, parse_manifest
 from paceline.objects import ObjectStore, join_url
 from paceline.profile import Runtime
 from paceline.training.environment import current, differences
-from paceline.training.identity import code_version, config_digest
+from paceline.training.identity import code_version, config_digest, size_of
 from paceline.training.relaxed import is_asynchronous
 from paceline.wire.reproducing import Differs
 from paceline.wire.training import TrainJob, TrainResult
 
-SNAPSHOT, BASE, CODE, CONFIGURATION = (
-    "data snapshot", "base model", "code version", "configuration digest",
+SNAPSHOT, BASE, CODE, CONFIGURATION, TASK = (
+    "data snapshot", "base model", "code version", "configuration digest", "model settings",
 )  # fmt: skip
 GONE = (SNAPSHOT, BASE)  # without them there is nothing to train
 COMPARE = "or compare all the same with --anyway."
@@ -51,6 +51,7 @@ def differences_of(recorded: Recorded, runtime: Runtime, store: ObjectStore) -> 
         *_of_data(recorded.job, store),
         *_of_base(recorded.job, runtime),
         *_of_code(recorded),
+        *_of_task(recorded, runtime),
         *_of_environment(recorded),
         *_of_course(recorded),
     ]
@@ -167,6 +168,24 @@ def _of_code(recorded: Recorded) -> Iterator[Differs]:
             where=f"the record of {recorded.run_id}",
             do=f"Look at its settings: the code counts others among them now, {COMPARE}",
         )
+
+
+def _of_task(recorded: Recorded, runtime: Runtime) -> Iterator[Differs]:
+    """Yield what a job with a codeRef was built for, where it was not recorded: then it is built
+    for what the profile says now. One that recorded it is built for that, whatever the profile.
+    """
+    job = recorded.job
+    if not job.settings.code_ref or job.task is not None:
+        return
+    size = size_of(job, runtime.profile)
+    yield Differs(
+        what=TASK,
+        then="not recorded",
+        now=f"{size.parameters} parameters, rows of {size.context}",
+        decisive=True,
+        where="model in the profile",
+        do=f"Set model.parameters and model.context as they were, {COMPARE}",
+    )
 
 
 def _of_environment(recorded: Recorded) -> Iterator[Differs]:

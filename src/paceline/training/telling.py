@@ -43,7 +43,7 @@ class Teller:
 
     def __call__(self, report: StepReport) -> None:
         self._voice.enter("step", report.step)
-        self._exporter.take(report, len(self._stream.quarantined))
+        self._exporter.take(report, len(self._stream.quarantined), self._saver.expected_s)
         now = time.monotonic()
         bad = dict(self._stream.quarantined)  # its threads add to it
         rare = bool(report.alerts) or len(bad) > len(self._told)
@@ -68,4 +68,5 @@ class Teller:
     def tell_saved(self) -> None:
         """Say which checkpoints are committed by now (rank 0 does)."""
         for ref in self._saver.report() if self._rank == 0 else ():
+            self._exporter.saved()
             self._voice.say("checkpoint", ref.step, url=ref.url, digest=ref.digest, bytes=ref.bytes)

@@ -10,6 +10,13 @@ from paceline.profile import DataSettings, EvaluationSettings, TrainingSettings
 from paceline.wire.base import Name, Record, Sha256
 
 
+class TaskSize(Record):
+    """What a codeRef's task is built for: the profile's model as the job began."""
+
+    context: int = Field(ge=1)  # tokens of a row
+    parameters: int = Field(ge=1)
+
+
 class TrainJob(Record):
     """Everything a rank needs to know; the same JSON goes to every rank of the gang."""
 
@@ -27,6 +34,7 @@ class TrainJob(Record):
     labels: Literal["true", "shuffled"] = "true"  # "shuffled" is the control that must not pass
     deterministic: bool = True
     data: DataSettings = DataSettings()  # how samples become batches
+    task: TaskSize | None = None  # of a codeRef, which no base model says it of
     data_readers: int = Field(default=1, ge=1)  # shares of a batch as the job began: `data.columns`
     skip_batches: tuple[int, ...] = ()  # global batches that made training go wrong: passed over
     failures: int = 0  # of this job before the attempt,

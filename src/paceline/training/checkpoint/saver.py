@@ -93,6 +93,11 @@ class Checkpointer:
         self._failed_in_row = 0
         self._unreported: list[CheckpointRef] = []
 
+    @property
+    def expected_s(self) -> float | None:
+        """Return the seconds from one kept save to the next; None before a step was measured."""
+        return self._interval.expected_s
+
     # ── what the loop calls ──────────────────────────────────────────────────────────────────────
 
     def due(self, step: int, steps: int) -> bool:

@@ -20,6 +20,7 @@ from paceline import errors
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
 from paceline.training.code_ref.loading import SAID_CHARACTERS, Task, load, raised, scrub
 from paceline.training.code_ref.reference import CodeRef, parse, require_allowed, where
+from paceline.training.identity import size_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,11 +92,12 @@ def require_code(job: TrainJob, runtime: Runtime, vocabulary: int) -> None:
     """Check the job's own code, on its own data, before any rank is started; see ``check``."""
     if not job.settings.code_ref:
         return
+    size = size_of(job, runtime.profile)
     task = Task(
         seed=job.settings.seed,
-        context=runtime.profile.model.context,
+        context=size.context,
         vocabulary=vocabulary,
-        parameters=runtime.profile.model.parameters,
+        parameters=size.parameters,
     )
     sources = runtime.profile.security.code_sources
     check(job.settings.code_ref, sources, runtime.state_dir / "code", task, job=job)

@@ -75,13 +75,25 @@ class RankMetrics(Collector):
     _alerts: frozenset[str] = frozenset()
     _slow: dict[int, float] = field(default_factory=dict)
     _quarantined: int = 0
+    _interval_s: float | None = None
 
     def __post_init__(self) -> None:
-        self._stepped_at = self.clock()  # the first step has its deadline too
+        # The first step has its deadline too, and the first checkpoint its time.
+        self._stepped_at = self._saved_at = self.clock()
 
-    def take(self, report: StepReport, quarantined: int = 0) -> None:
-        """Take a step's report; figures that are not in it stay as they were."""
+    def saved(self) -> None:
+        """Take note that a checkpoint was committed."""
+        self._saved_at = self.clock()
+
+    def take(
+        self, report: StepReport, quarantined: int = 0, interval_s: float | None = None
+    ) -> None:
+        """Take a step's report; figures that are not in it stay as they were.
+
+        ``interval_s``: between two checkpoints, as things are; None where nobody knows yet.
+        """
         self._stepped_at = self.clock()
+        self._interval_s = interval_s
         self._quarantined = quarantined
         self._figures = self._figures | report.figures | report.held_out
         self._figures |= {
@@ -115,6 +127,13 @@ class RankMetrics(Collector):
             ("quarantined_shards", "Shards or samples passed over as bad.", self._quarantined),
         ):
             yield _gauge(name, text, names, values, value)
+        if leads:
+            at = "When the newest checkpoint was committed, or this attempt began."
+            name = "last_checkpoint_timestamp_seconds"
+            yield _gauge(name, at, names, values, self._saved_at)
+            if self._interval_s is not None:
+                text = "Time from one checkpoint to the next, as things are."
+                yield _gauge("checkpoint_interval_seconds", text, names, values, self._interval_s)
         for name, text, count in (
             ("steps", "Steps of this attempt.", self._steps),
             ("steps_skipped", "Steps whose update was not taken.", self._skipped),
@@ -172,9 +191,15 @@ class Exporter:
             written.write_text(json.dumps([entry]) + "\n")
             written.replace(self._target)
 
-    def take(self, report: StepReport, quarantined: int = 0) -> None:
-        """Show ``report``'s figures from now on, and how many shards are in quarantine."""
-        self._metrics.take(report, quarantined)
+    def take(
+        self, report: StepReport, quarantined: int = 0, interval_s: float | None = None
+    ) -> None:
+        """Show ``report``'s figures from now on; see ``RankMetrics.take``."""
+        self._metrics.take(report, quarantined, interval_s)
+
+    def saved(self) -> None:
+        """Show that a checkpoint was committed now."""
+        self._metrics.saved()
 
     def close(self) -> None:
         """Stop serving and take the file away."""

@@ -227,7 +227,7 @@ class _LeaderTelling:
         held_out = self._beside.take(progress)
         report = dataclasses.replace(report, held_out=held_out)
         self._voice.enter("step", report.step)
-        self._exporter.take(report, len(self._steward.quarantined))
+        self._exporter.take(report, len(self._steward.quarantined), self._saver.expected_s)
         data = report.data() | {
             "waited_s": progress.data_wait_s,
             "stalled_s": progress.stall_s,
@@ -245,4 +245,5 @@ class _LeaderTelling:
     def tell_saved(self) -> None:
         """Say which checkpoints are committed by now."""
         for ref in self._saver.report():
+            self._exporter.saved()
             self._voice.say("checkpoint", ref.step, url=ref.url, digest=ref.digest, bytes=ref.bytes)
