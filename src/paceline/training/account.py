@@ -212,6 +212,8 @@ class Account:
             return "bad-step"
         if outcome.hung:
             return "hung"
+        if self._asked is None and outcome.lost - outcome.preempted:
+            return "lost"
         if outcome.stopped or self._asked_to_go:
             return self._asked[0] if self._asked is not None else "preempted"
         if outcome.lost - outcome.preempted:

@@ -3,8 +3,9 @@
 For jobs whose ranks outlive each other (a parameter server). Ranks 0 to ``keepers`` - 1 hold the
 state: the attempt ends where all of them are gone, or one says that the state is lost; one that was
 started again holds it once it says so (``holds_state`` of an event "started"). Whoever else falls
-is started again or left out, as ``Keeper`` says, and nobody waits for it. The attempt is done once
-a rank that holds the state ended well. Knows nothing of training.
+is started again or left out, as ``Keeper`` says, and nobody waits for it. Where the node with the
+gang's store is lost, the attempt is stopped, so that who leads can save. It is done once a rank
+that holds the state ended well. Knows nothing of training.
 """
 
 from __future__ import annotations
@@ -76,6 +77,10 @@ class LooseAttempt(Attempt):
     ) -> None:
         super().__init__(gangs, ranks, attempt, on_event)
         self._keeper = keeper
+        serving = [ranks[each].member.worker_id for each in range(keeper.keepers) if each in ranks]
+        # The first node has the gang's store. One node's loss is not to cost both the store and a
+        # server, as long as there are others; and rather the one that stands by than who leads.
+        self._workers.sort(key=lambda each: (each in serving, each in serving[:1]))
         self._text = ""
         self._key = secrets.token_hex(16)
         self._local: dict[int, int] = {}  # rank → its number among those of its node
@@ -100,7 +105,11 @@ class LooseAttempt(Attempt):
             if self._done():
                 self._linger()
                 return None
-            if self._stopping is None:
+            if self._stopping is None and self._storeless:
+                # Nobody can join or take over any more. Who leads saves, and all start again.
+                log.warning("gang's store was lost node=%s", self._workers[0])
+                self._gangs.stop_soon("the gang's store was lost with its node")
+            elif self._stopping is None:
                 if (fault := self._settle()) is not None:
                     self._check_cancel()
                     return fault
@@ -246,6 +255,8 @@ class LooseAttempt(Attempt):
 
     def _stopped(self) -> Fault | None:
         """Return the fault of a gang that was asked to stop: the first that saved, or fell."""
+        if self._storeless and (there := self._on(self._workers[0])):
+            return Fault(there[0], f"{self._how(there[0])}; the gang's store lay there")
         ended = [each for each in self._ranks.values() if each.code not in (0, None)]
         ended.sort(key=lambda each: (each.code != STOPPED_EXIT, each.order))
         return Fault(ended[0], self._how(ended[0])) if ended else Fault(None, "was lost")
@@ -266,6 +277,10 @@ class LooseAttempt(Attempt):
         if not kind and line.get("event") == "started" and line["data"].get("holds_state"):
             self._holding.add(int(line["rank"]))
         super()._take(kind, worker, line)
+
+    @property
+    def _storeless(self) -> bool:
+        return self._workers[0] in self._gangs.lost
 
     def _busy(self) -> list[str]:
         return [each for each in self._workers if any(not r.over for r in self._on(each))]

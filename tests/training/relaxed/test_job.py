@@ -264,3 +264,44 @@ def test_a_planted_nan_rolls_the_job_back_and_its_batch_is_passed_over(
     assert result.skipped_batches == (BAD_BATCH,)
     assert {each.kind for each in result.restarts} == {"bad-step"}
     assert result.steps == STEPS and result.failures.job == 0
+
+
+class NodeLost(Story):
+    """A node's launcher is killed, and its ranks with it, once there is a standby."""
+
+    def __init__(self, camp: Camp, launcher: LocalLauncher, node: str) -> None:
+        super().__init__(camp, launcher)
+        self.node = node
+
+    def on_event(self, event: RankEvent) -> None:
+        reached = (event.event, event.rank) == ("step", 0) and event.step >= 12
+        if reached and self.standbys() and self.node not in self.killed:
+            self.killed[self.node] = self.launcher.launcher_pids[self.node]
+            os.kill(self.killed[self.node], signal.SIGKILL)
+
+
+def test_the_node_with_the_gangs_store_is_lost_and_the_job_goes_on_from_its_last_step(
+    camp: Camp, launcher: LocalLauncher
+) -> None:
+    # The store is on the standby's node: with it, nobody can join or take over any more.
+    story = NodeLost(camp, launcher, "node-1")
+    result = story.run(job_of(camp, "store-lost", steps=40, evaluate_every_steps=0))
+    assert result.steps == 40 and set(story.killed) == {"node-1"}
+    (restart,) = result.restarts
+    assert (restart.kind, restart.worker_id, restart.lost_steps) == ("lost", "node-1", 0)
+    assert "store lay there" in restart.reason
+    assert [each.step for each in story.of("resumed")] == [0, restart.resumed_step]
+    assert restart.resumed_step >= 12, "who led saved before it ended"
+    assert [each.step for each in story.of("step")] == list(range(1, 41))
+
+
+@pytest.mark.chaos
+def test_the_node_of_who_leads_is_lost_and_nobody_else_is_stopped(
+    camp: Camp, launcher: LocalLauncher
+) -> None:
+    story = NodeLost(camp, launcher, "node-0")
+    result = story.run(job_of(camp, "leader-lost", steps=400))
+    assert result.steps == 400 and set(story.killed) == {"node-0"}
+    assert {each.attempt for each in result.restarts} == {1}
+    assert {each.failed_rank for each in result.restarts} == {0, 2, 4}, "those of that node"
+    assert [each.step for each in story.of("step")] == list(range(1, 401))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 
 from paceline.errors import CorruptData
 from paceline.profile import TrainingSettings
-from paceline.training.loose import Fell
-from paceline.training.ports import GangMember
+from paceline.training.attempt import RankState
+from paceline.training.gang import Gangs
+from paceline.training.loose import Fell, LooseAttempt
+from paceline.training.ports import Deadlines, GangMember
 from paceline.training.relaxed.ledger import Ledger, Update
 from paceline.training.relaxed.seats import Seats
 from paceline.training.replacing import Replacing, place
@@ -101,3 +104,20 @@ def test_a_node_is_lost_once_with_all_its_ranks_and_a_rank_that_falls_too_often_
     falls = [Fell(member=GangMember("b", 4), kind="failed", reason="") for _ in range(3)]
     assert [replacing.replace(each, living) is None for each in falls] == [False, False, True]
     assert [each for each in told if each[0] == 4] == [(4, "failed")] * 3
+
+
+@pytest.mark.parametrize(
+    ("nodes", "store"),
+    [("abcd", "c"), ("abcab", "c"), ("abab", "b"), ("aaa", "a"), ("aab", "b")],
+)
+def test_the_gangs_store_is_on_neither_servers_node_or_else_on_the_standbys(
+    nodes: str, store: str
+) -> None:
+    class Keeping:
+        keepers = 2
+
+    gangs = Gangs(Mock(), Deadlines())
+    ranks = {rank: RankState(GangMember(node, rank)) for rank, node in enumerate(nodes)}
+    attempt = LooseAttempt(gangs, ranks, 1, None, Keeping())
+    assert attempt._workers[0] == store
+    assert sorted(attempt._workers) == sorted(set(nodes))

@@ -1,8 +1,8 @@
 """Where the ranks of an asynchronous job find each other: the gang's store holds their addresses.
 
-The store lies on one node and may be lost with it. Ranks then go on with the addresses they know;
-what needs the store (a claim, a rank that joins anew) fails, and the job resumes from its last
-checkpoint if it comes to that.
+The store lies on one node and may be lost with it. Ranks then go on with the addresses they know,
+until who leads has saved as it is told to, and all start again (``training.loose``); what needs the
+store meanwhile (a claim, a rank that joins anew) fails.
 """
 
 from __future__ import annotations
