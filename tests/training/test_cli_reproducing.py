@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.reproducing import is_directory, recorded_here
-from paceline.cli.training_lines import JOB_FILE, METRICS_FILE, Lines
+from paceline.cli.training_facts import JOB_FILE, METRICS_FILE
+from paceline.cli.training_lines import Lines
 from paceline.errors import CorruptData, InvalidInput, NotFound
 from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.training.driver import RESULT_FILE
@@ -28,7 +29,7 @@ def finished(output: Path, job_id: str) -> Path:
     directory = output / "checkpoints" / job_id
     job = job_in(output).model_copy(update={"job_id": job_id})
     lines = Lines(job, directory)
-    for step, loss in ((1, 5.0), (2, 4.5), (2, 4.25), (3, 4.0)):  # step 2 was made twice
+    for step, loss in ((1, 5.0), (2, float("nan")), (2, 4.25), (3, 4.0)):  # step 2 twice
         event = {"event": "step", "rank": 0, "attempt": 1, "step": step, "data": {"loss": loss}}
         lines(RankEvent.model_validate(event))
     result = TrainResult.model_validate(RESULT | {"job_id": job_id})
@@ -51,8 +52,9 @@ def test_an_output_directory_names_its_training(tmp_path: Path) -> None:
         assert recorded.job.job_id == "job-one"
         assert recorded.losses == {1: 5.0, 2: 4.25, 3: 4.0}, "as last made"
         assert recorded.result.final_loss == 4.0
-    first = json.loads((directory / METRICS_FILE).read_text().splitlines()[0])
-    assert first == {"step": 1, "attempt": 1, "loss": 5.0}
+    first, second = (directory / METRICS_FILE).read_text().splitlines()[:2]
+    assert json.loads(first) == {"step": 1, "attempt": 1, "loss": 5.0}
+    assert json.loads(second)["loss"] is None, "what is no number is null"
 
 
 def test_of_several_trainings_one_must_be_named(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from paceline.cli import training_lines
+from paceline.cli import training_facts
 from paceline.cli.training import _stopping_gently, train
-from paceline.cli.training_lines import Lines, beside, facts
+from paceline.cli.training_facts import beside, facts
+from paceline.cli.training_lines import Lines
 from paceline.errors import InvalidInput, PacelineError, StateLocked
 from paceline.models import config_for, new_model, save_model
 from paceline.profile import TrainingSettings, load_profile
@@ -301,7 +302,7 @@ def test_what_changes_only_how_it_is_learned_goes_on_with_the_same_job(
 def test_a_start_says_what_is_learned_from_what(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_lines, "_cores", lambda: 1)
+    monkeypatch.setattr(training_facts, "_cores", lambda: 1)
     job = prepared(tmp_path / "out", text, "data.max_bytes=2000")
     said = "\n".join(facts(job, *single.parts_of(job)))
     assert "samples, " in said and "held out" in said and "parameters: " in said
@@ -333,6 +334,25 @@ def test_progress_is_never_silent_for_long_and_says_what_is_left(
     ]  # fmt: skip
     assert said[-1].endswith("28 h left") or "27.8 h left" in said[-2] + said[-1]
     assert sum("checkpoint of step" in line for line in said) == 4, "not one a save"
+
+
+def test_silence_is_told_ever_more_seldom_until_a_word_is_heard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    lines = Lines(job_in(tmp_path), clock=lambda: now[0])
+    for _ in range(45):
+        now[0] += 1.0
+        lines.look()
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(" without")[0] for line in said] == ["  10 s", "  20 s", "  40 s"]
+    assert "no step was made yet" in said[0]
+    lines(event("step", 3))
+    now[0] += 9.0
+    lines.look()
+    now[0] += 2.0
+    lines.look()
+    assert "11 s without a word: step 3 was the last" in capsys.readouterr().err
 
 
 def test_a_figures_file_that_cannot_be_written_does_not_end_training(tmp_path: Path) -> None:

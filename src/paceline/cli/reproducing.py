@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from paceline.cli.options import json_option, state_directory, state_option
-from paceline.cli.training_lines import JOB_FILE, METRICS_FILE
+from paceline.cli.training_facts import JOB_FILE, METRICS_FILE
 from paceline.errors import CorruptData, InvalidInput, NotFound, NotReady, NotReproducible
 from paceline.profile import Runtime, load_runtime
 from paceline.wire.reproducing import Reproduction
@@ -144,7 +145,8 @@ def _losses(path: Path) -> dict[int, float]:
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, KeyError, TypeError):
             figures = json.loads(line)
-            losses[int(figures["step"])] = float(figures["loss"])
+            loss = figures["loss"]  # null: it was no number
+            losses[int(figures["step"])] = math.nan if loss is None else float(loss)
     return losses
 
 

@@ -19,15 +19,8 @@ import click
 from click.core import ParameterSource
 
 from paceline.cli.options import json_option, profile_options, read_profile, state_option
-from paceline.cli.training_lines import (
-    Lines,
-    beside,
-    facts,
-    preparing,
-    say,
-    summary,
-    warnings_told,
-)
+from paceline.cli.training_facts import beside, facts, summary
+from paceline.cli.training_lines import Lines, preparing, say, warnings_told
 from paceline.errors import Cancelled, InvalidInput
 
 if TYPE_CHECKING:
@@ -206,7 +199,8 @@ def train_here(
                 say(line)
         signals.running = True
         try:
-            result = single.run(job, on_event=lines, cancel=cancel)
+            with lines.watched():
+                result = single.run(job, on_event=lines, cancel=cancel)
         except Cancelled as error:
             raise lines.stopped(checkpoints) from error
     if as_json:

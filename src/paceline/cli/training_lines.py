@@ -1,4 +1,4 @@
-"""What `paceline train` says: what is about to be trained, how it goes, and the screen at its end.
+"""What `paceline train` says while it goes.
 
 Progress goes to standard error. Each step's figures are also kept, a JSON object a line, in
 ``metrics.jsonl`` beside the job's checkpoints: with the job itself (``job.json``) that is what
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import sys
 import threading
 import time
@@ -19,14 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.training_facts import JOB_FILE, METRICS_FILE, held_out, number
 from paceline.errors import Cancelled
 
 if TYPE_CHECKING:
-    from paceline.data import Snapshot
-    from paceline.models import ModelConfig
-    from paceline.wire.training import RankEvent, TrainJob, TrainResult
+    from paceline.wire.training import RankEvent, TrainJob
 
-JOB_FILE, METRICS_FILE = "job.json", "metrics.jsonl"
 LINES = 40  # of steps, at least, in one training
 SILENCE_S = 10.0  # at most, while steps are made or data are prepared
 MB = 1_000_000
@@ -75,60 +72,6 @@ def preparing(output: Path) -> Iterator[None]:
         over.set()
 
 
-def facts(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> list[str]:
-    """Return what is learned from what, for a reader who wants to see that it is what was meant."""
-    record = snapshot.record
-    train, aside = snapshot.of_split("train"), snapshot.of_split("held-out")
-    lines = [
-        f"  data    {record.documents:,} samples, {snapshot.tokens:,} tokens: "
-        f"{sum(each.tokens for each in train):,} to learn from, "
-        f"{sum(each.tokens for each in aside):,} held out",
-        f"  model   {_shape(job, config)}",
-    ]
-    if record.cut_at_bytes is not None:
-        lines.append(
-            f"! data are cut at {record.cut_at_bytes:,} bytes: more of them is taken with "
-            "--set data.max_bytes=…"
-        )
-    if record.skipped:
-        lines.append(
-            f"! {record.skipped:,} left out, e.g. {'; '.join(record.skipped_examples[:2])}"
-        )
-    if record.duplicates:
-        lines.append(f"  {record.duplicates:,} samples that say the same as another are left out")
-    if (wanted := job.settings.ranks * job.settings.threads_per_rank) > (cores := _cores()):
-        lines.append(
-            f"! {job.settings.ranks} ranks of {job.settings.threads_per_rank} threads take turns "
-            f"on {cores} cores: a step takes about {wanted / cores:.1f} times as long"
-        )
-    return lines
-
-
-def _shape(job: TrainJob, config: ModelConfig | None) -> str:
-    from paceline.models import count_parameters
-
-    if config is None:
-        return job.settings.code_ref
-    return (
-        f"{count_parameters(config):,} parameters: {config.num_hidden_layers} layers of width "
-        f"{config.hidden_size}, context {config.context}, {config.vocab_size} tokens"
-    )
-
-
-def beside(job: TrainJob, checkpoints: Path) -> str | None:
-    """Return a line on another training in this directory, where ``job`` has not begun yet."""
-    if checkpoints.exists() or not checkpoints.parent.is_dir():
-        return None
-    found = {each.name: _saved_step(each) for each in checkpoints.parent.iterdir()}
-    known = [f"{name} (step {step})" for name, step in sorted(found.items()) if step]
-    if not known:
-        return None
-    return (
-        f"! below this directory is also {', '.join(known[:3])}: its data, model or settings are "
-        f"others, so {job.job_id} begins at its first step"
-    )
-
-
 class Lines:
     """Tells on standard error how training goes; keeps what a summary should mention."""
 
@@ -147,6 +90,7 @@ class Lines:
         self._clock = clock
         self._every = max(1, job.settings.steps // LINES)
         self._attempt = 0
+        self._heard_at, self._patience = clock(), SILENCE_S
         self._told_at = 0.0
         self._saved_at: float | None = None  # when a checkpoint was told last
         self._from: tuple[int, float] | None = None  # the attempt's first step, and when
@@ -159,8 +103,37 @@ class Lines:
             f"below {output}"
         )
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within the ``with``, say when nothing was heard for long: after 10 s, 20, 40, …"""
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(1.0):
+                self.look()
+
+        watcher = threading.Thread(target=watch, name="silence", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    def look(self) -> None:
+        """Say so where nothing was heard for long; called about once a second."""
+        silent = self._clock() - self._heard_at
+        if silent < self._patience:
+            return
+        self._patience *= 2
+        last = f"step {self.step} was the last" if self.step else "no step was made yet"
+        say(
+            f"  {_span(silent)} without a word: {last}; the first step also compiles, a step may "
+            f"take {_span(self._job.settings.guard.step_deadline_s)}"
+        )
+
     def __call__(self, event: RankEvent) -> None:
         """Take in one event."""
+        self._heard_at, self._patience = self._clock(), SILENCE_S
         if not self.heard:
             self.heard = True
             self._keep(JOB_FILE, self._job.model_dump_json() + "\n", mode="w")
@@ -172,6 +145,8 @@ class Lines:
             self._attempt, self._from, self._saved_at = event.attempt, None, None
         if event.event == "trace":
             say(f"  trace of step {event.step}, rank {event.rank}: {event.data.get('url')}")
+        if event.event == "said":
+            say(f"  rank {event.rank}: {event.data.get('text')}")
         if event.rank != 0:
             return
         if event.event == "resumed":
@@ -197,7 +172,11 @@ class Lines:
 
     def _step(self, event: RankEvent) -> None:
         self.step = event.step
-        figures = {name: event.data[name] for name in event.data if name in _KEPT or _judged(name)}
+        figures = {
+            name: value if math.isfinite(number(value)) else None  # JSON has no NaN
+            for name, value in event.data.items()
+            if name in _KEPT or name.startswith("held_out")
+        }
         line = {"step": event.step, "attempt": event.attempt, **figures}
         self._keep(METRICS_FILE, json.dumps(line) + "\n")
         for alert in _list(event.data.get("alerts")):
@@ -211,7 +190,7 @@ class Lines:
         regular = event.step % self._every == 0 or event.step in (1, last)
         if regular or now - self._told_at >= SILENCE_S:
             self._told_at = now
-            loss, rate = (_number(event.data.get(each)) for each in ("loss", "tokens_per_second"))
+            loss, rate = (number(event.data.get(each)) for each in ("loss", "tokens_per_second"))
             say(
                 f"  step {event.step:>6}/{last}  loss {loss:.4f}  {rate:,.0f} tokens/s"
                 f"{self._left(event.step, now)}"
@@ -260,73 +239,6 @@ class Lines:
         say(f"! {line}")
 
 
-def summary(job: TrainJob, result: TrainResult) -> list[str]:
-    """Return the one screen that ends a run."""
-    from paceline.training.single import checkpoints_of, directory_of
-
-    checkpoints = checkpoints_of(job)
-    lines = [
-        f"done: {result.steps} steps on {result.ranks} ranks in {result.seconds:.1f} s, "
-        f"{result.tokens_per_second:,.0f} tokens/s",
-        f"  loss          {_shown(result.first_loss)} → {_shown(result.final_loss)} nats a token",
-    ]
-    if "held_out_loss" in result.held_out:
-        lines.append(f"  held out      {held_out(result.held_out)}")
-    lines += [
-        f"  waiting       data {result.data_wait_share:.1%}, "
-        f"checkpoints {result.checkpoint_stall_share:.1%}",
-        f"  checkpoints   {len(result.checkpoints)} in {checkpoints}",
-    ]
-    if (checkpoints / METRICS_FILE).exists():
-        lines.append(f"  each step     {checkpoints / METRICS_FILE}")
-    if (checkpoints / "traces").exists():
-        lines.append(f"  traces        {checkpoints / 'traces'} (for Perfetto)")
-    lines.append(f"  model         {directory_of(result.export_url)}")
-    if result.ledger is not None:
-        ledger = result.ledger
-        parts = {name: getattr(ledger, name) for name in type(ledger).model_fields}
-        told = [
-            f"{name.removesuffix('_s').replace('_', ' ')} {seconds:.1f}"
-            for name, seconds in parts.items()
-            if name not in ("wall_s", "goodput") and seconds >= 0.05
-        ]
-        lines.append(f"  seconds       {', '.join(told)} of {ledger.wall_s:.1f}")
-        lines.append(f"  goodput       {ledger.goodput:.1%} from the first step to the last")
-    for restart in result.restarts:
-        lines.append(
-            f"  restart       {restart.kind}: {restart.reason}; {restart.lost_steps} steps lost, "
-            f"{restart.seconds:.1f} s"
-        )
-    if result.skipped_batches or result.quarantined_shards:
-        lines.append(
-            f"  needs review  {len(result.quarantined_shards)} bad shards, "
-            f"batches passed over: {list(result.skipped_batches)}"
-        )
-    return lines
-
-
-def held_out(figures: dict[str, float] | dict[str, object]) -> str:
-    """Return an evaluation's figures as people read them."""
-    nats, bits = (
-        _number(figures.get(each)) for each in ("held_out_loss", "held_out_bits_per_byte")
-    )
-    return f"{nats:.4f} nats a token" + ("" if math.isnan(bits) else f", {bits:.3f} bits a byte")
-
-
-def _judged(name: str) -> bool:
-    return name.startswith("held_out")
-
-
-def _saved_step(directory: Path) -> int:
-    """Return the newest step that a job's directory has a generation of; 0: none."""
-    names = [each.name.split("-") for each in directory.glob("step-*")]
-    return max((int(each[1]) for each in names if each[1].isdigit()), default=0)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _span(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -335,11 +247,3 @@ def _span(seconds: float) -> str:
 
 def _list(value: object) -> list[object]:
     return list(value) if isinstance(value, list | tuple) else []
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")
-
-
-def _shown(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"

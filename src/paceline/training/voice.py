@@ -1,17 +1,19 @@
 """Who a rank is, and how it speaks: a line an event, and a pulse that tells its phase and step.
 
-Knows nothing of training.
+What others print in this process, a user's own model for one, are no lines of ours: they become
+events too, or go to standard error. Knows nothing of training.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,8 @@ from paceline.errors import InvalidInput
 from paceline.wire.training import RankEvent
 
 PULSE_S = 0.5
+PRINTED_CHARACTERS = 500  # of a line, the rest is cut
+PRINTED_A_MINUTE = 120  # lines of one rank, the rest are counted
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,14 @@ class Voice:
         self._place = place
         self._lock = threading.Lock()
         self._since = time.monotonic()
+        self._out = sys.stdout
+
+    def have_to_itself(self) -> None:
+        """Take standard output away from everybody else in this process: a line of ours is whole,
+        whatever they write. What Python prints is told as "said", what C writes goes to stderr."""
+        self._out = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+        sys.stdout = Printed(self)
 
     def beat(self) -> None:
         """Start the pulse."""
@@ -114,5 +126,48 @@ class Voice:
 
     def _write(self, line: str) -> None:
         with self._lock:
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
+            self._out.write(line + "\n")
+            self._out.flush()
+
+
+class Printed(io.TextIOBase):
+    """Standard output for whoever prints in a rank: each line becomes an event, within bounds."""
+
+    def __init__(self, voice: Voice, clock: Callable[[], float] = time.monotonic) -> None:
+        self._voice, self._clock = voice, clock
+        self._lock = threading.Lock()
+        self._line = ""
+        self._since, self._told, self._kept_back = clock(), 0, 0
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Take ``text``; lines that are whole are told."""
+        with self._lock:
+            *lines, rest = (self._line + text).split("\n")
+            self._line = rest[:PRINTED_CHARACTERS]
+            for line in lines:
+                self._tell(line[:PRINTED_CHARACTERS])
+        return len(text)
+
+    def close(self) -> None:
+        """Tell what is left of a line."""
+        with self._lock:
+            rest, self._line = self._line, ""
+            if rest:
+                self._tell(rest)
+        super().close()
+
+    def _tell(self, line: str) -> None:
+        now = self._clock()
+        if now - self._since >= 60.0:
+            if self._kept_back:
+                self._voice.say("said", text=f"({self._kept_back} more lines were printed)")
+            self._since, self._told, self._kept_back = now, 0, 0
+        if self._told >= PRINTED_A_MINUTE:
+            self._kept_back += 1
+        elif line.strip():
+            self._told += 1
+            self._voice.say("said", text=line)

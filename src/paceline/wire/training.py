@@ -44,7 +44,9 @@ class TrainJob(Record):
 class RankEvent(Record):
     """One line of a rank's standard output."""
 
-    event: Literal["started", "resumed", "step", "checkpoint", "trace", "result", "failed"]
+    event: Literal[
+        "started", "resumed", "step", "checkpoint", "trace", "said", "result", "failed"
+    ]  # "said": a line that user code printed
     rank: int = Field(ge=0)
     attempt: int = Field(ge=1)
     step: int = Field(default=0, ge=0)
