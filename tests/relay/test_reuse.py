@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,14 @@ from benchmarks.reuse import main
 from paceline.errors import StorageFull
 from paceline.manifest import Manifest, verify_directory
 from paceline.relay.disk import reuse
-from paceline.relay.disk.room import Room, StorePolicy, frees, room_lacking
+from paceline.relay.disk.room import (
+    Room,
+    StorePolicy,
+    frees,
+    leftovers,
+    reclaimable,
+    room_lacking,
+)
 from paceline.relay.disk.store import Store
 from paceline.relay.session.extents import Extent
 from tests.relay.kit import damage, manifest_of, write_model
@@ -208,6 +216,36 @@ def test_the_oldest_go_while_the_disk_is_nearly_full(
     gone = store.make_room(newer, {served})
     assert [each.version for each in gone] == ["v1", "v4"]
     assert versions(store) == ["v2", "v3"]
+
+
+def test_what_was_left_of_versions_that_never_came_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "store"
+    store = Store(root, StorePolicy(make_room=True))
+    several(store, tmp_path, 1)
+    begun = [
+        manifest_of(write_model(tmp_path / f"b{n}", 100_000, seed=50 + n), version=f"b{n}")
+        for n in range(3)
+    ]
+    for age, manifest in zip((3000, 2000, 1000), begun, strict=True):
+        store.open(manifest).close()
+        then = time.time() - age
+        os.utime(root / "staging" / manifest.digest / "marks", (then, then))
+    (root / "rotten/m-v0-1").mkdir(parents=True)
+    (root / "rotten/m-v0-1/weights").write_bytes(bytes(50_000))
+    store.close()
+    store = Store(root, StorePolicy(make_room=True))
+    newest = begun[2].digest
+    assert reclaimable(root, newest) >= 250_000
+    assert not (set(leftovers(root, {newest})) & {root / "staging" / newest})
+    freed = iter([0, 0, 10_000_000])  # short, short again, enough
+    monkeypatch.setattr(Room, "at", classmethod(lambda cls, path: cls(next(freed), 10_000_000)))
+    newer = manifest_of(write_model(tmp_path / "new", 100_000, seed=99), version="v9")
+    assert store.make_room(newer, {newest}) == [], "no version had to go"
+    assert not list((root / "rotten").iterdir())
+    staged = {path.name for path in (root / "staging").iterdir()}
+    assert staged == {begun[1].digest, newest}, "the one left first is gone, what is open is not"
 
 
 def test_nothing_goes_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from paceline.manifest import (
     fetch_manifest,
     verify_signature,
 )
-from paceline.relay.disk.room import StorePolicy, room_lacking
+from paceline.relay.disk.room import Room, StorePolicy, reclaimable, room_lacking
 from paceline.relay.session.limits import SessionLimits
 from paceline.relay.settings import LINK_MBIT, MOST_PORT
 from paceline.relay.sources import DirectoryReader, RangeReader, S3Reader
@@ -177,16 +177,17 @@ def check_room(request: Request, manifest: Manifest) -> None:
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             wanted_there = "a directory that may be written to"
             raise InvalidInput("not a place for workers", got=existing, wanted=wanted_there)
-        room = os.statvfs(existing)
         device = existing.stat().st_dev
-        _, wanted, _ = disks.get(device, (place, 0, 0))
+        _, wanted, free = disks.get(device, (place, 0, Room.at(existing).free))
         wanted += room_lacking(place, manifest)
-        disks[device] = (existing, wanted, room.f_bavail * room.f_frsize)
+        if request.policy.make_room:
+            free += reclaimable(place, manifest.digest)
+        disks[device] = (existing, wanted, free)
     for where, wanted, free in disks.values():
         if wanted > free:
             raise StorageFull(
                 "the model does not fit on this disk for all workers",
-                got=f"{free} bytes free",
+                got=f"{free} bytes free, or to be freed",
                 wanted=f"{wanted} bytes for {len(request.names)} workers",
                 where=where,
                 do="Free space, choose another place, or ask for fewer workers.",

@@ -84,7 +84,7 @@ def missing_room(
     """Return how many bytes of room ``worker_id``'s disk lacks for this model; 0 where it fits.
 
     What an interrupted relay already took counts as there, and so do ``files`` (sizes by SHA-256)
-    that a version there holds whole, and the room of versions that may go.
+    that a version there holds whole, and the room of versions and leftovers that may go.
     """
     if shows_version(state_dir, model_id, version, manifest_digest, worker_id=worker_id):
         return 0
@@ -94,7 +94,7 @@ def missing_room(
     taken = sum(each.stat().st_blocks * 512 for each in staged if each.is_file())
     if not taken:
         taken = sum(size for sha256, size in (files or {}).items() if sha256 in held_files(store))
-    return max(0, total - taken - Room.at(store).free - reclaimable(store))
+    return max(0, total - taken - Room.at(store).free - reclaimable(store, manifest_digest))
 
 
 def active_version(state_dir: str, model_id: str, *, worker_id: str) -> str | None:

@@ -1,8 +1,8 @@
 """How much room a model needs on a disk, and which old versions make way for it.
 
 Two rules: of each model the newest ``keep_versions`` stay, and while the disk has less free than
-``free_share`` (or the next model does not fit) the oldest go. The active version stays always, and
-so does what is being served or is on its way.
+``free_share`` (or the next model does not fit) leftovers go, then the oldest versions. The active
+version stays always, and so does what is being served or is on its way.
 """
 
 from __future__ import annotations
@@ -74,6 +74,29 @@ def next_to_go(versions: Sequence[StoredVersion], in_use: Collection[str]) -> St
     return None
 
 
+def leftovers(store: Path, in_use: Collection[str]) -> list[Path]:
+    """Return what the store in directory ``store`` keeps and nobody may need again, to go in this
+    order: copies that rotted, then what was begun of versions and is not ``in_use``, the one that
+    was left first before the others.
+    """
+    rotten = sorted(_directories(store / "rotten"))
+    begun = [each for each in _directories(store / "staging") if each.name not in in_use]
+    return rotten + sorted(begun, key=_touched)
+
+
+def _directories(parent: Path) -> list[Path]:
+    try:
+        found = list(parent.iterdir())
+    except FileNotFoundError:
+        return []
+    return [e for e in found if e.is_dir() and not e.is_symlink() and not e.name.startswith(".")]
+
+
+def _touched(staging: Path) -> float:
+    marks = staging / "marks"
+    return (marks if marks.exists() else staging).stat().st_mtime
+
+
 def frees(directory: Path) -> int:
     """Return how many bytes removing ``directory`` gives back: files that others link to stay."""
     found = (each.lstat() for each in directory.rglob("*") if each.is_file())
@@ -103,14 +126,17 @@ def held_files(store: Path) -> set[str]:
     return {sha256 for _, _, files in _stored(store) for sha256 in files}
 
 
-def reclaimable(store: Path) -> int:
-    """Return how many bytes the versions in directory ``store`` take that are not active."""
-    return sum(
+def reclaimable(store: Path, digest: str) -> int:
+    """Return how many bytes may make way in directory ``store`` for the version ``digest``: those
+    of versions that are not active, and of leftovers.
+    """
+    versions = sum(
         frees(path)
         for path, _, _ in _stored(store)
         if not (path.parent / ACTIVE).is_symlink()
         or str((path.parent / ACTIVE).readlink()) != path.name
     )
+    return versions + sum(map(frees, leftovers(store, {digest})))
 
 
 def _stored(store: Path) -> Iterator[tuple[Path, str, set[str]]]:

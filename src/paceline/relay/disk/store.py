@@ -25,7 +25,14 @@ from paceline.manifest import (
     verify_directory,
 )
 from paceline.relay.disk.reuse import Holdings, bring_files, copy_pieces, settle_files
-from paceline.relay.disk.room import Room, StorePolicy, beyond_kept, next_to_go, room_lacking
+from paceline.relay.disk.room import (
+    Room,
+    StorePolicy,
+    beyond_kept,
+    leftovers,
+    next_to_go,
+    room_lacking,
+)
 from paceline.relay.disk.staging import READ_ONLY, Staging, disk_errors, sync_directory
 
 log = logging.getLogger(__name__)
@@ -261,28 +268,33 @@ class Store:
         return gone
 
     def make_room(self, manifest: Manifest, in_use: Collection[str] = ()) -> list[StoredVersion]:
-        """Remove what the policy lets go before ``manifest`` arrives, and return what went.
+        """Remove what the policy lets go before ``manifest`` arrives, and return the versions that
+        went.
 
         The active version, and digests in ``in_use``, always stay.
         """
         policy, stay = self._policy, {*in_use, manifest.digest}
         gone = self.collect(policy.keep_versions, stay) if policy.keep_versions else []
         needed = room_lacking(self.root, manifest)
-        while True:
-            room = Room.at(self.root)
-            left = room.free - needed
-            watermark = policy.free_share * room.size
-            short = (policy.make_room and left < 0) or (watermark > 0 and left < watermark)
-            oldest = next_to_go(self.versions(), stay) if short else None
-            if oldest is None:
+        while self._is_short(needed):
+            if left := leftovers(self.root, stay):
+                log.info("removed what was left at %s to make room", left[0])
+                self._trash(left[0])
+            elif (oldest := next_to_go(self.versions(), stay)) is not None:
+                self._trash(oldest.path)
+                gone.append(oldest)
+            else:
                 break
-            self._trash(oldest.path)
-            gone.append(oldest)
         for each in gone:
             log.info("removed model=%s version=%s to make room", each.model_id, each.version)
         return gone
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
+
+    def _is_short(self, needed: int) -> bool:
+        room, policy = Room.at(self.root), self._policy
+        left, watermark = room.free - needed, policy.free_share * room.size
+        return (policy.make_room and left < 0) or (watermark > 0 and left < watermark)
 
     def _published(self, path: Path) -> Manifest | None:
         """Return the manifest of what is published at ``path`` and has its sizes, else None."""
