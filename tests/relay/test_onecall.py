@@ -6,6 +6,8 @@ import math
 import os
 import shutil
 import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -19,7 +21,9 @@ from paceline.errors import (
     InvalidManifest,
     InvalidPlan,
     PacelineError,
+    PeerLost,
     PortInUse,
+    ServiceUnavailable,
     SourceChanged,
     SourceMissing,
     StateLocked,
@@ -40,6 +44,7 @@ from paceline.relay import onecall
 from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
 from paceline.relay.onecall import distribute
+from paceline.relay.sources import DirectoryReader
 from paceline.wire.local import Distribution
 from tests.relay.kit import damage, manifest_of, write_model
 from tests.support.rclone import RcloneS3
@@ -307,6 +312,41 @@ def test_the_others_go_on_when_a_worker_fails(
         distribute(model, into(tmp_path), 4)
 
 
+def test_who_failed_of_something_that_passed_is_fed_by_the_others_in_the_end(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, refused = Store.open, []
+
+    def away(self: Store, manifest: object, in_use: object = ()) -> object:
+        if "worker-1" in str(self.root) and len(refused) < 1:
+            refused.append(self.root)
+            raise ServiceUnavailable("planted: a disk that was away")
+        return opened(self, manifest, in_use)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Store, "open", away)
+    done = distribute(model, into(tmp_path), 3, topology="chain")
+    check(done, model)
+    assert refused
+    assert done.epochs >= 2
+
+
+def test_a_source_that_falls_silent_for_a_while_costs_nobody_its_copy(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, silent = DirectoryReader.stream, threading.Event()
+
+    def once(self: DirectoryReader, *given: object) -> Iterator[int]:
+        if not silent.is_set():  # the first reader hears nothing until long after it was given up
+            silent.set()
+            raise PeerLost("planted: the source is away")
+        return read(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DirectoryReader, "stream", once)
+    done = distribute(model, into(tmp_path), 3, topology="chain")
+    assert done.workers_complete == 3
+    assert not done.workers_failed
+
+
 def test_a_call_in_which_nothing_moves_ends(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +375,7 @@ def test_a_copy_that_rotted_since_is_found_and_mended_by_the_next_call(
     done = distribute(model, into(tmp_path), 3)
     check(done, model)
     assert done.epochs > 1
+    assert done.corrupt_from == {"worker-0": 1}
     assert done.origin_bytes <= 70_000, "a piece of 64 KiB, not the model"
 
 

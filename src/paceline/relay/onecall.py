@@ -153,6 +153,7 @@ class _Crew:
         self._drivers: dict[str, RelayDriver] = {}
         self._stack = ExitStack()
         self._failed: dict[str, Failure] = {}
+        self._again: dict[str, int] = {}  # who was asked a second time, by which epoch
         self._order: Sequence[str] = ()
         self._plan: Plan | None = None
 
@@ -221,7 +222,9 @@ class _Crew:
                 moved_at, held_before = time.monotonic(), held
             ended = [beat for beat in beats.values() if beat.status in ENDED]
             if len(ended) == len(self._drivers) and self._withdrawn() == withdrawn:
-                break
+                if not self._ask_again(beats):
+                    break
+                moved_at = time.monotonic()
             if time.monotonic() - moved_at > STALL_S:
                 raise NotReady(
                     "nothing moves any more",
@@ -244,6 +247,7 @@ class _Crew:
             for name, driver in self._drivers.items()
             for beat in driver.beats()
             if beat.deployment_id == self._deployment_id
+            and beat.epoch >= self._again.get(name, 0)  # else of what failed before
         }
 
     def _withdrawn(self) -> int:
@@ -260,6 +264,24 @@ class _Crew:
         }
         self._failed |= fresh
         return bool(fresh) and any(beat.status not in ENDED for beat in beats.values())
+
+    def _ask_again(self, beats: Mapping[str, DeploymentBeat]) -> bool:
+        """Let those who failed of something that may have passed try once more, where others are
+        complete by now and can feed them; return whether anybody does.
+        """
+        again = [
+            name
+            for name, failure in self._failed.items()
+            if name not in self._again and not self._is_permanent(failure)
+        ]
+        complete = any(beat.status is WorkerStatus.COMPLETE for beat in beats.values())
+        if self._plan is None or not again or not complete:
+            return False
+        for name in again:
+            del self._failed[name]
+            self._again[name] = self._plan.epoch + 1
+        self._deploy()
+        return True
 
     def _deploy(self) -> None:
         """Make the plan of the next epoch and hand it to who still needs it."""
