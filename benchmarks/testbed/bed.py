@@ -32,7 +32,6 @@ ORIGIN_ADDRESS = "10.77.200.1"
 CORE_ADDRESS = "10.77.200.2"
 MAX_HOSTS = 1000  # a bridge has 1,023 ports
 CLOSE_S = 30.0
-UNLIMITED = 0.0
 
 Direction = Literal["both", "in", "out"]
 Place = int | Literal["origin", "core"]

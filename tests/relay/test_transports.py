@@ -48,6 +48,14 @@ def test_a_profile_may_say_aloud_that_the_network_reads_along(tmp_path: Path) ->
     assert tls_for(open_to_all, "node-0") is None
 
 
+def test_beyond_loopback_workers_need_a_token_to_greet_with(tmp_path: Path) -> None:
+    open_to_all = runtime(tmp_path, security={"peer_tls": "plaintext-anywhere"})
+    without = open_to_all.model_copy(update={"secrets": Secrets()})
+    with pytest.raises(InvalidProfile, match="no token to greet"):
+        transport_for(without, "10.0.0.1", "node-0")
+    assert transport_for(without, "127.0.0.1", "node-0").name == "tcp"
+
+
 def test_with_its_files_named_an_agent_listens_anywhere(tmp_path: Path) -> None:
     issue_identity(make_authority(tmp_path / "tls"), "node-7", tmp_path / "tls")
     with_files = runtime(tmp_path, security=FILES)

@@ -77,9 +77,10 @@ def agent(
 ) -> int:
     """Hold this node's models, and relay their pieces to its peers.
 
-    Exit codes: 0 after SIGTERM or SIGINT, once what was verified is on the disk; 2 for options or a
-    profile that are wrong or unsafe; 1 for a port that is taken (PortInUse), a store that another
-    agent holds (StateLocked), or a disk that refuses; standard error says what, and what to do.
+    Exit codes: 0 after SIGTERM or SIGINT, once what was verified is on the disk; 2 for options, a
+    profile or a certificate that are wrong or unsafe; 1 for a port that is taken (PortInUse), a
+    store that another agent holds (StateLocked), or a disk that refuses; 75 where there is nothing
+    to join yet, 77 where the coordinator refuses; standard error says what, and what to do.
     """
     from paceline.relay.agent import run_agent
     from paceline.relay.settings import AgentConfig

@@ -48,8 +48,14 @@ def choose_sizes(
         )
     piece = piece_bytes or _piece(total_size, chunk_bytes)
     if -(-total_size // piece) > MAX_PIECES:
+        least = -(-total_size // MAX_PIECES)
+        wanted = f"at most {MAX_PIECES} pieces, so {least} bytes each"
+        possible = least <= MAX_PIECE
         raise InvalidInput(
-            "too many pieces", got=f"pieces of {piece} bytes", wanted=f"at most {MAX_PIECES} pieces"
+            "too many pieces",
+            got=f"pieces of {piece} bytes",
+            wanted=wanted if possible else f"a model of at most {MAX_PIECES * MAX_PIECE} bytes",
+            do="Ask for larger pieces." if possible else "Publish it as several models.",
         )
     chunk = chunk_bytes or _chunk(total_size, link_mbit, piece)
     if total_size > chunk * (MAX_CHUNKS // 2):  # a new file may end a chunk half full

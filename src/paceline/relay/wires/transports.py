@@ -40,6 +40,14 @@ def transport_for(runtime: Runtime, listen_host: str, worker_id: str) -> Transpo
             'network may read the models, set [security] peer_tls = "plaintext-anywhere".',
         )
     token = runtime.secrets.for_peers
+    if not token and not is_loopback(listen_host):
+        raise InvalidProfile(
+            "workers have no token to greet each other with",
+            got=f"peer port on {listen_host}, an empty token: whoever knows the port would pass",
+            wanted="the peer token of the cluster",
+            where=f"{runtime.state_dir}/runtime.json",
+            do="Join the node with a token (`paceline tokens join`), or start the installation.",
+        )
     if runtime.profile.relay.transport == "grpc":
         from paceline.relay.wires.grpc_transport import (
             GrpcTransport,  # 0.1 s that most need not spend
