@@ -11,7 +11,9 @@ Parts, all on one corpus of lognormal lengths (a median of 245 bytes) behind a r
 - peers: documents a second from a warm disk into batches, beside webdataset, litdata and
   mosaicml-streaming (``make peers``), each in its own format, each with its best number of workers.
 
-``--quick`` is what the tests run: a small corpus, no peers.
+Each part, and each way of batching in it, is printed as it ends (and kept in FILE): whatever ends
+the whole loses nothing of what was found. ``--quick`` is what the tests run: a small corpus, no
+peers.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ from tests.support.latency import FarAway  # noqa: E402
 from tests.support.rclone import RcloneS3, rclone_s3  # noqa: E402
 
 KINDS = ("windows", "packed", "bucketed", "carried")
+PARTS = ("waste", "wait", "resume", "nodes", "peers")
 PEERS = ("webdataset", "litdata", "mosaicml-streaming")
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 LATENCY_S = 0.05
@@ -457,36 +460,63 @@ def peers(at: Site, python: Path, rounds: int) -> dict[str, Any]:
     return found
 
 
+@dataclass
+class Report:
+    """What is known so far: each part is printed, and kept in a file, as it ends."""
+
+    known: dict[str, Any]
+    out: Path | None
+
+    def add(self, part: str, found: Any, kind: str = "") -> None:
+        """Add what a part found, of one way of batching where it goes by these."""
+        before = self.known.get(part)  # "nodes" is a size, too
+        whole = {**(before if isinstance(before, dict) else {}), kind: found} if kind else found
+        self.known[part] = whole
+        self.say({"part": part, **({"kind": kind} if kind else {}), "found": found})
+
+    def say(self, line: dict[str, Any]) -> None:
+        """Print one line of JSON, and write all that is known."""
+        print(json.dumps({"benchmark": self.known["benchmark"], **line}), flush=True)
+        if self.out is not None:
+            self.out.write_text(json.dumps(self.known, indent=2) + "\n")
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the parts and print one line of JSON."""
+    """Run the parts; print a line of JSON as each ends, and one of all at the end."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--peers", type=Path, default=PEERS_PYTHON)
-    parser.add_argument("--only", nargs="*", default=["waste", "wait", "resume", "nodes", "peers"])
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     asked = parser.parse_args(arguments)
     size = QUICK if asked.quick else FULL
-    result: dict[str, Any] = {"benchmark": "data_stream", "quick": asked.quick, **vars(size)}
+    report = Report({"benchmark": "data_stream", "quick": asked.quick, **vars(size)}, asked.out)
     with site(size) as at:
-        result["train_documents"] = sum(each.documents for each in at.snapshot.of_split("train"))
-        result["shards"] = len(at.snapshot.of_split("train"))
-        if "waste" in asked.only:
-            result["waste"] = waste(at)
-        if "wait" in asked.only:
-            kinds = KINDS[1:2] if asked.quick else KINDS[:3]
-            result["wait"] = {each: wait(at, each, LATENCY_S) for each in kinds}
-        if "resume" in asked.only:
-            kinds = KINDS[:2] if asked.quick else KINDS
-            result["resume"] = {each: resume(at, each) for each in kinds}
-        if "nodes" in asked.only:
-            kinds = KINDS[1:2] if asked.quick else KINDS
-            result["nodes"] = {each: nodes(at, each) for each in kinds}
-        if "peers" in asked.only and not asked.quick:
-            result["peers"] = peers(at, asked.peers, size.rounds)
-    if asked.out is not None:
-        asked.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
-    return result
+        train = at.snapshot.of_split("train")
+        report.add("train_documents", sum(each.documents for each in train))
+        report.add("shards", len(train))
+        for part in PARTS:
+            if part in asked.only:
+                run(part, at, report, asked.quick, asked.peers)
+    report.say(report.known)
+    return report.known
+
+
+def run(part: str, at: Site, report: Report, quick: bool, python: Path) -> None:
+    """Run one part, of each way of batching that it goes by."""
+    if part == "waste":
+        report.add(part, waste(at))
+    elif part == "wait":
+        for kind in KINDS[1:2] if quick else KINDS[:3]:
+            report.add(part, wait(at, kind, LATENCY_S), kind)
+    elif part == "resume":
+        for kind in KINDS[:2] if quick else KINDS:
+            report.add(part, resume(at, kind), kind)
+    elif part == "nodes":
+        for kind in KINDS[1:2] if quick else KINDS:
+            report.add(part, nodes(at, kind), kind)
+    elif part == "peers" and not quick:
+        report.add(part, peers(at, python, at.size.rounds))
 
 
 if __name__ == "__main__":

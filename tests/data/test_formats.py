@@ -232,7 +232,7 @@ def test_bad_rows_are_left_out_and_named(tmp_path: Path) -> None:
         json.dumps({"key": [1], "text": "x"}),
     ]
     (source / "all.jsonl").write_text("\n".join(good + bad))
-    record = built(source, tmp_path / "store", format="jsonl").record
+    record = built(source, tmp_path / "store", format="jsonl", max_bad_share=0.8).record
     assert record.documents == 4
     assert record.skipped == len(bad)
     reasons = {each.split(": ", 1)[0]: each.split(": ", 1)[1] for each in record.skipped_examples}
@@ -296,7 +296,7 @@ def test_a_tar_may_not_hide_objects_or_endless_members(tmp_path: Path) -> None:
         link = tarfile.TarInfo("h.txt")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(link)
-    snapshot = built(source, tmp_path / "store", format="tar")
+    snapshot = built(source, tmp_path / "store", format="tar", max_bad_share=0.8)
     assert set(read(snapshot, tmp_path / "cache")) == {"a", "b", "../../g"}
     assert [each.split(":")[0] for each in snapshot.record.skipped_examples] == [
         *("c", "d", "e", "f")

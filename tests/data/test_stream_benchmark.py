@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
+
 from benchmarks import data_stream
 
 
-def test_the_benchmark_runs_and_finds_nothing_twice_and_nothing_missing(capsys) -> None:
-    result = data_stream.main(["--quick"])
-    assert capsys.readouterr().out.count("\n") == 1, "one line of JSON"
+def test_the_benchmark_runs_and_finds_nothing_twice_and_nothing_missing(capsys, tmp_path) -> None:
+    result = data_stream.main(["--quick", "--out", str(tmp_path / "out.json")])
+    lines = [json.loads(each) for each in capsys.readouterr().out.splitlines()]
+    parts = [(each["part"], each.get("kind")) for each in lines[:-1]]
+    assert parts[2:] == [
+        ("waste", None), ("wait", "packed"), ("resume", "windows"), ("resume", "packed"),
+        ("nodes", "packed"),
+    ]  # fmt: skip
+    assert lines[-1] == json.loads((tmp_path / "out.json").read_text()), "and all of it at the end"
+    assert [each["found"] for each in lines if each.get("kind") == "windows"] == [
+        result["resume"]["windows"]
+    ]
     for kind in ("windows", "packed"):
         for world in (1, 3, 4):
             found = result["resume"][kind][f"2 -> {world}"]

@@ -51,6 +51,26 @@ def open_transforms(
     return Apart(name, sources, processes=processes, deadline_s=deadline_s)
 
 
+def require_runnable(name: str) -> None:
+    """Raise InvalidInput where the transform called ``name`` cannot be imported, with the reason;
+    it is tried in a process that ends again."""
+    if not name:
+        return
+    child = _Child(name)
+    try:
+        child.wait_until_ready()
+    except WorkerLost as error:
+        raise InvalidInput(
+            "no such transform",
+            got=error.got,
+            wanted="module:function, to be imported here and on every node",
+            where=f"data.transform {name}",
+            do="Correct data.transform, or install its module.",
+        ) from error
+    finally:
+        child.end()
+
+
 class Apart:
     """A transform called ``module:function`` in so many ``processes``; close it.
 

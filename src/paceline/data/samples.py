@@ -6,6 +6,8 @@ file's memory and costs nothing, and JSONL (version 1), which is parsed once.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -104,6 +106,35 @@ class TextSamples:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def text_samples(data: bytes, *, documents: int, text_bytes: int) -> TextSamples:
+    """Return the samples of a shard of version 1, of so many documents and so much text; raises
+    ValueError for what is none."""
+    keys, texts = _json_lines(data)
+    if sum(len(each) for each in texts) != text_bytes:
+        raise ValueError("its text is not as long as the snapshot says")
+    if len(texts) != documents:
+        raise ValueError("it has not as many documents as the snapshot says")
+    return TextSamples(keys, texts)
+
+
+def _json_lines(data: bytes) -> tuple[list[str], list[bytes]]:
+    """Return the documents of a shard of version 1; raises ValueError for what is none."""
+    keys, texts = [], []
+    for number, line in enumerate(data.splitlines(), start=1):
+        try:
+            fields = json.loads(line)
+            if set(fields) != {"path", "sha256", "n_bytes", "text"}:
+                raise ValueError(f"fields {sorted(fields)}")
+            text = fields["text"].encode("utf-8")
+            if hashlib.sha256(text).hexdigest() != fields["sha256"]:
+                raise ValueError("a digest that is not its text's")
+            keys.append(str(fields["path"]))
+            texts.append(text)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"line {number} is not a document: {error}"[:200]) from error
+    return keys, texts
 
 
 def length_of(tokens: Array, features: Mapping[str, Array]) -> int:

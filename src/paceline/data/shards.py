@@ -8,13 +8,12 @@ another matter (ServiceUnavailable), and puts nothing there. Knows samples, not 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,25 +160,6 @@ class ShardCache:
             found = [length_of(samples.tokens(i), samples.features(i)) for i in range(len(samples))]
         return np.array(found, dtype=np.int32)
 
-    def all_lengths(self, shards: Sequence[Shard]) -> Iterator[npt.NDArray[np.int32] | None]:
-        """Yield the lengths of each of ``shards`` in order, fetched side by side; None for a shard
-        whose lengths nobody can tell: it is in quarantine."""
-
-        def one(shard: Shard) -> npt.NDArray[np.int32] | None:
-            try:
-                return self.lengths(shard)
-            except CorruptData:
-                return None
-
-        with ThreadPoolExecutor(max(4, 2 * self._ahead), thread_name_prefix="lengths") as pool:
-            waiting: deque[Future[npt.NDArray[np.int32] | None]] = deque()
-            for shard in shards:
-                waiting.append(pool.submit(one, shard))
-                if len(waiting) > 64:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-
     def prefetch(self, shards: Sequence[Shard]) -> None:
         """Say which shards come next, in this order; the first few are fetched ahead. What an
         earlier call named and this one does not is let go."""
@@ -263,15 +243,11 @@ class ShardCache:
 
     def _parsed(self, shard: Shard, opened: Opened) -> ShardSamples:
         if shard.lengths_sha256 is None:
-            from paceline.data.samples import TextSamples
+            from paceline.data.samples import text_samples
 
-            keys, texts = _json_lines(bytes(opened.data))
+            data = bytes(opened.data)
             opened.held.close()
-            if sum(len(each) for each in texts) != shard.text_bytes:
-                raise ValueError("its text is not as long as the snapshot says")
-            if len(texts) != shard.samples:
-                raise ValueError("it has not as many documents as the snapshot says")
-            return TextSamples(keys, texts)
+            return text_samples(data, documents=shard.samples, text_bytes=shard.text_bytes)
         from paceline.data.formats.columns import ColumnSamples
 
         snapshot = self.snapshot
@@ -333,24 +309,6 @@ class ShardCache:
         if not known:
             log.warning("sample quarantined shard=%s row=%d why=%s", shard.sha256[:12], i, why)
         return CorruptData("data sample is bad", got=why, where=f"{shard.name} sample {i}")
-
-
-def _json_lines(data: bytes) -> tuple[list[str], list[bytes]]:
-    """Return the documents of a shard of version 1; raises ValueError for what is none."""
-    keys, texts = [], []
-    for number, line in enumerate(data.splitlines(), start=1):
-        try:
-            fields = json.loads(line)
-            if set(fields) != {"path", "sha256", "n_bytes", "text"}:
-                raise ValueError(f"fields {sorted(fields)}")
-            text = fields["text"].encode("utf-8")
-            if hashlib.sha256(text).hexdigest() != fields["sha256"]:
-                raise ValueError("a digest that is not its text's")
-            keys.append(str(fields["path"]))
-            texts.append(text)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"line {number} is not a document: {error}"[:200]) from error
-    return keys, texts
 
 
 def _let_go(future: Future[Opened]) -> None:

@@ -159,10 +159,6 @@ class Snapshot:
         """Return where the shard's bytes are."""
         return join_url(root_url(self.url), "shards", shard.name)
 
-    def lengths_url(self, shard: Shard) -> str:
-        """Return where the lengths of the shard's samples are."""
-        return join_url(root_url(self.url), "shards", shard.lengths_name)
-
     @property
     def tokenizer_url(self) -> str | None:
         """Return where its tokenizer.json is; None where tokens are bytes."""

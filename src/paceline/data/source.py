@@ -20,7 +20,7 @@ from pathlib import Path
 
 from paceline.data.catalog import Catalog
 from paceline.data.formats import SUFFIXES, Fields, Sample, Unusable, reader
-from paceline.data.formats.sample import MAX_DOCUMENT_BYTES
+from paceline.data.formats.sample import MAX_DOCUMENT_BYTES, TOO_LARGE
 from paceline.errors import InvalidInput, SourceMissing
 from paceline.objects import ObjectStore, join_url
 from paceline.profile import DataSettings
@@ -180,7 +180,7 @@ def _fetched(
 def _arrived(one: tuple[str, Path, Future[object] | None]) -> tuple[str, Path | Unusable]:
     name, place, future = one
     if future is None:
-        return name, Unusable(name, "too large")
+        return name, Unusable(name, TOO_LARGE)
     future.result()
     return name, place
 

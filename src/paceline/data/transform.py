@@ -57,7 +57,10 @@ def load_transform(name: str, sources: Sequence[str]) -> Transform | None:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidInput(
-            "no such transform", got=name, wanted="module:function", do="Correct data.transform."
+            "no such transform",
+            got=f"{name}: {type(error).__name__}: {error}",
+            wanted="module:function",
+            do="Correct data.transform.",
         ) from error
     if not callable(found):
         raise InvalidInput("transform is not a function", got=name, wanted="module:function")

@@ -2,7 +2,7 @@
 
 Whatever fits neither a node's model, the snapshot's label nor what is stored under the job's id is
 refused here, with the reason, and nothing was changed. What only the node's own disk knows, each
-rank checks again (loading.py). Knows no torch and starts nothing but ``code_ref``'s own check.
+rank checks again (loading.py). Knows no torch and starts nothing but what imports a user's code.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from paceline.data import Snapshot, load_snapshot, require_purpose
+from paceline.data import Snapshot, Split, load_snapshot, require_purpose
+from paceline.data.apart import require_runnable
 from paceline.data.columns import reading
-from paceline.data.splits import require_batching, require_columns
+from paceline.data.requirements import require_readable
 from paceline.data.transform import require_allowed
 from paceline.errors import CorruptData, InvalidSnapshot
 from paceline.models import ModelConfig, read_config, require_tokenizer
@@ -70,10 +71,9 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
     model's, or without any tokens for it."""
     require_purpose(snapshot, job.purpose, job.data.project)
     require_allowed(job.data.transform, load_runtime(job.state_dir).profile.security.code_sources)
-    require_columns(job.data.columns, job.settings.batch_sequences)
-    require_batching(job.data.batching, [each.name for each in snapshot.columns])
+    require_runnable(job.data.transform)
     config = _base_config(job, worker_id)
-    tell_reading(job, snapshot, config)
+    require_reading(job, snapshot, config)
     if config is None:
         return  # another machine's disk, or a user's own model: each rank looks
     if not snapshot.tokens:
@@ -88,20 +88,17 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
     require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
 
 
-def tell_reading(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> None:
-    """Say in the log what it costs that nodes read what others read too, where it is much."""
-    if config is None:
-        context = size_of(job, load_runtime(job.state_dir).profile).context
-    else:
-        context = config.context
+def require_reading(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> None:
+    """Raise InvalidInput or InvalidSnapshot where ranks could not make one batch; say in the log
+    what it costs that nodes read what others read too, where it is much."""
+    context = size_of(job, load_runtime(job.state_dir).profile).context
+    context = context if config is None else config.context
     settings = job.settings
-    found = reading(
-        job.data,
-        snapshot.of_split("train"),
-        context,
-        settings.batch_sequences,
-        readers_of(settings),
-    )
+    splits: list[Split] = ["train", "held-out"] if settings.evaluate_every_steps else ["train"]
+    rows = settings.batch_sequences
+    require_readable(snapshot, job.data, context=context, global_batch=rows, splits=splits)
+    train = snapshot.of_split("train")
+    found = reading(job.data, train, context, rows, readers_of(settings))
     if found.advice:
         log.warning("%s; %s", found, found.advice)
 

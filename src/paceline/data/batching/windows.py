@@ -14,7 +14,8 @@ import numpy as np
 from paceline.data.batching.rows import Ints, Rows
 from paceline.data.columns import fewest_shards, shards_for_columns
 from paceline.data.order import ShardOrder
-from paceline.errors import InvalidInput, InvalidSnapshot
+from paceline.data.requirements import require_windows
+from paceline.errors import InvalidInput
 
 EMPTY = -1
 
@@ -44,13 +45,7 @@ class WindowPlan:
         self.windows = np.array([max(0, (size - 1) // context) for size in stream_tokens])
         self.tail_tokens = int(sum(stream_tokens)) - int(self.windows.sum()) * context
         self.samples = int(self.windows.sum())  # of one epoch
-        if self.samples == 0:
-            raise InvalidSnapshot(
-                "snapshot is too small for one sample",
-                got=f"{sum(stream_tokens)} tokens in {len(stream_tokens)} shard(s)",
-                wanted=f"a shard of at least {context + 1} tokens",
-                do="Use more data, or a smaller model.context.",
-            )
+        require_windows(stream_tokens, context)
         usual = fewest_shards(stream_tokens)
         self._order = ShardOrder(
             self.windows.tolist(),

@@ -12,6 +12,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 MAX_DOCUMENT_BYTES = 8 * 1024 * 1024  # of one text
+TOO_LARGE = f"too large: a text has at most {MAX_DOCUMENT_BYTES >> 20} MiB, cut it up (JSONL)"
 MAX_SAMPLE_BYTES = 64 * 1024 * 1024  # of one sample with all its arrays
 MAX_AXES = 8
 
@@ -66,7 +67,7 @@ def checked(sample: Sample) -> Sample | Unusable:
 def why_no_text(text: bytes) -> str | None:
     """Return why ``text`` is no document, or None where it is one."""
     if len(text) > MAX_DOCUMENT_BYTES:
-        return "too large"
+        return TOO_LARGE
     if b"\0" in text:
         return "binary"
     if not text.strip():

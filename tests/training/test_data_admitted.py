@@ -1,0 +1,52 @@
+"""Data that a job cannot be trained on is refused before any rank is started."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.errors import InvalidInput
+from paceline.profile import SecuritySettings, save_runtime
+from paceline.training.admission import admit
+from tests.training.conftest import Camp
+
+NOWHERE = "tests.data.nothing_here"
+
+
+@pytest.fixture
+def trusting(camp: Camp) -> Iterator[None]:
+    security = SecuritySettings(code_sources=(NOWHERE,))
+    profile = camp.runtime.profile.model_copy(update={"security": security})
+    save_runtime(camp.runtime.model_copy(update={"profile": profile}))
+    yield
+    save_runtime(camp.runtime)
+
+
+@pytest.mark.usefixtures("trusting")
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"transform": f"{NOWHERE}:clean"}, "no such transform"),
+        ({"columns": 4}, "columns do not divide the global batch"),
+        ({"token_features": ["pitch"]}, "token_features that the snapshot does not have"),
+    ],
+)
+def test_what_ranks_could_not_do_is_refused(camp: Camp, data: dict, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words) as caught:
+        admit(camp.job("refused", data=data), "node-0", camp.store)
+    assert caught.value.do
+
+
+def test_what_reading_costs_many_nodes_is_said(
+    camp: Camp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = camp.job("many", ranks=6)
+    admit(job, "node-0", camp.store)
+    assert not caplog.messages, "of so little data nothing is"
+    monkeypatch.setattr("paceline.data.columns.TOLD_BYTES", 0)
+    with caplog.at_level(logging.WARNING):
+        admit(job, "node-0", camp.store)
+    (said,) = caplog.messages
+    assert "fetch the data 6.0 times in all" in said and "fewer nodes" in said
