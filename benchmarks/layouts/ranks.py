@@ -95,6 +95,7 @@ def _be_rank(rank: int, port: int, jobs: Sequence[Job], out: Path) -> None:
             if job.ranks > 1:
                 dist.barrier()
                 dist.destroy_process_group()
+                _forget_groups()
         except BaseException:
             (out / f"error-{rank}").write_text(f"{job.name}: {traceback.format_exc()}")
             raise
@@ -107,6 +108,18 @@ def _be_rank(rank: int, port: int, jobs: Sequence[Job], out: Path) -> None:
     if rank == 0:
         for other in range(max(job.ranks for job in jobs)):
             store.wait([f"done-{other}"])
+
+
+def _forget_groups() -> None:
+    """Drop what DTensor keeps for each mesh: an equal mesh's later groups have other names.
+
+    A rank of a training job opens one mesh in its life.
+    """
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def _free_port() -> int:

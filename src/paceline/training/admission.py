@@ -91,12 +91,16 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
 def require_reading(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> None:
     """Raise InvalidInput or InvalidSnapshot where ranks could not make one batch; say in the log
     what it costs that nodes read what others read too, where it is much."""
-    context = size_of(job, load_runtime(job.state_dir).profile).context
-    context = context if config is None else config.context
     settings = job.settings
+    if config is None:
+        context = size_of(job, load_runtime(job.state_dir).profile).context
+    else:
+        context = config.context
+    # Of a model on another machine's disk, the profile's is a guess: each rank looks.
+    surely = context if config is not None or settings.code_ref else 0
     splits: list[Split] = ["train", "held-out"] if settings.evaluate_every_steps else ["train"]
     rows = settings.batch_sequences
-    require_readable(snapshot, job.data, context=context, global_batch=rows, splits=splits)
+    require_readable(snapshot, job.data, context=surely, global_batch=rows, splits=splits)
     train = snapshot.of_split("train")
     found = reading(job.data, train, context, rows, readers_of(settings))
     if found.advice:

@@ -72,6 +72,18 @@ class MeshSpec:
         """Return into how many shares a global batch is cut."""
         return self.dp * self.shard
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Return the axes that need groups, in order.
+
+        One of size 1 has nobody to talk to; torch would make a group for each of its ranks, on all
+        ranks, one after the other: threads that wake for nothing, and at 1,000 ranks 3,000 rounds.
+        A shard of 1 is an axis where FSDP keeps the replicas of cut models equal.
+        """
+        kept = {"shard"} if self.dp > 1 and self.tp * self.pp > 1 else set()
+        sizes = zip(AXES, self.shape, strict=True)
+        return tuple(axis for axis, size in sizes if size > 1 or axis in kept)
+
     def place(self, rank: int) -> dict[str, int]:
         """Return where ``rank`` stands on each axis."""
         found: dict[str, int] = {}
@@ -91,7 +103,7 @@ class Mesh:
     spec: MeshSpec
     rank: int = 0
     device_type: str = "cpu"
-    device_mesh: DeviceMesh | None = None  # its dimensions are ``AXES``, those of size 1 too
+    device_mesh: DeviceMesh | None = None  # its dimensions are ``spec.axes``
 
     @property
     def data_rank(self) -> int:
@@ -125,7 +137,7 @@ class Mesh:
         return self.stage == self.spec.pp - 1
 
     def of(self, *axes: str) -> DeviceMesh:
-        """Return the part of the mesh along ``axes`` that this rank is in."""
+        """Return the part of the mesh along ``axes``, which have groups, that this rank is in."""
         assert self.device_mesh is not None, "a rank alone has no mesh"
         return self.device_mesh[axes if len(axes) > 1 else axes[0]]
 
@@ -150,10 +162,11 @@ def open_mesh(spec: MeshSpec, device_type: str = "cpu") -> Mesh:
         raise InvalidInput(
             "mesh does not fit the group", got=f"{joined} ranks", wanted=f"{spec.world_size} ranks"
         )
-    device_mesh = init_device_mesh(device_type, spec.shape, mesh_dim_names=AXES)
+    sizes = [size for axis, size in zip(AXES, spec.shape, strict=True) if axis in spec.axes]
+    device_mesh = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=spec.axes)
     timeout = timeout_of(dist.group.WORLD, device_type)
     if timeout is not None:
-        for axis in AXES:
+        for axis in spec.axes:
             dist.distributed_c10d._set_pg_timeout(timeout, device_mesh[axis].get_group())
     return Mesh(spec, dist.get_rank(), device_type, device_mesh)
 

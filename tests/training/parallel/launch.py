@@ -283,7 +283,7 @@ def changing_shares() -> dict[str, list[float]]:
 def timeouts() -> dict[str, list[float]]:
     """How long each group of a mesh waits for a silent rank."""
     mesh = Run.of(BY_NAME["shard2 x pp2"], PRECISION).parallel._mesh
-    groups = [dist.group.WORLD, *(mesh.group(axis) for axis in ("pp", "dp", "shard", "tp"))]
+    groups = [dist.group.WORLD, *(mesh.group(axis) for axis in mesh.spec.axes)]
     return {"seconds": [timeout_of(each).total_seconds() for each in groups]}
 
 
