@@ -45,7 +45,7 @@ class Paced(TransformerWorkload):
     def inputs(self, batch: Batch, device: torch.device) -> Inputs:
         """Return the batch's tensors, in a while."""
         if (TROUBLES / "slow").exists():
-            time.sleep(0.5)
+            time.sleep(0.3)
         return super().inputs(batch, device)
 
 

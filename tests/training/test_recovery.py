@@ -9,14 +9,15 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from paceline.errors import Cancelled, TrainingFailed
 from paceline.profile import SecuritySettings, save_runtime
-from paceline.training import LocalLauncher, run_job
-from paceline.training.code_ref import tree_digest
+from paceline.training import LocalLauncher, admission, run_job
+from paceline.training.code_ref import require_code, tree_digest
 from paceline.training.stacks import waits
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
 from tests.training.conftest import Camp
@@ -45,6 +46,22 @@ class Story:
 def troubles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory whose files are troubles for the tasks in ``poisoned``."""
     return tmp_path_factory.mktemp("troubles")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tried_once() -> Iterator[None]:
+    """User code is tried in a process of its own before ranks start: here once, not once a job."""
+    tried: set[str] = set()
+
+    def once(job: TrainJob, *more: Any) -> None:
+        source = str(job.settings.code_ref).partition("#")[0]
+        if source not in tried:
+            tried.add(source)
+            require_code(job, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "require_code", once)
+        yield
 
 
 @pytest.fixture(scope="module")

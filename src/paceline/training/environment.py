@@ -35,6 +35,9 @@ _KERNELS = (
     "neon",
 )
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
+# A fixed workspace a stream: cuBLAS then adds up in the same order each time. Ranks set it where
+# the job is deterministic, so it is no difference between two environments.
+CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # Of these a difference may change bits; the others are said, not blamed.
 DECISIVE = (
@@ -74,7 +77,7 @@ def current(threads: int = 1) -> Environment:
     fixed = _fixed()
     variables = {name: os.environ[name] for name in _THREADS if name in os.environ}
     for name in (
-        "CUBLAS_WORKSPACE_CONFIG",
+        CUBLAS[0],
         "CUDA_VISIBLE_DEVICES",
         "ATEN_CPU_CAPABILITY",
         "MKL_CBWR",
@@ -82,6 +85,8 @@ def current(threads: int = 1) -> Environment:
     ):
         if name in os.environ:
             variables[name] = os.environ[name]
+    if variables.get(CUBLAS[0]) == CUBLAS[1]:
+        del variables[CUBLAS[0]]
     for name in _THREADS:  # a launcher sets it for each rank: ``threads`` says it
         variables.pop(name, None)
     return Environment.model_validate(

@@ -285,6 +285,8 @@ class Launcher:
             self._ask_to_stop(self._grace_s)
         elif child.kind == "preemption" and not self._closing:
             self._tell("unwatched", code=child.status)
+        elif child.kind == "store" and not child.killed and not self._closing:
+            self._tell("store", error="the store ended")
         if not self._children.living("rank") and not self._over:
             self._over = True
             self._kill_at = None
@@ -352,12 +354,15 @@ class Launcher:
 
 def main(arguments: list[str]) -> int:
     """Serve ranks of ``module:function``; ``--die`` ends with the thread that started us."""
-    from paceline.training.watch import share_cores
+    from paceline.training.watch import share_cores, stand_somewhere
 
     share_cores()
     if "--die" in arguments:
         die_with_thread(os.getppid())
     become_subreaper()
+    stand_somewhere()
+    # Whether there are GPUs is asked of NVML: CUDA, once it was asked, serves no forked rank.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     importlib.import_module("torch.distributed")  # once here, not in each child
     module, function = arguments[0].split(":")
     found = importlib.import_module(module)

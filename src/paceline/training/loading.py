@@ -6,6 +6,7 @@ no ranks and no process groups.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from paceline.errors import InvalidInput
 from paceline.objects import ObjectStore, join_url, open_store
 from paceline.profile import Runtime, load_runtime
 from paceline.training.checkpoint import Generations
+from paceline.training.environment import CUBLAS
 from paceline.training.identity import config_digest, size_of
 from paceline.training.memory import keep_memory
 from paceline.wire.training import TrainJob
@@ -64,6 +66,8 @@ def load(job: TrainJob, worker_id: str, rank: int) -> Loaded:
     keep_memory()
     torch.set_num_threads(job.settings.threads_per_rank)
     torch.use_deterministic_algorithms(job.deterministic)
+    if job.deterministic and torch.cuda.is_available():
+        os.environ.setdefault(*CUBLAS)  # without it torch refuses every product on a GPU
     runtime = load_runtime(job.state_dir)
     node = runtime.node_dir(worker_id)
     work_dir = node / "work" / job.job_id / f"rank-{rank}"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import PacelineError
+from paceline.errors import InvalidInput, PacelineError
 from paceline.training.loading import Loaded
 from paceline.training.voice import Voice
 from paceline.wire.training import TrainJob
@@ -42,6 +42,25 @@ def device_of() -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
+
+
+def own_device() -> torch.device:
+    """Return ``device_of()``, a GPU of this rank's own; raises InvalidInput where ranks would share
+    one: NCCL connects no two ranks of a GPU.
+    """
+    import torch
+
+    device = device_of()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type == "cuda" and here > torch.cuda.device_count():
+        raise InvalidInput(
+            "more ranks than GPUs on a node",
+            got=f"{here} ranks",
+            wanted=f"at most {torch.cuda.device_count()}",
+            where=os.environ.get("PACELINE_NODE", "this node"),
+            do="Lower training.ranks or add nodes; CUDA_VISIBLE_DEVICES= trains on the CPU.",
+        )
+    return device
 
 
 def spread(its: Loaded, mesh: Mesh) -> tuple[Parallel, Any]:

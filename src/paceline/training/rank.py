@@ -46,6 +46,7 @@ def main() -> int:
     share_cores()
     place = Place.from_environment()
     voice = Voice(place)
+    voice.have_to_itself()
     voice.beat()
     try:
         job = TrainJob.model_validate_json(sys.stdin.readline())
@@ -139,7 +140,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             return run_part(its, place, voice, stop)
         voice.enter("joining")
         group = stack.enter_context(_join(place, settings.guard))
-        device = outfit.device_of()
+        device = outfit.own_device()
         mesh = open_mesh(MeshSpec.of(settings.mesh, place.world_size), device.type)
         parallel, follow = outfit.spread(its, mesh)
         optimizer = new_optimizer(parallel.modules, settings)

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 STOPPED_EXIT = 143  # 128 + SIGTERM: stopped as asked, state saved
 ORPHAN_EXIT = 70
@@ -46,6 +47,18 @@ def share_cores() -> None:
     load of 12 on 2 cores) and saves nothing worth having on a quiet one.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def stand_somewhere() -> None:
+    """Leave a working directory that was removed; call it before torch is imported.
+
+    oneMKL asks for it as it is loaded, and where there is none the first product ends the process:
+    "Intel oneMKL FATAL ERROR: Cannot load …/libtorch_cpu.so", exit code 2.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        os.chdir("/")
 
 
 def die_with_parent() -> None:

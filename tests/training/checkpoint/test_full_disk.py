@@ -48,7 +48,7 @@ class Filling(Listener):
     def __init__(self, disk: SmallDisk, generations: Generations) -> None:
         super().__init__()
         self.disk, self.generations, self.stop = disk, generations, StopFlag()
-        self.free_at = self.stop_at = self.full_from = 0
+        self.free_after = self.stop_after = self.full_from = self.freed_at = 0
         self.found_full: list[Any] = []
 
     def say(self, event, step=0, **data):
@@ -56,13 +56,15 @@ class Filling(Listener):
         if event == "checkpoint" and step >= FILL_AT and not self.full_from:
             self.full_from = step
             self.disk.fill()
-        if event == "step" and self.full_from and step == self.free_at:
+        since = step - self.full_from if event == "step" and self.full_from else 0
+        if since and since == self.free_after:
+            self.freed_at = step
             for each in threading.enumerate():
                 if each.name == "checkpoint-writer":
                     each.join()
             self.found_full.append(self.generations.find())
             self.disk.free()
-        if event == "step" and self.full_from and step == self.stop_at:
+        if since and since == self.stop_after:
             self.stop._asked = True  # as SIGTERM would have
 
     def run(self, job: TrainJob) -> int:
@@ -79,18 +81,19 @@ def test_a_full_disk_costs_saves_and_training_goes_on(
 ) -> None:
     generations = disk.generations("goes-on")
     said = Filling(disk, generations)
-    said.free_at = 16
+    said.free_after = 12
     assert said.run(camp.job("goes-on", checkpoint_url=disk.url, checkpoints=EVERY_TWO)) == 0
     assert said.losses == calm.losses, "no step waited or was made otherwise"
     alerts = [a for e in said.of("step") for a in e.data.get("checkpoint_alerts", ())]
-    assert len(alerts) > 2, "each save that failed"
-    names_all(alerts[0], disk)
+    failed = [each for each in alerts if "was not saved" in each]
+    assert len(failed) >= 2, "each save that failed"
+    names_all(failed[0], disk)
     (full,) = said.found_full
     assert full.unfinished == (), "half a generation would be in the next one's way"
     newest = full.committed[0]
-    assert newest.step == said.full_from
+    assert said.full_from <= newest.step <= said.full_from + 2, "one was under way"
     saved = [each.step for each in said.of("checkpoint")]
-    assert not [step for step in saved if newest.step < step < 14]
+    assert not [step for step in saved if newest.step < step < said.freed_at]
     assert saved[-1] == STEPS, "once there is room it saves again"
     found = generations.find()
     assert found.committed[0].step == STEPS
@@ -104,7 +107,7 @@ def test_an_emergency_without_room_leaves_by_name_and_the_generation_before_goes
     generations = disk.generations("leaves")
     job = camp.job("leaves", checkpoint_url=disk.url, checkpoints=EVERY_TWO)
     said = Filling(disk, generations)
-    said.stop_at = 9
+    said.stop_after = 5
     code = said.run(job)
     assert code == NotSaved.exit_code, "143 would say that the state is saved"
     (failed,) = said.of("failed")
@@ -112,10 +115,11 @@ def test_an_emergency_without_room_leaves_by_name_and_the_generation_before_goes
     names_all(str(failed.data["message"]), disk)
     found = generations.find()
     assert found.unfinished == ()
+    assert found.committed[0].step >= said.full_from
     generations.verify(found.committed[0], tmp_path)
     disk.free()
     code, again = camp.run_alone(job)
     assert code == 0
-    assert again.of("resumed")[0].step == found.committed[0].step == said.full_from
+    assert again.of("resumed")[0].step == found.committed[0].step < failed.step
     digests = {each.of("result")[0].data["weights_digest"] for each in (again, calm)}
     assert len(digests) == 1, "bit for bit"

@@ -188,11 +188,20 @@ def _plan(
         raise _another_model(f"no {missing[0]} (and {len(missing) - 1} more)", where)
     fresh: dict[tuple[str, str], Tensor] = {}
     moments = _moments(index)
+    counting = {
+        id(each)
+        for group in state.optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for each in group["params"]
+    }
     for name, parameter in state.parameters():
         for moment in moments.get(name, ()):
             stored = index.tensors[f"{moment}.{name}"]
             made = _room_for(
-                stored, parameter, state.optimizer.state.get(parameter, {}).get(moment)
+                stored,
+                parameter,
+                state.optimizer.state.get(parameter, {}).get(moment),
+                id(parameter) in counting,
             )
             fresh[name, moment] = targets[f"{moment}.{name}"] = made
     for name, value in state.extra.items():
@@ -221,12 +230,17 @@ def _moments(index: Index) -> dict[str, list[str]]:
     return found
 
 
-def _room_for(stored: StoredTensor, parameter: Tensor, present: object) -> Tensor:
+def _room_for(
+    stored: StoredTensor, parameter: Tensor, present: object, on_device: bool = False
+) -> Tensor:
     """Return a new tensor for a moment: laid out as the parameter where it has its shape."""
     dtype = DTYPES[stored.dtype]
     if stored.shape == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    device = present.device if isinstance(present, Tensor) else torch.device("cpu")
+    if isinstance(present, Tensor):
+        device = present.device
+    else:  # a count of steps: on the host, save where the kernel that updates counts itself
+        device = parameter.device if on_device else torch.device("cpu")
     return torch.empty(stored.shape, dtype=dtype, device=device)
 
 

@@ -6,8 +6,10 @@ import os
 import sys
 
 from paceline.training.code_ref.checking import main
+from paceline.training.watch import stand_somewhere
 
 if __name__ == "__main__":
+    stand_somewhere()
     code = main()
     sys.stdout.flush()
     os._exit(code)  # user code may have left threads
