@@ -33,8 +33,14 @@ def test_an_unknown_key_names_the_nearest_valid_one() -> None:
     line = caught.value.one_line()
     assert "cluster.link_mbits" in line
     assert "link_mbit" in line
-    assert "embedded.toml" in line
+    assert "at --set cluster.link_mbits" in line, "where it was said"
     assert "Did you mean 'link_mbit'?" in line
+
+
+def test_a_bad_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("[training]\nsteps = -1\n")
+    with pytest.raises(InvalidProfile, match=r"training.steps = -1, .*at .*mine.toml"):
+        load_profile(str(tmp_path / "mine.toml"))
 
 
 @pytest.mark.parametrize(

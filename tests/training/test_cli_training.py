@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import signal
 import threading
@@ -353,6 +354,27 @@ def test_silence_is_told_ever_more_seldom_until_a_word_is_heard(
     now[0] += 2.0
     lines.look()
     assert "11 s without a word: step 3 was the last" in capsys.readouterr().err
+
+
+def test_a_failure_is_told_once_whoever_shares_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = Lines(job_in(tmp_path))
+    gang = logging.LogRecord("paceline", logging.WARNING, "", 0, "gang ended attempt=1", (), None)
+    assert lines.is_news(gang), "a rank that was killed told nothing"
+    for attempt in (1, 2):
+        for rank in (0, 1):
+            failed = {"rank": rank, "attempt": attempt, "data": {"message": "disk is full"}}
+            lines(RankEvent.model_validate({"event": "failed", **failed}))
+        assert not lines.is_news(gang)
+    lines(RankEvent.model_validate({"event": "started", "rank": 0, "attempt": 3}))
+    assert lines.is_news(gang)
+    for step in (1, 2):
+        alert = {"checkpoint_alerts": ["put off"]}
+        lines(RankEvent(event="step", rank=0, attempt=3, step=step, data=alert))
+    said = capsys.readouterr().err
+    assert said.count("disk is full") == 2, "once an attempt"
+    assert said.count("put off") == 1
 
 
 def test_a_figures_file_that_cannot_be_written_does_not_end_training(tmp_path: Path) -> None:

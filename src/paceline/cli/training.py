@@ -186,13 +186,14 @@ def train_here(
         model=model,
     )
     cancel = threading.Event()
-    with warnings_told(), single.held(output), _stopping_gently(cancel) as signals:
+    with warnings_told() as told, single.held(output), _stopping_gently(cancel) as signals:
         with preparing(output):
             job = single.prepare(asked, run_id)
         if labels == "shuffled":
             job = job.model_copy(update={"labels": "shuffled", "job_id": f"{job.job_id}-shuffled"})
         checkpoints = single.checkpoints_of(job)
         lines = Lines(job, checkpoints)
+        told.addFilter(lines.is_news)
         lines.begin(output)
         for line in (*facts(job, *single.parts_of(job)), beside(job, checkpoints)):
             if line:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from paceline.wire.training import TrainJob, TrainResult
 
 JOB_FILE, METRICS_FILE = "job.json", "metrics.jsonl"  # beside a job's checkpoints
-REASONS = 3  # of shards in quarantine, on the last screen
+REASONS = 3  # of what is in quarantine, on the last screen
 
 
 def facts(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> list[str]:
@@ -109,11 +109,10 @@ def summary(job: TrainJob, result: TrainResult) -> list[str]:
         )
     if result.skipped_batches or result.quarantined_shards:
         lines.append(
-            f"  needs review  {len(result.quarantined_shards)} bad shards, "
+            f"  needs review  {len(result.quarantined_shards)} shards or samples, "
             f"batches passed over: {list(result.skipped_batches)}"
         )
-        why = list(result.quarantined_why.items())[:REASONS]
-        lines += [f"                {shard[:12]}: {reason}" for shard, reason in why]
+        lines += [f"                {each}" for each in result.passed_over[:REASONS]]
     return lines
 
 

@@ -38,14 +38,14 @@ def say(line: str) -> None:
 
 
 @contextmanager
-def warnings_told() -> Iterator[None]:
-    """Write what the engine warns of among the other lines."""
+def warnings_told() -> Iterator[logging.Handler]:
+    """Write what the engine warns of among the other lines; yields what may be given filters."""
     handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger("paceline")
     handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter("! %(message)s"))
     logger.addHandler(handler)
     try:
-        yield
+        yield handler
     finally:
         logger.removeHandler(handler)
 
@@ -88,6 +88,7 @@ class Lines:
         self._job = job
         self._kept = kept  # directory for the job and each step's figures
         self._clock = clock
+        self._failures: set[str] = set()  # that ranks of this attempt told
         self._every = max(1, job.settings.steps // LINES)
         self._attempt = 0
         self._heard_at, self._patience = clock(), SILENCE_S
@@ -137,12 +138,13 @@ class Lines:
         if not self.heard:
             self.heard = True
             self._keep(JOB_FILE, self._job.model_dump_json() + "\n", mode="w")
-        if event.event == "failed" and event.data.get("code") != "Stopped":
-            self._note(f"rank {event.rank} failed: {event.data.get('message')}")
         if event.attempt > self._attempt:
             if self._attempt:
                 self._note(f"all ranks start again (attempt {event.attempt})")
             self._attempt, self._from, self._saved_at = event.attempt, None, None
+            self._failures = set()
+        if event.event == "failed" and event.data.get("code") != "Stopped":
+            self._failed(event.rank, str(event.data.get("message")))
         if event.event == "trace":
             say(f"  trace of step {event.step}, rank {event.rank}: {event.data.get('url')}")
         if event.event == "said":
@@ -161,6 +163,16 @@ class Lines:
             self._note(f"checkpoint of step {event.step} is not sound: {event.data.get('why')}")
         elif event.event == "step":
             self._step(event)
+
+    def is_news(self, record: logging.LogRecord) -> bool:
+        """Return whether a warning says more than was told: why a gang ended, its ranks told."""
+        return not (self._failures and record.getMessage().startswith("gang ended"))
+
+    def _failed(self, rank: int, message: str) -> None:
+        """Tell a failure once, whichever ranks share it."""
+        if message not in self._failures:
+            self._failures.add(message)
+            self._note(f"rank {rank} failed: {message}")
 
     def _saved(self, event: RankEvent) -> None:
         """Tell the first checkpoint of an attempt, the last one, and now and then one."""
@@ -183,7 +195,8 @@ class Lines:
             if isinstance(alert, dict) and alert.get("raised"):
                 self._note(str(alert.get("message")))
         for message in _list(event.data.get("checkpoint_alerts")):
-            self._note(str(message))
+            if str(message) not in self.notes:  # a store that is too slow is so again and again
+                self._note(str(message))
         now, last = self._clock(), self._job.settings.steps
         if self._from is None:
             self._from = (event.step, now)

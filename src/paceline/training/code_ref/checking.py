@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline import errors
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
@@ -51,8 +51,13 @@ def check(
     require_allowed(parse(text), sources)
     environment = dict(os.environ)
     scrub(environment)
-    asked = {"text": text, "sources": list(sources), "cache": str(cache), "task": asdict(task)}
-    asked["job"] = None if job is None else job.model_dump_json()
+    asked: dict[str, Any] = {
+        "text": text,
+        "sources": list(sources),
+        "cache": str(cache),
+        "task": asdict(task),
+        "job": None if job is None else job.model_dump_json(),
+    }
     command = [sys.executable, "-m", "paceline.training.code_ref"]
     try:
         done = subprocess.run(
