@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -53,7 +54,9 @@ def schema_text(name: str) -> str:
 
 def main() -> int:
     """Write every schema into the directory named on the command line."""
-    directory = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("directory", type=Path)
+    directory = parser.parse_args().directory
     directory.mkdir(parents=True, exist_ok=True)
     for name in SCHEMAS:
         (directory / f"{name}.json").write_text(schema_text(name), encoding="utf-8")
