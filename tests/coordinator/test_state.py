@@ -411,6 +411,19 @@ def test_worker_out_of_origin_budget_gets_a_new_plan_before_anything_is_called_s
     assert world.epoch(d) == 2, "the new plan helped"
 
 
+def test_a_seed_out_of_origin_budget_is_planned_for_at_once(world):
+    d = started(world, *NODES, topology="chain")
+    seed = world.state.plan(d).workers[0].worker_id
+    other = next(each for each in NODES if each != seed)
+    for waits, epoch in ((other, 1), (seed, 2)):  # an heir waits for the loss to be noticed
+        for _ in range(3):
+            world.wait(0.5, beating=False)
+            short_of_budget(world, d, waits)
+        world.tick()
+        assert world.epoch(d) == epoch
+        world.receive(d, waits, 2)
+
+
 def test_worker_that_stays_out_of_origin_budget_stalls_until_somebody_can_feed_it(world):
     d = started(world, *NODES)
     for _ in range(40):

@@ -468,6 +468,21 @@ def test_lanes_share_the_origins_budget() -> None:
     assert sum(stop - first for _, first, stop in asked) == 6
 
 
+@pytest.mark.parametrize(("counted", "more"), [(None, 2), (4 * 1024, 2), (2 * 1024, 0)])
+def test_a_grant_goes_on_from_what_was_told_when_it_was_made(
+    counted: int | None, more: int
+) -> None:
+    """Four pieces came and four are on their way; new lanes allow six beyond what was told."""
+    relay = session()
+    relay.handle(LanesAssigned(lanes("me", MANIFEST, ORIGIN, worker("down"))), 0)
+    arrive(relay, ORIGIN.key, 0, 4, 0.1)
+    granted = lanes("me", MANIFEST, ORIGIN, worker("down"), epoch=2, budget=6 * 1024)
+    newer = granted.model_copy(update={"origin_counted_bytes": counted})
+    asked = fetches(relay.handle(LanesAssigned(newer, origin_read_bytes=4 * 1024), 0.2))
+    asked += fetches(arrive(relay, ORIGIN.key, 4, 8, 0.3))
+    assert sum(stop - first for key, first, stop in asked if key == ORIGIN.key) == more
+
+
 def test_who_stood_still_reads_the_origin_again_when_its_lanes_are_confirmed() -> None:
     """Somebody else may have been planned in its place, and the fuse is one for all (I6)."""
     relay = session()

@@ -13,7 +13,7 @@ from math import floor
 
 from paceline.coordinator.memo import Memo
 from paceline.coordinator.messages import KeepReceipt, Observed
-from paceline.coordinator.parts import Part, Tally, tally_of
+from paceline.coordinator.parts import Part, Tally, tally_of, untold_bytes
 from paceline.coordinator.plausible import has_part
 from paceline.coordinator.settings import Patience
 from paceline.coordinator.standing import Standings
@@ -36,6 +36,11 @@ FAILED = (WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
 OUT_OF_BUDGET = "OriginBudgetExceeded"
 TOLD_AT_ONCE = 64  # sources that one beat may tell of: with 10,000 events waiting nothing is kept
 ORIGIN_STEP = 0.05  # origin bytes are kept each time they grew by this share of the model
+
+
+def process_of(worker: Worker) -> str:
+    """Return what names a worker's present process where bytes are counted by it."""
+    return f"{worker.worker_id} {worker.address} {worker.pid}"
 
 
 class DeploymentRun:
@@ -68,7 +73,8 @@ class DeploymentRun:
         self.unkept = False  # the memo changed since it was kept
         self.short: set[str] = set()  # need the origin and may not read it
         self.short_since_s: float | None = None
-        self.rescues = 0  # plans made because of that
+        self.rescues = 0  # plans made because of that,
+        self.rescued_bytes = 0  # and what had been read from the origin at the last of them
         self.tails_freed = False  # the line is complete, and those behind it were planned for that
         self.stage: DeploymentStatus | None = None  # None: to be found out again
         self.asking: set[str] = set()  # to show that they hold it, see ``switching``
@@ -121,11 +127,15 @@ class DeploymentRun:
 
     def lost(self, worker_id: str, now_s: float) -> None:
         """Take note that a target is silent (or was never there)."""
-        self.parts[worker_id].dead_since_s = now_s
+        part = self.parts[worker_id]
+        part.dead_since_s = now_s
         self._tally = None
         self.unheard.discard(worker_id)
         # What it read last would be told by nobody again, should this process end too.
         self.unkept = self.unkept or self.origin_bytes > self.deployment.origin_bytes
+        if untold := untold_bytes(self.lanes.get(worker_id), part):
+            self.memo.untold[part.process or f"{worker_id} unheard"] = untold
+            self.unkept = True
         if worker_id in self.lanes:
             self.replan = True
 
@@ -301,7 +311,7 @@ class DeploymentRun:
             part.ready, part.lanes_s, self.stage = True, now_s, None
         if beat.origin_bytes:
             # By process, not incarnation: one that was thought lost goes on where it was.
-            self._spend(part, f"{worker_id} {worker.address} {worker.pid}", beat.origin_bytes)
+            self._spend(part, process_of(worker), beat.origin_bytes)
         if self.final:
             self._show(part, worker_id, beat)
             return []
@@ -353,6 +363,8 @@ class DeploymentRun:
         part.chunks = beat.chunks_received
 
     def _spend(self, part: Part, process: str, spent: int) -> None:
+        part.process = process
+        self.memo.untold.pop(process, None)  # it lives, and says itself what it has read
         more = spent - self.memo.spent.get(process, 0)
         if more <= 0:
             return

@@ -39,6 +39,8 @@ class Memo:
     closed_s: float | None = None  # it became final
     # Origin bytes by agent process: a restarted one counts from zero again.
     spent: dict[str, int] = field(default_factory=dict)
+    # By agent process too: what one that is gone may have read after its last word.
+    untold: dict[str, int] = field(default_factory=dict)
     extra_bytes: int = 0  # that an operator lets it read from the origin beyond the fuse
     failures: dict[str, Failure] = field(default_factory=dict)  # by worker, as they reported
     auto: bool = False  # the topology was chosen here, not asked for

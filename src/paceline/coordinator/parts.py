@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from paceline.wire.calls import NEWS_S
+from paceline.wire.plan import WorkerLanes
 from paceline.wire.records import Failure, Receipt, WorkerStatus
 
 
@@ -29,13 +31,14 @@ class Part:
     told: frozenset[str] = frozenset()  # sources it reported lost or corrupt, already passed on
     command_sent: bool = False  # the cancel or activate in force rode on an answer already
     stopped: bool = False  # it confirmed a cancel
+    process: str = ""  # which of its processes told of reading from the origin last
     spent_bytes: int = 0  # read from the origin, by all its processes
     spent_before: int | None = None  # of these, before it got its present budget, where known
 
     def begin_again(self, incarnation: int) -> None:
         """Forget what the previous incarnation said; its receipt stands until contradicted."""
         self.incarnation, self.epoch, self.status = incarnation, 0, WorkerStatus.IDLE
-        self.ready = False
+        self.ready, self.process = False, ""
         self.held_before = max(self.held_before, self.pieces_held)
         self.pieces_held = self.bytes_held = 0
         self.chunks, self.failure, self.lanes_s = (), None, None
@@ -45,6 +48,33 @@ class Part:
     def pieces_known(self) -> int:
         """Return how many pieces are on its disk, as far as it ever said."""
         return max(self.pieces_held, self.held_before)
+
+
+def left_bytes(lanes: WorkerLanes | None, part: Part) -> int:
+    """Return the most that a worker may still read from the origin under ``lanes``.
+
+    One that an earlier coordinator planned for may have its whole budget left: it is not known when
+    it was granted.
+    """
+    if lanes is None or part.receipt is not None:
+        return 0  # whoever has everything reads nothing
+    spent = 0 if part.spent_before is None else part.spent_bytes - part.spent_before
+    return max(0, lanes.origin_budget_bytes - spent)
+
+
+def untold_bytes(lanes: WorkerLanes | None, part: Part) -> int:
+    """Return the most that a worker has read from the origin since its last word.
+
+    A seed tells at once of ``origin_tell_bytes``, unless it spoke just before; while nobody hears
+    it, it may read more, and that is not known. The share of who is no seed is passed over: it is
+    small, and for the last resort.
+    """
+    origins = [lane for lane in lanes.lanes if lane.source.kind == "origin"] if lanes else []
+    if lanes is None or not origins:
+        return 0
+    rate = sum(lane.expected_bytes_s for lane in origins)
+    untold = lanes.origin_tell_bytes + round(rate * NEWS_S)
+    return min(left_bytes(lanes, part), untold)
 
 
 @dataclass(slots=True)

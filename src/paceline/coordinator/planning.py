@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from statistics import median_low
 
 from paceline.coordinator.deployment import DeploymentRun
-from paceline.coordinator.grants import under_the_fuse
+from paceline.coordinator.grants import spent_bytes, under_the_fuse
 from paceline.coordinator.membership import Membership
 from paceline.coordinator.messages import Create
 from paceline.coordinator.parts import Tally
@@ -127,7 +127,7 @@ def next_plan(
         seed=run.memo.seed,
         external_mbit=patience.external_mbit,
         oversubscription=patience.oversubscription,
-        origin_spent_bytes=run.origin_bytes - run.memo.extra_bytes,
+        origin_spent_bytes=spent_bytes(run) - run.memo.extra_bytes,
         order=run.order,
     )
     places = {
@@ -140,7 +140,7 @@ def next_plan(
         for each in plan.workers
         if _is_kept(run, each, places)
     }
-    parts = under_the_fuse(run, plan.workers, kept)
+    parts = under_the_fuse(run, plan.workers, kept, fleet)
     return plan.model_copy(update={"workers": parts}), late
 
 

@@ -8,6 +8,7 @@ nobody is given up for good.
 from __future__ import annotations
 
 from paceline.coordinator.deployment import OUT_OF_BUDGET, DeploymentRun
+from paceline.coordinator.grants import told_at_once
 from paceline.coordinator.parts import Tally
 from paceline.coordinator.settings import Patience
 from paceline.plan import Standing, origin_cap_bytes
@@ -58,7 +59,8 @@ def rescue(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -
     """Ask for a new plan where somebody may not read what only the origin has.
 
     For a moment that is normal: the head died, and its heir has a small share until the loss is
-    noticed. Then a new plan shares out what the fuse still allows.
+    noticed. Then a new plan shares out what the fuse still allows. A seed of the plan in force is
+    not waited for: others have more than they need.
     """
     if run.unheard:
         return
@@ -66,9 +68,24 @@ def rescue(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -
         run.short_since_s = None
     elif run.short_since_s is None:
         run.short_since_s = now_s
-    elif run.rescues < RESCUES and now_s - run.short_since_s > patience.lost_s:
-        run.rescues += 1
-        run.replan = True
+        if run.origin_bytes - run.rescued_bytes > told_at_once(run.deployment.total_bytes):
+            run.rescues = 0  # the last plan helped
+    elif run.rescues < RESCUES:
+        at_once = not run.rescues and _seed_is_short(run)
+        if now_s - run.short_since_s > (patience.beat_s if at_once else patience.lost_s):
+            run.rescues, run.rescued_bytes = run.rescues + 1, run.origin_bytes
+            run.replan = True
+
+
+def _seed_is_short(run: DeploymentRun) -> bool:
+    """Return whether one that follows the lanes in force begins something, and may not."""
+    for worker_id in run.short & run.lanes.keys():
+        lanes = run.lanes[worker_id]
+        if run.parts[worker_id].epoch < lanes.epoch:
+            continue
+        if any(lane.source.kind == "origin" for lane in lanes.lanes):
+            return True
+    return False
 
 
 def free_tails(run: DeploymentRun, tally: Tally) -> None:

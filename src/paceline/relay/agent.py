@@ -46,7 +46,7 @@ from paceline.relay.settings import AgentConfig, address_of
 from paceline.relay.sources import Sources
 from paceline.relay.wires.transport import Transport
 from paceline.relay.wires.transports import transport_for
-from paceline.wire.calls import Command, HeartbeatAnswer, RegisterWorker
+from paceline.wire.calls import NEWS_S, Command, HeartbeatAnswer, RegisterWorker
 from paceline.wire.plan import Labels, WorkerLanes
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,6 @@ RETRY_MAX_S = 2.0  # a new leader should hear of everybody within seconds
 CALL_TIMEOUT_S = 10.0
 HOLD_S = 1.0  # how long an idle agent's beat waits for a command
 ALONE_S = 2.0  # how long a restarted agent asks before it goes on with what it was at
-NEWS_S = 0.05  # between two beats, however much there is to tell
 
 
 def run_agent(config: AgentConfig) -> int:

@@ -99,7 +99,7 @@ class Deployments:
             return
         if known is not None and (known.session is not None or known.ended_s is None):
             known.lanes = lanes  # one that is still being prepared takes these when it is ready
-            self._tell(known, LanesAssigned(lanes), now_s)
+            self._tell(known, LanesAssigned(lanes, known.counters.origin_bytes), now_s)
             if known.session and known.session.progress().status is WorkerStatus.RECEIVING:
                 known.status, known.failure, known.ended_s = WorkerStatus.RECEIVING, None, None
                 if known.staging is not None:
@@ -151,7 +151,7 @@ class Deployments:
             seed=self._seed,
         )
         self._commit_on(share)
-        self._tell(share, LanesAssigned(share.lanes), now_s)
+        self._tell(share, LanesAssigned(share.lanes, share.counters.origin_bytes), now_s)
         self.refresh(share, now_s)
 
     def _commit_on(self, share: Share) -> None:

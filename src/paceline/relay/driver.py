@@ -270,16 +270,14 @@ class RelayDriver:
             )
             return
         telling = any(not isinstance(each, Fetch | Abandon) for each in actions)
+        telling = telling or share.has_much_to_tell
         if share.session and (telling or now_s - share.refreshed_s >= REFRESH_S):
             self._deployments.refresh(share, now_s)
 
     def _tell_waiting(self) -> None:
         with self._changed:
             self._changed.notify_all()
-        news: dict[str, tuple[object, ...]] = {
-            beat.deployment_id: (beat.status, beat.activated, beat.lost_sources, beat.failure)
-            for beat in self.beats()
-        }
+        news = {share.deployment_id: share.news() for share in self._deployments if share.beat}
         if news != self._news:
             self._news = news
             self._on_news()

@@ -100,6 +100,21 @@ class Share:
             stream.close()
         self.streams.clear()
 
+    def news(self) -> tuple[object, ...]:
+        """Return what of ``beat`` is told at once where it changes."""
+        beat, much = self.beat, self.lanes.origin_tell_bytes
+        if beat is None:
+            return ()
+        read = beat.origin_bytes // much if much else 0
+        return beat.status, beat.activated, beat.lost_sources, beat.failure, read
+
+    @property
+    def has_much_to_tell(self) -> bool:
+        """Return whether what was read from the origin since ``beat`` is told at once."""
+        much = self.lanes.origin_tell_bytes
+        told = self.beat.origin_bytes if self.beat else 0
+        return 0 < much <= self.counters.origin_bytes - told
+
     def refresh(self, now_s: float) -> None:
         """Replace ``beat`` by what is true now."""
         self.refreshed_s = now_s

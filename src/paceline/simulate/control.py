@@ -6,19 +6,20 @@ else. Lanes, losses, replans and receipts all come from there.
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 from paceline.coordinator import CoordinatorState
 from paceline.coordinator.messages import Answer, Beat, Create, Event, FetchLanes, Register, Tick
 from paceline.errors import PacelineError, StaleEpoch
 from paceline.manifest import Manifest
-from paceline.relay.session.events import LanesAssigned
 from paceline.relay.session.session import as_failure
 from paceline.simulate.hosts import Host, tallies_of
 from paceline.simulate.scenario import Scenario
 from paceline.simulate.streams import Streams
 from paceline.wire.base import Record
 from paceline.wire.calls import (
+    NEWS_S,
     CreateDeployment,
     DeploymentBeat,
     Heartbeat,
@@ -152,7 +153,23 @@ class Control:
                 )
         if answer.go_on and not any(each.kind == "fetch_lanes" for each in answer.commands):
             self._streams.confirm(host)
+        wait_s = min(wait_s, self._telling_s(host))
         self._streams.clock.after(wait_s, lambda: self._beat(host, this))
+
+    def _tell_soon(self, host: Host, this: int) -> None:
+        """Have a seed beat as soon as it has much to tell, whenever its next beat is due."""
+        soon_s = self._telling_s(host)
+        if soon_s < self._scenario.coordinator.beat_s and self._rounds[host.name] == this:
+            self.resume(host, soon_s)
+
+    def _telling_s(self, host: Host) -> float:
+        """Return how soon a seed will have read as much as it is to tell of at once."""
+        lanes = host.lanes
+        if lanes is None or not lanes.origin_tell_bytes or host.complete:
+            return inf
+        origins = [each for each in lanes.lanes if each.source.kind == "origin"]
+        rate = sum(each.expected_bytes_s for each in origins)
+        return max(NEWS_S, lanes.origin_tell_bytes / rate) if rate > 0 else inf
 
     def _beat_of(self, host: Host) -> Heartbeat:
         reports = (self._report(host),) if host.lanes is not None else ()
@@ -173,7 +190,8 @@ class Control:
             return
         assert isinstance(lanes, WorkerLanes)
         if host.session is not None:
-            self._streams.assign(host, LanesAssigned(lanes))
+            self._streams.assign(host, lanes)
+            self._tell_soon(host, this)
             return
         host.lanes = lanes  # being prepared
 
@@ -182,7 +200,8 @@ class Control:
                 self._streams.begin(host)
                 newest = host.lanes
                 assert newest is not None
-                self._streams.assign(host, LanesAssigned(newest))
+                self._streams.assign(host, newest)
+                self._tell_soon(host, this)
 
         self._streams.clock.after(self._scenario.timing.prepare_s, prepared)
 
@@ -215,7 +234,7 @@ class Control:
             pieces_held=progress.pieces_held,
             bytes_held=progress.bytes_held,
             chunks_received=progress.chunks_received if told else (),
-            origin_bytes=round(host.origin_bytes),
+            origin_bytes=self._streams.origin_bytes(host),
             lost_sources=progress.lost_sources,
             corrupt_sources=progress.corrupt_sources,
             edges=tallies_of(host, self._streams.running(host)),

@@ -56,7 +56,7 @@ def read_faults(path: Path) -> tuple[Fault, ...]:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, ValidationError) as error:
         raise InvalidInput(
             "cannot read the fault schedule",
-            got=" ".join(str(error).split())[:300],
+            got=_said(error)[:300],
             wanted='a JSON list such as [{"at_s": 1, "worker": "node-0", "kind": "kill"}]',
             where=path,
         ) from error
@@ -65,6 +65,16 @@ def read_faults(path: Path) -> tuple[Fault, ...]:
             "bad fault schedule", wanted=f"at most {MOST_FAULTS} faults at times >= 0", where=path
         )
     return tuple(Fault(**line.model_dump()) for line in lines)
+
+
+def _said(error: Exception) -> str:
+    """Return what is wrong, in one line: of a bad line which one, which of its fields, and why."""
+    if not isinstance(error, ValidationError):
+        return " ".join(str(error).split())
+    first = error.errors(include_url=False)[0]
+    line, *field = first["loc"] or ("",)
+    where = f"fault {line + 1}" if isinstance(line, int) else "the file"
+    return " ".join([f"{where}:", *map(str, field), first["msg"]])
 
 
 def seeded_deaths(

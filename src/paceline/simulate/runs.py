@@ -116,9 +116,8 @@ class Runs:
         tally = keeper.edge(flow.key, flow.reader.name)
         tally.bytes += float(network.carried[slot])
         tally.busy_s += float(network.busy_s[slot])
-        if flow.source.is_origin and flow.stop > flow.base:
-            partial = float(network.pos[slot]) - flow.base * self._piece_bytes
-            flow.reader.origin_bytes += max(0.0, min(partial, self._piece_bytes))
+        if flow.source.is_origin:
+            flow.reader.origin_bytes += min(self.partial(flow), self._piece_bytes)
         network.remove(slot)
         del self.by_slot[slot]
         flow.source.readers.pop(flow, None)
@@ -216,7 +215,7 @@ class Runs:
         if there is not None and there.first == piece:
             has = there.stop
         for other in source.feeds.values():
-            if other.moving and other.base <= has < other.stop:
+            if other.moving and other.base <= has < other.stop and not _follows(other, flow):
                 leader = other
         if leader is None and has == piece:
             if there is not None and next(flow.wanted.common(there), None) is not None:
@@ -293,6 +292,12 @@ class Runs:
         if at >= self._size:
             return self._pieces.count
         return max(flow.base, int(at // self._piece_bytes))
+
+    def partial(self, flow: Flow) -> float:
+        """Return how much of the present run is here beyond what has been taken off the wire."""
+        if flow.stop <= flow.base:
+            return 0.0
+        return max(0.0, float(self.network.pos[flow.slot]) - flow.base * self._piece_bytes)
 
     def _offset(self, piece: int) -> float:
         return min(piece * self._piece_bytes, self._size)
@@ -398,3 +403,15 @@ class Runs:
             aside.open = True
         aside.wanted.add(extent)
         self._to_start.append(aside)
+
+
+def _follows(flow: Flow, other: Flow) -> bool:
+    """Return whether ``flow`` has what it carries from ``other``, over whatever is between: across
+    a change of plans workers may wait for each other in a ring.
+    """
+    ahead: Flow | None = flow if other.followers else None
+    while ahead is not None:
+        if ahead is other:
+            return True
+        ahead = ahead.leader
+    return False

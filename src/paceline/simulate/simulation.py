@@ -179,7 +179,7 @@ class Simulation:
         seconds = max((h.published_s or 0.0 for h in self._survivors()), default=0.0)
         if self._left > 0:
             seconds = streams.clock.now_s
-        violations = [*streams.violations, *self._broken()]
+        violations = [*self._fuse(), *streams.violations, *self._broken()]
         if self._left <= 0 and self.scenario.workers <= SETTLED_WORKERS:
             violations += self._unfinished()
         size = self.manifest.total_size
@@ -274,11 +274,17 @@ class Simulation:
                 )
             elif host.have.count != pieces or host.durable.count != pieces:
                 found.append(f"I2 {host.name} is complete with {host.durable.count} durable pieces")
+        return found
+
+    def _fuse(self) -> list[str]:
+        """Return whether the origin was read too much; before all else, of which there may be more
+        than a report names.
+        """
         read = sum(host.origin_bytes for host in self.streams.hosts.values())
         fuse = origin_cap_bytes(self.manifest.total_size)
-        if read > fuse and self.scenario.topology is not Topology.DIRECT:
-            found.append(f"I6 {read:.0f} bytes read from the origin, at most {fuse} may be")
-        return found
+        if read <= fuse or self.scenario.topology is Topology.DIRECT:
+            return []
+        return [f"I6 {read:.0f} bytes read from the origin, at most {fuse} may be"]
 
     def _unfinished(self) -> list[str]:
         """Let the coordinator notice that all is done, and return what it says otherwise."""

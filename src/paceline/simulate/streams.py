@@ -40,7 +40,7 @@ from paceline.simulate.keepalives import Keepalives
 from paceline.simulate.network import Network
 from paceline.simulate.runs import ASIDE, Runs
 from paceline.simulate.scenario import Timing
-from paceline.wire.plan import Source
+from paceline.wire.plan import Source, WorkerLanes
 
 
 class Streams:
@@ -153,15 +153,22 @@ class Streams:
         else:
             self._inbox.append((host, host.session, event))
 
-    def assign(self, host: Host, event: LanesAssigned) -> None:
+    def assign(self, host: Host, given: WorkerLanes) -> None:
         """Hand a worker its lanes."""
-        host.lanes = event.lanes
+        host.lanes = given
         chunks = self._pieces.chunks
-        lanes = sorted(event.lanes.lanes, key=lambda lane: lane.first_chunk)
+        lanes = sorted(given.lanes, key=lambda lane: lane.first_chunk)
         host.lane_starts = [chunks[lane.first_chunk].first for lane in lanes]
         host.lane_sources = [lane.source.key for lane in lanes]
         self.runs.flush(host.feeds.values())
-        self.tell(host, event)
+        self.tell(host, LanesAssigned(given, origin_read_bytes=self.origin_bytes(host)))
+
+    def origin_bytes(self, host: Host) -> int:
+        """Return what a host has read from the origin, as its sockets count it: to the byte."""
+        going = sum(
+            self.runs.partial(each) for each in host.feeds.values() if each.source.is_origin
+        )
+        return round(host.origin_bytes + going)
 
     def kill(self, host: Host) -> None:
         """End a process: its peers see a reset, its disk keeps what was durable."""
@@ -283,6 +290,8 @@ class Streams:
     def _fetch(self, host: Host, source: Source, number: int, extent: Extent) -> None:
         lane = bisect_right(host.lane_starts, extent.first)
         flow = host.feeds.get((source.key, lane))
+        if source.kind == "origin" and extent.first > host.lane_starts[lane - 1]:
+            flow = self._going_on(host, source.key, number, extent) or flow
         if flow is not None and flow.number == number and extent.stop <= flow.base:
             lane = ASIDE  # a repair: it takes turns with what is on its way
             flow = host.feeds.get((source.key, lane))
@@ -298,6 +307,19 @@ class Streams:
             self.runs.extend(flow)
         elif flow.open:
             self.runs.start_soon(flow)
+
+    def _going_on(self, host: Host, key: str, number: int, extent: Extent) -> Flow | None:
+        """Return what of the stream brings the piece before ``extent``, if it is still to come.
+
+        It was asked for as another lane, of older lanes. A stream brings what it is asked for in
+        its order; beside it, in turns, a seed read a window ahead of everybody who reads from it.
+        """
+        before = Extent(extent.first - 1, extent.first)
+        for flow in host.feeds.values():
+            same = flow.key == key and flow.number == number and flow.lane != ASIDE
+            if same and flow.wanted.covers(before):
+                return flow
+        return None
 
     def _asked_again(self, host: Host, extent: Extent, again: int) -> None:
         told = host.session.progress().pieces_verified if host.session else 0

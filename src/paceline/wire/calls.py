@@ -45,6 +45,7 @@ from paceline.wire.records import (
     WorkerStatus,
 )
 
+NEWS_S = 0.02  # between two beats of one agent, however much there is to tell
 SourceKey = Annotated[str, Field(max_length=2200)]  # a worker id, or "origin:URL"
 SourceKeys = Annotated[tuple[SourceKey, ...], Field(max_length=20_000)]  # as many as targets
 

@@ -67,7 +67,10 @@ class WorkerLanes(Record):
     manifest_digest: Sha256
     worker_id: Name
     lanes: tuple[Lane, ...]
-    origin_budget_bytes: int = Field(ge=0)  # this worker's share of the origin fuse
+    origin_budget_bytes: int = Field(ge=0)  # this worker's share of the origin fuse, beyond
+    # what its process had told when that was granted; None: beyond what it has read when it hears
+    origin_counted_bytes: int | None = Field(default=None, ge=0)
+    origin_tell_bytes: int = Field(default=0, ge=0)  # so much read is told at once; 0: with beats
     piece_deadline_s: float = Field(gt=0)  # a source silent for longer is lost
 
 

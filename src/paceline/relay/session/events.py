@@ -18,9 +18,13 @@ from paceline.wire.records import Failure, WorkerStatus
 
 @dataclass(frozen=True, slots=True)
 class LanesAssigned:
-    """A plan for this worker; an epoch that is not newer than the present one changes nothing."""
+    """A plan for this worker; an epoch that is not newer than the present one changes nothing.
+
+    ``origin_read_bytes`` is what this process has read from the origin for it so far.
+    """
 
     lanes: WorkerLanes
+    origin_read_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

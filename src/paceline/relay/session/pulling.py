@@ -72,8 +72,12 @@ class Puller:
 
     # ── lanes ────────────────────────────────────────────────────────────────────────────────────
 
-    def assign(self, lanes: WorkerLanes, now_s: float, actions: list[SessionAction]) -> None:
-        """Go over to ``lanes``; streams whose source stays are kept with what is in flight."""
+    def assign(
+        self, lanes: WorkerLanes, read: int, now_s: float, actions: list[SessionAction]
+    ) -> None:
+        """Go over to ``lanes``; streams whose source stays are kept with what is in flight.
+        ``read`` are the bytes that came from the origin so far.
+        """
         works, flights = Works.of(lanes, self._pieces), self._flights
         planned = {work.candidates[0].key: work.candidates[0] for work in works}
         for key, feed in list(flights.feeds.items()):
@@ -85,8 +89,11 @@ class Puller:
         flights.follow(works, now_s)
         for work in works:
             self._size_window(work)
-        # The plan knows what arrived from the origin; what is on its way is spent of its budget.
-        self._choice.begin(OriginBudget(lanes.origin_budget_bytes, flights.origin_flying_bytes))
+        # The plan knows what had been told of; what came since, or is on its way, it paid for.
+        counted = lanes.origin_counted_bytes
+        untold = 0 if counted is None else max(0, read - counted)
+        spent = flights.origin_flying_bytes + untold
+        self._choice.begin(OriginBudget(lanes.origin_budget_bytes, spent))
         if self._choice.woke:
             self.sleep(woke=True)  # these lanes may have been under way while we stood still
         self.lost.clear()

@@ -125,8 +125,8 @@ class RelaySession:
                 self._reject(key, stream, extent, now_s, actions)
             case SourceFailed(key, stream, error):
                 self._source_failed(key, stream, error, now_s, actions)
-            case LanesAssigned(lanes):
-                self._assign(lanes, now_s, actions)
+            case LanesAssigned(lanes, read):
+                self._assign(lanes, read, now_s, actions)
             case PiecesRotten(extent):
                 self._rot(extent, now_s)
             case LocalFailed(error):
@@ -200,7 +200,9 @@ class RelaySession:
 
     # ── what events mean ─────────────────────────────────────────────────────────────────────────
 
-    def _assign(self, lanes: WorkerLanes, now_s: float, actions: list[SessionAction]) -> None:
+    def _assign(
+        self, lanes: WorkerLanes, read: int, now_s: float, actions: list[SessionAction]
+    ) -> None:
         if lanes.epoch <= self.epoch or self._over:
             return
         if lanes.manifest_digest != self._digest or lanes.worker_id != self.worker_id:
@@ -212,7 +214,7 @@ class RelaySession:
         self._lanes = lanes
         if self._status is WorkerStatus.COMPLETE:
             return  # the new epoch is acknowledged; there is nothing left to pull
-        self._pull.assign(lanes, now_s, actions)
+        self._pull.assign(lanes, read, now_s, actions)
         self._corrupt.clear()
         self._error = None
         self._status = WorkerStatus.RECEIVING
