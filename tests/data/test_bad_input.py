@@ -160,29 +160,28 @@ def test_a_transform_that_cannot_be_imported_is_refused_with_the_reason() -> Non
         require_runnable("tests.data.nothing_here:clean")
 
 
+def epoch_of(snapshot: Snapshot, where: Path) -> tuple[list[str], dict[str, str]]:
+    """What is skipped in an epoch, and what is in quarantine after it."""
+    with (
+        ShardCache(snapshot, DiskStore(), where) as cache,
+        open_stream(
+            snapshot, "train", cache, DataSettings(), context=32, global_batch=2, seed=0
+        ) as stream,
+    ):
+        skipped: list[str] = []
+        while stream.position["epoch"] == 0:
+            skipped += stream.next().skipped
+        return skipped, cache.quarantined
+
+
 def test_a_shard_that_changes_between_epochs_is_in_quarantine(source: Path, tmp_path: Path) -> None:
     texts_in(source, 24)
     snapshot = built(tmp_path)
     where = tmp_path / "cache"
-    train = snapshot.of_split("train")
-    with (
-        ShardCache(snapshot, DiskStore(), where) as cache,
-        open_stream(
-            snapshot, "train", cache, DataSettings(), context=32, global_batch=2, seed=0
-        ) as stream,
-    ):
-        while stream.position["epoch"] == 0:
-            assert not stream.next().skipped
-    changed = train[0]
+    assert epoch_of(snapshot, where) == ([], {})
+    changed = snapshot.of_split("train")[0]
     DiskStore.path_of(snapshot.shard_url(changed)).write_bytes(b"y" * changed.bytes)
     (where / changed.name).unlink()  # it was not used for longest, and is fetched again
-    with (
-        ShardCache(snapshot, DiskStore(), where) as cache,
-        open_stream(
-            snapshot, "train", cache, DataSettings(), context=32, global_batch=2, seed=0
-        ) as stream,
-    ):
-        while stream.position["epoch"] == 0:
-            stream.next()
-        assert list(cache.quarantined) == [changed.sha256]
-        assert "do not match its digest" in cache.quarantined[changed.sha256]
+    skipped, quarantined = epoch_of(snapshot, where)
+    assert set(skipped) == set(quarantined) == {changed.sha256}
+    assert "do not match its digest" in quarantined[changed.sha256]

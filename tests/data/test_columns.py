@@ -17,6 +17,7 @@ from paceline.data.batching.packed import waste
 from paceline.data.columns import columns_by, columns_of, copies, reading
 from paceline.data.order import ShardOrder
 from paceline.data.position import Position
+from paceline.data.stream import batching
 from paceline.errors import CorruptData, DataRejected, InvalidInput
 from paceline.objects import ObjectStore
 from paceline.profile import DataSettings
@@ -269,6 +270,23 @@ def test_more_nodes_than_columns_are_usual_get_columns_of_their_own() -> None:
     found = reading(mine, shards, 2048, 64, 32)
     assert (found.columns, found.copies) == (8, 4.0), "the profile overrules"
     assert "set data.columns to 0" in found.advice and "4.0 times" in str(found)
+
+
+def test_twenty_ranks_that_nobody_told_of_columns_read_shards_of_their_own() -> None:
+    contents = [[bytes([number]) * 2100] for number in range(40)]
+    opened = Counter[int]()
+    for rank in range(20):
+        cache = MemoryCache(contents)
+        how = batching(
+            DataSettings(batching="packed"), context=4, global_batch=20, seed=5, readers=20
+        )
+        with PlannedStream(how, cache.shards, cache, rank=rank, world_size=20) as stream:
+            assert stream.plan.columns == 20
+            groups = range(stream.plan.groups)
+            mine = [stream.plan.shards(0, each, stream.columns) for each in groups]
+            opened.update(set(np.concatenate(mine).tolist()))
+    assert sorted(opened) == list(range(40))
+    assert sum(opened.values()) == 40, "shards are of one size: no edge falls inside of one"
 
 
 def test_rows_of_many_columns_are_packed_as_well() -> None:

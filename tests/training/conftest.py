@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from paceline.profile import (
     Profile,
     Runtime,
     Secrets,
+    SecuritySettings,
     TrainingSettings,
     save_runtime,
 )
@@ -91,6 +93,17 @@ class Camp:
             "settings": settings,
         }
         return TrainJob.model_validate(fields | changes)
+
+    @contextlib.contextmanager
+    def trusting(self, *sources: str) -> Iterator[None]:
+        """Ranks may run code from ``sources`` meanwhile."""
+        security = SecuritySettings(code_sources=sources)
+        profile = self.runtime.profile.model_copy(update={"security": security})
+        save_runtime(self.runtime.model_copy(update={"profile": profile}))
+        try:
+            yield
+        finally:
+            save_runtime(self.runtime)
 
     def run_alone(self, job: TrainJob, stop: StopFlag | None = None) -> tuple[int, Listener]:
         """One rank in this process: no launch, so cheap."""

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
 from paceline.errors import InvalidInput
-from paceline.profile import SecuritySettings, save_runtime
 from paceline.training.admission import admit
 from tests.training.conftest import Camp
 
 NOWHERE = "tests.data.nothing_here"
 
 
-@pytest.fixture
-def trusting(camp: Camp) -> Iterator[None]:
-    security = SecuritySettings(code_sources=(NOWHERE,))
-    profile = camp.runtime.profile.model_copy(update={"security": security})
-    save_runtime(camp.runtime.model_copy(update={"profile": profile}))
-    yield
-    save_runtime(camp.runtime)
-
-
-@pytest.mark.usefixtures("trusting")
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -34,7 +22,7 @@ def trusting(camp: Camp) -> Iterator[None]:
     ],
 )
 def test_what_ranks_could_not_do_is_refused(camp: Camp, data: dict, words: str) -> None:
-    with pytest.raises(InvalidInput, match=words) as caught:
+    with camp.trusting(NOWHERE), pytest.raises(InvalidInput, match=words) as caught:
         admit(camp.job("refused", data=data), "node-0", camp.store)
     assert caught.value.do
 

@@ -3,15 +3,14 @@ rubbish are named by shard and row, counted, and passed over, or the job stops w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from paceline.data import ShardCache
 from paceline.errors import DataRejected
-from paceline.profile import SecuritySettings, save_runtime
 from paceline.training import LocalLauncher, run_job
-from paceline.training.account import HOPELESS
+from paceline.training.account import HOPELESS, Account
+from paceline.training.roster import Roster
+from paceline.training.telling import News
 from paceline.wire.training import TrainJob
 from tests.training.conftest import SETTINGS, Camp
 
@@ -22,15 +21,6 @@ WHY = {
     "6.txt": "ended its process, twice: exit code 3",
     "3.txt": "its transform failed",
 }
-
-
-@pytest.fixture
-def trusting(camp: Camp) -> Iterator[None]:
-    security = SecuritySettings(code_sources=(MODULE,))
-    profile = camp.runtime.profile.model_copy(update={"security": security})
-    save_runtime(camp.runtime.model_copy(update={"profile": profile}))
-    yield
-    save_runtime(camp.runtime)
 
 
 def job_with(camp: Camp, name: str, processes: int) -> TrainJob:
@@ -55,11 +45,10 @@ def places(camp: Camp) -> dict[str, str]:
     return found
 
 
-@pytest.mark.usefixtures("trusting")
 def test_bad_samples_are_named_counted_and_passed_over(camp: Camp) -> None:
     at = places(camp)
     assert {"0.txt", "6.txt"} <= at.keys(), "or nothing is shown"
-    with LocalLauncher() as launcher:
+    with LocalLauncher() as launcher, camp.trusting(MODULE):
         result = run_job(job_with(camp, "transforms-apart", 1), camp.nodes, launcher)
         assert (result.steps, result.restarts) == (SETTINGS.steps, ()), "nobody was stopped"
         assert set(result.quarantined_shards) == set(at.values())
@@ -70,9 +59,34 @@ def test_bad_samples_are_named_counted_and_passed_over(camp: Camp) -> None:
         assert line.startswith(at["6.txt"][:12])
 
 
-@pytest.mark.usefixtures("trusting")
 def test_on_a_thread_one_that_hangs_stops_the_rank_which_says_where(camp: Camp) -> None:
-    with pytest.raises(DataRejected, match="a transform hangs") as caught:
+    with camp.trusting(MODULE), pytest.raises(DataRejected, match="a transform hangs") as caught:
         camp.run_alone(job_with(camp, "transforms-here", 0))
     assert caught.value.where == places(camp)["0.txt"]
     assert caught.value.code in HOPELESS, "so that the job stops, too"
+
+
+def test_what_any_rank_put_in_quarantine_is_told_once_and_is_in_the_result(camp: Camp) -> None:
+    news, bad = News(), {"b" * 64: "rotten"}
+    assert news.any_in(bad)
+    first = news.of(bad)
+    assert first == {"quarantined_shards": ["b" * 64], "quarantined_why": bad}
+    assert not news.any_in(bad) and news.of(bad) == {}
+    bad["a" * 64 + "#7"] = "it raised"
+    assert news.of(bad)["quarantined_why"] == {"a" * 64 + "#7": "it raised"}
+    assert News().of({"c" * 64}) == {"quarantined_shards": ["c" * 64], "quarantined_why": {}}
+
+    account = Account(camp.job("told"), 0.0)
+    account.begin(1, 2)
+    event = {"event": "step", "rank": 1, "attempt": 1, "step": 3, "data": first}
+    account.on_line(event, 1.0)
+    account.on_line({**event, "rank": 0, "step": 4, "data": {}}, 2.0)
+    done = {
+        "steps": 4, "first_loss": 1.0, "final_loss": 1.0, "tokens_per_second": 1.0,
+        "data_wait_share": 0.0, "checkpoint_stall_share": 0.0, "export_url": "s3://x/y",
+        "weights_digest": "0" * 64, "checkpoints": [], "config_digest": "0" * 64,
+    }  # fmt: skip
+    account.on_line({**event, "event": "result", "rank": 0, "step": 4, "data": done}, 3.0)
+    result = account.result(4.0, Roster(["node-0"], SETTINGS), 2)
+    assert result.quarantined_shards == ("b" * 64,)
+    assert result.passed_over == ["b" * 12 + ": rotten"]

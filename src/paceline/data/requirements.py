@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from paceline.data.snapshot import Snapshot, Split
+from paceline.data.snapshot import Column, Snapshot, Split
 from paceline.data.splits import require_batching, require_columns
 from paceline.errors import InvalidInput, InvalidSnapshot
 from paceline.profile import DataSettings
@@ -21,15 +21,7 @@ def require_readable(
     """Raise InvalidInput or InvalidSnapshot where ``splits`` cannot be read as ``settings`` say."""
     require_columns(settings.columns, global_batch)
     require_batching(settings.batching, [each.name for each in snapshot.columns])
-    unknown = sorted(set(settings.token_features) - {each.name for each in snapshot.columns})
-    if unknown:
-        raise InvalidInput(
-            "token_features that the snapshot does not have",
-            got=unknown,
-            wanted=f"some of {sorted(each.name for each in snapshot.columns)}",
-            where="data.token_features",
-            do="Correct data.token_features.",
-        )
+    require_token_features(settings.token_features, snapshot.columns)
     largest = max(each.bytes for split in splits for each in snapshot.of_split(split))
     if largest > settings.cache_bytes:
         raise InvalidInput(
@@ -42,6 +34,19 @@ def require_readable(
     if settings.batching == "windows":
         for split in splits:
             require_windows([each.stream_bytes for each in snapshot.of_split(split)], context)
+
+
+def require_token_features(names: Collection[str], columns: Sequence[Column]) -> None:
+    """Raise InvalidInput where ``names`` are not all among ``columns``."""
+    known = sorted(each.name for each in columns)
+    if not set(known).issuperset(names):
+        raise InvalidInput(
+            "token_features that the snapshot does not have",
+            got=sorted(set(names) - set(known)),
+            wanted=f"some of {known}",
+            where="data.token_features",
+            do="Correct data.token_features.",
+        )
 
 
 def require_windows(stream_tokens: Sequence[int], context: int) -> None:

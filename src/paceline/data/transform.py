@@ -265,8 +265,10 @@ class TransformedSamples:
                 self._tally.add(why)
             except DataRejected as error:
                 where = ", ".join(str(e) for e in (error.where, f"{self._name}#{i}") if e)
-                told = {"got": error.got, "wanted": error.wanted, "do": error.do}
-                raise DataRejected(error.what, **told, where=where) from error
+                got, wanted = error.got, error.wanted
+                raise DataRejected(
+                    error.what, got=got, wanted=wanted, where=where, do=error.do
+                ) from error
             if why is not None:
                 self._bad(i, why)
         return self._made[i]

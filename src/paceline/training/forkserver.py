@@ -176,6 +176,7 @@ class Launcher:
             or self._port[:2] != (host, job)
         ):
             for child in self._children.living("store"):
+                child.killed = True
                 self._children.kill(child)
             read, write = os.pipe()
             self._children.keep(fork("store", lambda: keep_store(host, write), keep_fd=write))

@@ -256,7 +256,8 @@ class LooseAttempt(Attempt):
     def _stopped(self) -> Fault | None:
         """Return the fault of a gang that was asked to stop: the first that saved, or fell."""
         if self._storeless and (there := self._on(self._workers[0])):
-            return Fault(there[0], f"{self._how(there[0])}; the gang's store lay there")
+            how = self._store_error or self._how(there[0])
+            return Fault(there[0], f"{how}; the gang's store lay there")
         ended = [each for each in self._ranks.values() if each.code not in (0, None)]
         ended.sort(key=lambda each: (each.code != STOPPED_EXIT, each.order))
         return Fault(ended[0], self._how(ended[0])) if ended else Fault(None, "was lost")
@@ -280,7 +281,7 @@ class LooseAttempt(Attempt):
 
     @property
     def _storeless(self) -> bool:
-        return self._workers[0] in self._gangs.lost
+        return self._workers[0] in self._gangs.lost or bool(self._store_error)
 
     def _busy(self) -> list[str]:
         return [each for each in self._workers if any(not r.over for r in self._on(each))]

@@ -6,7 +6,8 @@ Rank 0 tells every step; the others enough to show how they do.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 from paceline.training.voice import Voice
 
@@ -17,6 +18,29 @@ if TYPE_CHECKING:
     from paceline.training.numbers import Exporter
 
 FOLLOWER_BEAT_S = 0.5  # ranks other than 0 tell their steps this often
+
+
+class News:
+    """What came into quarantine and was not told yet: each shard and sample is told once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def any_in(self, quarantined: Collection[str]) -> bool:
+        """Return whether there is something to tell."""
+        return len(quarantined) > len(self._told)
+
+    def of(self, quarantined: Collection[str]) -> dict[str, Any]:
+        """Return what an event says of it, with the reasons that a mapping gives."""
+        why = dict(quarantined) if isinstance(quarantined, Mapping) else {}  # threads add to it
+        new = sorted(set(why or quarantined) - self._told)
+        if not new:
+            return {}
+        self._told.update(new)
+        return {
+            "quarantined_shards": new,
+            "quarantined_why": {each: why[each] for each in new if each in why},
+        }
 
 
 class Teller:
@@ -39,14 +63,13 @@ class Teller:
         self._stream = stream
         self._said_at = 0.0
         self._alerts = 0
-        self._told: set[str] = set()  # of what is in quarantine
+        self._news = News()
 
     def __call__(self, report: StepReport) -> None:
         self._voice.enter("step", report.step)
         self._exporter.take(report, len(self._stream.quarantined), self._saver.expected_s)
         now = time.monotonic()
-        bad = dict(self._stream.quarantined)  # its threads add to it
-        rare = bool(report.alerts) or len(bad) > len(self._told)
+        rare = bool(report.alerts) or self._news.any_in(self._stream.quarantined)
         if self._rank != 0 and now - self._said_at < FOLLOWER_BEAT_S and not rare:
             return
         self._said_at = now
@@ -55,10 +78,7 @@ class Teller:
             "stalled_s": self._progress.stall_s,
             "checkpoints_put_off": self._saver.put_off,
         }
-        if new := sorted(bad.keys() - self._told):
-            self._told.update(new)
-            data["quarantined_shards"] = new
-            data["quarantined_why"] = {each: bad[each] for each in new}
+        data |= self._news.of(self._stream.quarantined)
         if raised := self._saver.alerts[self._alerts :]:
             self._alerts += len(raised)
             data["checkpoint_alerts"] = [each.message for each in raised]

@@ -121,3 +121,8 @@ def test_the_gangs_store_is_on_neither_servers_node_or_else_on_the_standbys(
     attempt = LooseAttempt(gangs, ranks, 1, None, Keeping())
     assert attempt._workers[0] == store
     assert sorted(attempt._workers) == sorted(set(nodes))
+    assert not attempt._storeless
+    attempt._take("store", "elsewhere", {"error": "the store ended"})
+    assert not attempt._storeless
+    attempt._take("store", store, {"error": "the store ended"})
+    assert attempt._storeless

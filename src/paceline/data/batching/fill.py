@@ -17,8 +17,8 @@ from paceline.data.batching.beside import Gathered, Place
 from paceline.data.batching.layout import Layout, Share, lay_out
 from paceline.data.batching.opened import OpenShard
 from paceline.data.batching.rows import Ints
+from paceline.data.requirements import require_token_features
 from paceline.data.snapshot import Column, Vocabulary
-from paceline.errors import InvalidInput
 
 Array = npt.NDArray[Any]
 Get = Callable[[int], OpenShard | None]  # index of a shard → it, or None: in quarantine
@@ -55,14 +55,7 @@ class Filler:
         name: Callable[[int], str],
         token_features: Collection[str] = (),
     ) -> None:
-        known = {each.name for each in columns}
-        if not known.issuperset(token_features):
-            raise InvalidInput(
-                "token_features that the snapshot does not have",
-                got=sorted(token_features),
-                wanted=f"some of {sorted(known)}",
-                do="Correct data.token_features.",
-            )
+        require_token_features(token_features, columns)
         self._token_features = frozenset(token_features)
         self._separator = vocabulary.separator
         self._dtype = token_dtype(vocabulary.vocab_size)

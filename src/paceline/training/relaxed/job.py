@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.data import PlannedStream, open_stream
@@ -27,7 +28,7 @@ from paceline.training.relaxed.leading import ServingRank
 from paceline.training.relaxed.meeting import Meeting
 from paceline.training.relaxed.terms import Terms
 from paceline.training.relaxed.worker import Task, Worker
-from paceline.training.telling import FOLLOWER_BEAT_S
+from paceline.training.telling import FOLLOWER_BEAT_S, News
 from paceline.training.voice import Place, Voice
 from paceline.training.watch import StopFlag
 
@@ -69,7 +70,7 @@ def _work(its: Loaded, place: Place, voice: Voice, meeting: Meeting, terms: Term
         exporter = stack.enter_context(exporter_of(job, place.rank))
         compute = Gradients(its.model, its.workload, job.settings, workers, opened, device_of())
         stack.callback(compute.close)
-        telling = _WorkerTelling(voice, exporter, compute)
+        telling = _WorkerTelling(voice, exporter, compute, its.cache.quarantined)
         worker = Worker(
             place.rank - SERVING,
             meeting.servers,
@@ -88,8 +89,15 @@ def _work(its: Loaded, place: Place, voice: Voice, meeting: Meeting, terms: Term
 class _WorkerTelling:
     """Says what a worker pushed, now and then, and that it hears the server."""
 
-    def __init__(self, voice: Voice, exporter: Exporter, compute: Gradients) -> None:
+    def __init__(
+        self,
+        voice: Voice,
+        exporter: Exporter,
+        compute: Gradients,
+        quarantined: Mapping[str, str],
+    ) -> None:
         self._voice, self._exporter, self._compute = voice, exporter, compute
+        self._quarantined, self._news = quarantined, News()
         self._said_at = 0.0
         self._pushed_at = time.perf_counter()
         self._stepping = False
@@ -117,10 +125,9 @@ class _WorkerTelling:
             figures={"step_seconds": seconds, "data_wait_s": note.waited_s},
         )
         self._exporter.take(report, len(note.quarantined))
-        if now - self._said_at < FOLLOWER_BEAT_S:
+        if now - self._said_at < FOLLOWER_BEAT_S and not self._news.any_in(self._quarantined):
             return
         self._said_at = now
         data: dict[str, Any] = {"loss": note.loss, "share": task.worker, **report.figures}
-        if note.quarantined:
-            data["quarantined_shards"] = list(note.quarantined)
+        data |= self._news.of(self._quarantined)
         self._voice.say("step", task.sequence, **data)

@@ -39,6 +39,7 @@ from paceline.training.relaxed.serving import Serving
 from paceline.training.relaxed.steward import POSITION, JobSteward, position_of
 from paceline.training.relaxed.terms import Terms
 from paceline.training.scaling import master_dtype
+from paceline.training.telling import News
 from paceline.training.voice import Place, Voice
 from paceline.training.watch import STOPPED_EXIT, StopFlag
 
@@ -220,7 +221,7 @@ class _LeaderTelling:
     ) -> None:
         self._voice, self._saver, self._steward = voice, saver, steward
         self._exporter, self._beside, self._learner = exporter, beside, learner
-        self._alerts = 0
+        self._alerts, self._news = 0, News()
 
     def __call__(self, report: StepReport) -> None:
         progress = self._steward.progress
@@ -233,8 +234,7 @@ class _LeaderTelling:
             "stalled_s": progress.stall_s,
             "checkpoints_put_off": self._saver.put_off,
         }
-        if self._steward.quarantined:
-            data["quarantined_shards"] = sorted(self._steward.quarantined)
+        data |= self._news.of(self._steward.quarantined)
         if raised := self._saver.alerts[self._alerts :]:
             self._alerts += len(raised)
             data["checkpoint_alerts"] = [each.message for each in raised]
