@@ -86,6 +86,8 @@ def test_a_run_that_went_on_with_an_interrupted_job_is_compared_by_what_it_recor
     result = recorded.result.model_copy(update={"resumed_from_step": 4})
     late = {step: loss for step, loss in recorded.losses.items() if step > 4}
     resumed = Recorded(recorded.run_id, recorded.job, result, late)
+    (told,) = [each for each in sameness._of_course(resumed) if each.what == "steps before"]
+    assert told.then.startswith("4 made earlier") and not told.decisive
     found = compare(resumed, recorded.result, recorded.losses, [], 0.0)
     assert (found.status, found.steps) == ("identical", 2)
     others = dict(recorded.losses) | {5: 0.25}

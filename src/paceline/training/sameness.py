@@ -221,6 +221,13 @@ def _of_course(recorded: Recorded) -> Iterator[Differs]:
     if sizes := sorted({each.ranks for each in result.restarts} - {0, job.settings.ranks}):
         was = f"{', '.join(map(str, sizes))} for a time, {job.settings.ranks} at first"
         yield _told("ranks", was, str(job.settings.ranks), f"Sums round elsewhere; {COMPARE}")
+    if result.resumed_from_step:
+        yield Differs(
+            what="steps before",
+            then=f"{result.resumed_from_step} made earlier, perhaps on other ranks or another mesh",
+            now=f"made like the others: {job.settings.ranks} ranks",
+            decisive=False,
+        )
     if passed := result.skipped_batches or job.skip_batches:
         yield Differs(
             what="batches passed over",
