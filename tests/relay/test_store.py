@@ -20,6 +20,7 @@ from paceline.errors import (
     StorageFull,
 )
 from paceline.manifest import Manifest, verify_directory
+from paceline.relay.disk.library import Library
 from paceline.relay.disk.staging import Staging
 from paceline.relay.disk.store import Store
 from paceline.relay.session.extents import Extent
@@ -292,6 +293,27 @@ def test_one_process_owns_a_store(tmp_path: Path) -> None:
 def test_names_never_leave_the_store(tmp_path: Path, version: str) -> None:
     with pytest.raises(InvalidInput):
         Store(tmp_path / "store").final_path("m", version)
+
+
+def test_manifests_of_earlier_processes_are_read_when_somebody_asks(
+    tmp_path: Path, model: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, looks = Store(tmp_path / "store"), []
+    staging = store.open(manifest)
+    fill(staging, model)
+    store.publish(staging)
+    staging.close()
+    versions = store.versions
+    monkeypatch.setattr(store, "versions", lambda *given: looks.append(1) or versions(*given))
+    library = Library(store)
+    assert looks == [], "an agent is ready before"
+    for _ in range(2):
+        found = library.find(manifest.digest, 0.0)
+        assert found is not None
+        assert found.published
+    assert library.find("0" * 64, 0.0) is None
+    assert looks == [1]
+    library.close()
 
 
 def test_a_link_planted_in_staging_is_not_followed(

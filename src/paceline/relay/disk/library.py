@@ -1,7 +1,8 @@
 """The models that are open on this node, by digest: what the server finds and deployments share.
 
 One ``Staging`` a digest, whatever number of deployments and peers use it. Versions published by an
-earlier process are opened when a peer asks for them.
+earlier process are looked for, and opened, when a peer asks for one: reading the manifest of 500 GB
+takes 0.13 s, and an agent should be ready before it has read five.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 from paceline.errors import NotFound, PacelineError
 from paceline.manifest import Manifest
 from paceline.relay.disk.staging import Staging
-from paceline.relay.disk.store import Store
+from paceline.relay.disk.store import Store, StoredVersion
 
 
 class Library:
@@ -23,7 +24,9 @@ class Library:
         self._opening = threading.Lock()
         self._open: dict[str, Staging] = {}
         self._refused: set[str] = set()
-        self._on_disk = {each.digest: each for each in store.versions()}
+        self._on_disk: dict[str, StoredVersion] = {}
+        self._looking = threading.Lock()
+        self._looked = False
 
     def find(self, digest: str, wait_s: float) -> Staging | None:
         """Return the open model, waiting up to ``wait_s`` for somebody to open it.
@@ -31,6 +34,8 @@ class Library:
         An empty digest means the only open one. Raises NotFound where this node gave the model up,
         or has several to choose from.
         """
+        if digest not in self._open:
+            self._look_once()
         with self._changed:
             if not digest:
                 digest = self._only()
@@ -110,6 +115,16 @@ class Library:
             for staging in self._open.values():
                 staging.close()
             self._open.clear()
+
+    def _look_once(self) -> None:
+        """Take note of what earlier processes published."""
+        with self._looking:
+            if self._looked:
+                return
+            found = {each.digest: each for each in self._store.versions()}
+            with self._changed:
+                self._on_disk = found | self._on_disk
+            self._looked = True
 
     def _only(self) -> str:
         if len(self._open) > 1:
