@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.servers import free_port
-
-ROOT = Path(__file__).parents[2]
+from tests.support.two_ranks import run_two
 
 
 @pytest.fixture(scope="module")
 def said() -> list[dict[str, Any]]:
     """What each of two ranks said, in one launch."""
-    port = str(free_port())
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.training.loop_ranks"],
-            cwd=ROOT,
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        found = [each.communicate(timeout=100)[0] for each in ranks]
-    finally:
-        for each in ranks:
-            each.kill()
-            each.wait()
-    return [json.loads(each) for each in found]
+    return run_two("tests.training.loop_ranks")
 
 
 def test_two_ranks_with_uneven_shares_learn_as_one(said: list[dict[str, Any]]) -> None:

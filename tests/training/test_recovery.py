@@ -162,7 +162,7 @@ def test_a_cancel_saves_on_all_ranks_and_the_same_job_goes_on(
         if event.event == "step" and event.step >= 5:
             cancel.set()
 
-    job = camp.job("cancelled", ranks=2, checkpoints={"every_steps": 100})
+    job = camp.job("called-off", ranks=2, checkpoints={"every_steps": 100})
     with pytest.raises(Cancelled):
         run(camp, launcher, job, ask, cancel, story)
     assert not [pid for pid in launcher.pids.values() if psutil.pid_exists(pid)]

@@ -257,5 +257,4 @@ def test_a_task_of_ones_own_is_built_as_it_was_whatever_the_profile_says_now(
     for asked, found in ((job, set()), (unsaid, {"model settings"})):
         result = recorded.result.model_copy(update={"config_digest": config_digest(asked)})
         told = differences_of(Recorded("run-1", asked, result, {}), camp.runtime, camp.store)
-        assert {each.what for each in told} == found
-        assert all(each.decisive for each in told)
+        assert {each.what for each in told if each.decisive} == found

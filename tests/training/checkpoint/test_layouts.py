@@ -1,11 +1,8 @@
-"""Checkpoints of one layout resumed on every other: one launch of two ranks, one of four."""
+"""Checkpoints of one layout resumed on every other: a gang of two ranks, then one of four."""
 
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from paceline.models import load_model, weights_digest
 from paceline.objects import DiskStore
 from paceline.training.checkpoint import Generations, resume_newest_healthy
 from paceline.training.group import Group
+from tests.support.forked import free_port, run_gangs
 from tests.training.checkpoint.ranks import (
     DIGEST,
     LAYOUTS,
@@ -32,29 +30,24 @@ DEADLINE_S = 200
 pytestmark = pytest.mark.timeout(480)
 
 
-def launch(root: Path, world: int) -> list[dict[str, Any]]:
-    """Run ``world`` ranks to their end and return what each found; of two, the second is killed."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", PROGRAM, *map(str, (root, port, rank, world))],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        told = [process.communicate(timeout=DEADLINE_S)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    codes = [process.returncode for process in processes]
-    assert codes == ([0, -9] if world == 2 else [0] * world), "\n".join(told)[-6000:]
-    return [
-        json.loads((root / f"rank-{rank}-of-{world}.json").read_text()) for rank in range(world)
-    ]
+def launch(root: Path, *worlds: int) -> dict[int, list[dict[str, Any]]]:
+    """Run gangs of so many ranks, one after another, and return what each rank found; of two, the
+    second is killed."""
+    gangs = []
+    for world in worlds:
+        port = free_port()
+        gangs.append([[*map(str, (root, port, rank, world))] for rank in range(world)])
+    ended = run_gangs(PROGRAM, gangs, DEADLINE_S)
+    for world, gang in zip(worlds, ended, strict=True):
+        told = "\n".join(each.err for each in gang)
+        codes = [each.code for each in gang]
+        assert codes == ([0, -9] if world == 2 else [0] * world), told[-6000:]
+    return {
+        world: [
+            json.loads((root / f"rank-{rank}-of-{world}.json").read_text()) for rank in range(world)
+        ]
+        for world in worlds
+    }
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +59,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(root: Path) -> dict[int, list[dict[str, Any]]]:
     """One rank, then two, then four; each resumes what it finds, its own and the ones before."""
     found = {1: [work(root, Group())]}
-    found[2] = launch(root, 2)
-    found[4] = launch(root, 4)
+    found |= launch(root, 2, 4)
     found[-1] = [work(root, Group())]  # one rank again: from everything there is
     return found
 

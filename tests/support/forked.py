@@ -1,0 +1,110 @@
+"""Real ranks of a test module, forked from one process that has imported it.
+
+An import of torch and of what ranks need takes seconds a process, longer than most of what they do
+here. ``python -m tests.support.forked MODULE`` reads gangs as JSON and answers what became of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+ROOT = Path(__file__).parents[2]
+_ONE = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")  # a thread spoils forking
+
+
+class Ended(NamedTuple):
+    """How a rank ended: negative codes are signals."""
+
+    code: int
+    out: str
+    err: str
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def run_gangs(
+    module: str, gangs: Sequence[Sequence[Sequence[str]]], deadline_s: float = 100.0
+) -> list[list[Ended]]:
+    """Run ``module.main()`` in a process for each rank of each gang, whose arguments are given;
+    gangs one after another, ranks at once. Whoever is too late is killed, with all others.
+    """
+    helper = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.forked", module],
+        cwd=ROOT,
+        env={**os.environ, **_ONE},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = helper.communicate(json.dumps([[*map(list, each)] for each in gangs]), deadline_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(helper.pid, signal.SIGKILL)
+        helper.wait()
+    return [[Ended(*each) for each in gang] for gang in json.loads(said)]
+
+
+def main() -> None:
+    """Be the process that has imported the module."""
+    (name,) = sys.argv[1:]
+    gangs = json.loads(sys.stdin.readline())
+    module = importlib.import_module(name)
+    ended = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for gang in gangs:
+            files = [Path(scratch, f"rank-{rank}") for rank in range(len(gang))]
+            pids = []
+            for arguments, file in zip(gang, files, strict=True):
+                if not (pid := os.fork()):
+                    _become(module, [name, *arguments], file)
+                pids.append(pid)
+            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+            ended.append(
+                [
+                    (
+                        code,
+                        file.with_suffix(".out").read_text(),
+                        file.with_suffix(".err").read_text(),
+                    )
+                    for code, file in zip(codes, files, strict=True)
+                ]
+            )
+    sys.stdout.write(json.dumps(ended))
+
+
+def _become(module: object, argv: list[str], file: Path) -> NoReturn:
+    """Be a rank; never returns."""
+    code = 1
+    try:
+        for fd, suffix in ((1, ".out"), (2, ".err")):
+            os.dup2(os.open(file.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
+        sys.argv = argv
+        code = module.main() or 0  # type: ignore[attr-defined]
+    except BaseException:  # noqa: BLE001 - its last word
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
