@@ -240,6 +240,23 @@ def test_a_published_copy_that_rots_is_withdrawn_and_mended(
     assert receipts[first].origin_bytes == manifest.piece_bytes  # the rest was held
 
 
+def test_what_an_earlier_process_began_is_forgotten_unless_it_is_wanted(
+    paced: LocalFleet, manifest: Manifest, model: Path
+) -> None:
+    first, second, *_ = order(manifest)
+    for name in (first, second):
+        paced.drivers[name].store.open(manifest).close()
+    staged = {name: paced.drivers[name].store.root / "staging" for name in (first, second)}
+    lanes = chain(manifest, model, link_mbit=6)(paced.addresses)[first]
+    paced.deploy(manifest, {first: lanes})
+    until(lambda: bool(paced.beat(first, DEPLOYMENT)))
+    for name in (first, second):
+        paced.drivers[name].forget(manifest.digest)
+    until(lambda: not list(staged[second].iterdir()))
+    path = Path(paced.receipts(DEPLOYMENT, [first])[first].path)
+    verify_directory(path, manifest)
+
+
 def test_a_flipped_byte_at_the_origin_is_named_and_shown_to_nobody(
     tmp_path: Path, manifest: Manifest, model: Path
 ) -> None:

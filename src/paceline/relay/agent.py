@@ -289,9 +289,13 @@ class Agent:
                 self.driver.activate(deployment_id)
             case "cancel":
                 self._manifests.pop(deployment_id, None)
+                begun = [e for e in self._left if e[0].deployment_id == deployment_id]
                 self._left = [e for e in self._left if e[0].deployment_id != deployment_id]
                 self._assignments.drop([deployment_id])
                 self.driver.cancel(deployment_id)
+                wanted = {manifest.digest for _, manifest in self._left}
+                for digest in {manifest.digest for _, manifest in begun} - wanted:
+                    self.driver.forget(digest)
 
     def _fetch_lanes(self, deployment_id: str) -> None:
         try:

@@ -229,6 +229,11 @@ class Deployments:
         del self._shares[deployment_id]
         self._changed()
 
+    def forget(self, digest: str) -> None:
+        """Drop what an earlier process began of a version, unless a deployment has it here."""
+        if all(share.manifest.digest != digest for share in self):
+            self._store.forget(digest)
+
     def activate(self, deployment_id: str, now_s: float) -> None:
         """Switch to a deployment's version, if it is complete here."""
         share = self._shares.get(deployment_id)

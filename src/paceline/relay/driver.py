@@ -185,6 +185,10 @@ class RelayDriver:
         """Drop the deployment and what arrived of it; once its beat is gone it cannot publish."""
         self._post(lambda now: self._deployments.cancel(deployment_id, now))
 
+    def forget(self, digest: str) -> None:
+        """Drop what an earlier process began of a version, unless a deployment has it here."""
+        self._post(lambda _now: self._deployments.forget(digest))
+
     @property
     def withdrawals(self) -> int:
         """Return how many published versions rotted on this disk and were taken out of sight."""

@@ -190,6 +190,13 @@ class Store:
             if not staging.published and staging.directory.exists():
                 self._trash(staging.directory)
 
+    def forget(self, digest: str) -> None:
+        """Drop what an earlier process began of a version and nobody has open."""
+        with self._publish_lock:
+            work = self._staging / digest
+            if work.is_dir():
+                self._trash(work)
+
     def reuse(self, staging: Staging) -> None:
         """Fill missing pieces from versions that this disk already holds, each verified again."""
         if not staging.published:
