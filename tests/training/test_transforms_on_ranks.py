@@ -28,7 +28,7 @@ def job_with(camp: Camp, name: str, processes: int) -> TrainJob:
         "batching": "packed",
         "transform": f"{MODULE}:{'mixed' if processes else 'stuck'}",
         "transform_processes": processes,
-        "transform_deadline_s": 2.0,
+        "transform_deadline_s": 2.0 if processes else 1.0,
     }
     return camp.job(name, ranks=2, data=data)
 

@@ -18,6 +18,7 @@ import numpy as np
 from paceline.data.apart import DONE, FAILED, LENGTH_BYTES, READY
 from paceline.data.arrays import packed, unpacked
 from paceline.data.transform import KEY, Transform, TransformFailed, applied, load_transform
+from paceline.errors import InvalidInput
 
 
 def main() -> None:
@@ -30,6 +31,9 @@ def main() -> None:
     name = sys.argv[1]
     try:
         transform = load_transform(name, [name.partition(":")[0]])
+    except InvalidInput as error:
+        _answer(answers, FAILED, str(error.got).encode())
+        return
     except Exception as error:  # noqa: BLE001 - told to whoever asked
         _answer(answers, FAILED, f"{type(error).__name__}: {error}".encode())
         return
