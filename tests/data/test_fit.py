@@ -60,7 +60,7 @@ def test_purpose_project_tokenizer_and_vocabulary_must_be_the_jobs(
     source = tmp_path / "source"
     source.mkdir()
     for n in range(6):
-        (source / f"{n}.txt").write_text(f"alpha {n}")
+        (source / f"{n}.txt").write_text(f"alpha {n} " * 30)
     plain = built(source, tmp_path / "store")
     tokenised = built(source, tmp_path / "store", tokenizer=str(tokenizer_file))
     digest = tokenised.vocabulary.sha256
@@ -96,7 +96,8 @@ def test_frames_alone_are_for_a_users_own_model(runtime: Runtime, tmp_path: Path
     with pytest.raises(InvalidSnapshot, match=r"no tokens.*got columns frames"):
         require_data(job(runtime, frames), "node-0", frames)
     own = {"code_ref": "package.module:function"}
-    require_data(job(runtime, frames, settings=own), "node-0", frames)
+    apart = {"batching": "carried"}
+    require_data(job(runtime, frames, settings=own, data=apart), "node-0", frames)
 
 
 def test_rows_must_divide_into_columns(runtime: Runtime, tmp_path: Path) -> None:

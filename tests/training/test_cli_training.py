@@ -261,6 +261,8 @@ def test_numbers_beside_the_text_need_a_batching_that_keeps_samples_apart(tmp_pa
     error = refused(tmp_path / "out", *jsonl)
     assert "windows have no features" in error.one_line()
     assert "samples with stars" in error.one_line() and "data.batching=packed" in str(error.do)
+    typo = refused(tmp_path / "out", *jsonl, "--set", "data.text_field=txet")
+    assert "no tokens" in typo.one_line() and "data.text_field is 'txet'" in str(typo.do)
     with pytest.raises(AssertionError, match="no rank"):
         ask(*jsonl, "--output", str(tmp_path / "out"), "--set", "data.batching=packed")
 

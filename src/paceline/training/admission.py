@@ -73,19 +73,20 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
     require_allowed(job.data.transform, load_runtime(job.state_dir).profile.security.code_sources)
     require_runnable(job.data.transform)
     config = _base_config(job, worker_id)
-    require_reading(job, snapshot, config)
-    if config is None:
-        return  # another machine's disk, or a user's own model: each rank looks
-    if not snapshot.tokens:
+    # Where it is None, on another machine's disk or a user's own model: each rank looks.
+    if config is not None and not snapshot.tokens:
         raise InvalidSnapshot(
             "snapshot has no tokens for a transformer",
             got=f"columns {', '.join(each.name for each in snapshot.columns)}",
             wanted="text or tokens",
             where=snapshot.url,
-            do="Name the text's field (data.text_field), or train a model of your own (code_ref).",
+            do="Name the text's field when it is built (data.text_field is "
+            f"{job.data.text_field!r}), or train a model of your own (code_ref).",
         )
-    vocabulary = snapshot.vocabulary
-    require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
+    if config is not None:
+        vocabulary = snapshot.vocabulary
+        require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
+    require_reading(job, snapshot, config)
 
 
 def require_reading(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> None:
