@@ -206,9 +206,10 @@ def test_a_stop_says_what_is_saved_and_what_is_not(tmp_path: Path) -> None:
 
 
 def test_the_first_signal_asks_and_the_second_ends(request: pytest.FixtureRequest) -> None:
-    # A shell that starts tests in the background has them ignore SIGINT, which stays ignored.
-    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, ours))
+    # What starts tests in the background has them ignore SIGINT or SIGHUP, which then stay ignored.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        ours = signal.signal(number, signal.default_int_handler)
+        request.addfinalizer(lambda number=number, ours=ours: signal.signal(number, ours))
     cancel, before = threading.Event(), signal.getsignal(signal.SIGHUP)
     with _stopping_gently(cancel) as signals:
         with pytest.raises(KeyboardInterrupt):  # nothing runs yet that could save
