@@ -17,7 +17,7 @@ import libcst
 import pytest
 from mutmut.mutation.file_mutation import Mutation, create_mutations, deep_replace
 
-from paceline.relay import memory
+from paceline.relay.memory import fleet
 from paceline.relay.session import asking, flights, pulling, session
 from paceline.relay.session.budget import OriginBudget
 from paceline.relay.session.events import SessionAction, SessionEvent, Woke
@@ -95,10 +95,14 @@ def goes_back_to_older_lanes(patch: pytest.MonkeyPatch) -> None:
     honest = RelaySession._assign
 
     def forgetful(
-        self: RelaySession, lanes: WorkerLanes, now_s: float, actions: list[SessionAction]
+        self: RelaySession,
+        lanes: WorkerLanes,
+        read: int,
+        now_s: float,
+        actions: list[SessionAction],
     ) -> None:
         self._lanes = None
-        honest(self, lanes, now_s, actions)
+        honest(self, lanes, read, now_s, actions)
 
     patch.setattr(RelaySession, "_assign", forgetful)
 
@@ -218,7 +222,7 @@ def test_a_mutant_of_the_session_is_caught(
     elif module == "pulling":
         monkeypatch.setattr(session, "Puller", changed.Puller)
     else:
-        monkeypatch.setattr(memory, "RelaySession", changed.RelaySession)
+        monkeypatch.setattr(fleet, "RelaySession", changed.RelaySession)
     diff = "\n".join(difflib.unified_diff(source.splitlines(), mutated.splitlines(), lineterm=""))
     assert diff, "the mutant is no mutant"
     assert caught(), f"no promise was broken in {WORLDS} worlds by this mutant:\n{diff}"

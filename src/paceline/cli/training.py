@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--steps",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=0),
     default=None,
-    help="Default: the profile's (training.steps).",
+    help="Default: the profile's (training.steps). With MODEL_ID, 0 is the control that must not "
+    "pass the gate.",
 )
 @click.option("--run-id", default=None, help="Go on with this run (default: new).")
 @click.option(
