@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -30,6 +34,7 @@ from paceline.wire.training import TrainJob
 ROWS = 2  # some layers (batch norm) refuse a single one
 MOST_SHARD_BYTES = 64 * 1024 * 1024  # one shard is fetched for it
 MOST_PARAMETERS = 30_000_000  # a forward and a backward pass within seconds on one core
+SCRATCH_TRIES, SCRATCH_WAIT_S = 100, 0.05  # to remove what a last fetch still writes to
 CPU = torch.device("cpu")
 
 
@@ -48,11 +53,11 @@ def first_rows(job: TrainJob, task: Task) -> Batch | None:
     )
     settings = job.data.model_copy(update={"columns": 1, "prefetch_batches": 1})
     with (
-        TemporaryDirectory(prefix="paceline-first-batch-") as directory,
+        _scratch() as directory,
         ShardCache(
             snapshot,
             store,
-            Path(directory),
+            directory,
             limit_bytes=job.data.cache_bytes,
             ahead=1,
             transforms=transforms,
@@ -64,6 +69,22 @@ def first_rows(job: TrainJob, task: Task) -> Batch | None:
         ) as stream,
     ):
         return stream.next()
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """Yield a directory that is gone afterwards, though a shard that is being fetched ahead may
+    still come to it for a moment after the cache was closed.
+    """
+    directory = Path(mkdtemp(prefix="paceline-first-batch-"))
+    try:
+        yield directory
+    finally:
+        for _ in range(SCRATCH_TRIES):
+            shutil.rmtree(directory, ignore_errors=True)
+            if not directory.exists():
+                break
+            time.sleep(SCRATCH_WAIT_S)
 
 
 def try_batch(workload: Workload, model: nn.Module, batch: Batch, ref: CodeRef) -> None:
