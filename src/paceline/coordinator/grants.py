@@ -67,7 +67,7 @@ def under_the_fuse(
             break
         excess -= given[name] - shares[name]
         del kept[name]
-    seeds = [each.worker_id for each in planned if _seeds(each) and each.worker_id not in kept]
+    seeds = [each.worker_id for each in planned if each.origin_lanes and each.worker_id not in kept]
     _cut(shares, dict.fromkeys(seeds, 0), excess)
     return tuple(
         kept.get(each.worker_id) or _granted(run, each, shares[each.worker_id], fleet)
@@ -99,7 +99,7 @@ def _granted(run: DeploymentRun, lanes: WorkerLanes, share: int, fleet: Membersh
     """Return ``lanes`` with a budget of ``share``, from what its reader had told on, and with how
     much it is to tell of at once.
     """
-    worker_id, seeds = lanes.worker_id, _seeds(lanes)
+    worker_id, seeds = lanes.worker_id, bool(lanes.origin_lanes)
     if share == lanes.origin_budget_bytes and not seeds and worker_id not in run.lanes:
         return lanes  # its first ones: it has read nothing
     worker = fleet.find(worker_id)
@@ -108,10 +108,6 @@ def _granted(run: DeploymentRun, lanes: WorkerLanes, share: int, fleet: Membersh
     if seeds:
         update["origin_tell_bytes"] = told_at_once(run.deployment.total_bytes)
     return lanes.model_copy(update=update)
-
-
-def _seeds(lanes: WorkerLanes) -> bool:
-    return any(lane.source.kind == "origin" for lane in lanes.lanes)
 
 
 def _begun_bytes(run: DeploymentRun, lanes: WorkerLanes) -> int:
@@ -125,7 +121,6 @@ def _begun_bytes(run: DeploymentRun, lanes: WorkerLanes) -> int:
             for chunk in chunks[lane.first_chunk : lane.last_chunk + 1]
             if chunk.chunk_id not in held
         )
-        for lane in lanes.lanes
-        if lane.source.kind == "origin"
+        for lane in lanes.origin_lanes
     ]
     return sum(begun) if begun else lanes.origin_budget_bytes

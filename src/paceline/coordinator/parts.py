@@ -69,10 +69,9 @@ def untold_bytes(lanes: WorkerLanes | None, part: Part) -> int:
     it, it may read more, and that is not known. The share of who is no seed is passed over: it is
     small, and for the last resort.
     """
-    origins = [lane for lane in lanes.lanes if lane.source.kind == "origin"] if lanes else []
-    if lanes is None or not origins:
+    if lanes is None or not lanes.origin_lanes:
         return 0
-    rate = sum(lane.expected_bytes_s for lane in origins)
+    rate = sum(lane.expected_bytes_s for lane in lanes.origin_lanes)
     untold = lanes.origin_tell_bytes + round(rate * NEWS_S)
     return min(left_bytes(lanes, part), untold)
 

@@ -170,7 +170,7 @@ def _is_kept(run: DeploymentRun, planned: WorkerLanes, places: Places) -> bool:
         return False
     if not run.fused:
         return True
-    seeds = any(lane.source.kind == "origin" for lane in planned.lanes)
+    seeds = bool(planned.origin_lanes)
     if part.spent_before is None:  # told by an earlier coordinator: what is left is not known
         return not seeds
     left = before.origin_budget_bytes - (part.spent_bytes - part.spent_before)

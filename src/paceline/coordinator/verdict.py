@@ -83,7 +83,7 @@ def _seed_is_short(run: DeploymentRun) -> bool:
         lanes = run.lanes[worker_id]
         if run.parts[worker_id].epoch < lanes.epoch:
             continue
-        if any(lane.source.kind == "origin" for lane in lanes.lanes):
+        if lanes.origin_lanes:
             return True
     return False
 

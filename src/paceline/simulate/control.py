@@ -167,8 +167,7 @@ class Control:
         lanes = host.lanes
         if lanes is None or not lanes.origin_tell_bytes or host.complete:
             return inf
-        origins = [each for each in lanes.lanes if each.source.kind == "origin"]
-        rate = sum(each.expected_bytes_s for each in origins)
+        rate = sum(each.expected_bytes_s for each in lanes.origin_lanes)
         return max(NEWS_S, lanes.origin_tell_bytes / rate) if rate > 0 else inf
 
     def _beat_of(self, host: Host) -> Heartbeat:

@@ -73,6 +73,11 @@ class WorkerLanes(Record):
     origin_tell_bytes: int = Field(default=0, ge=0)  # so much read is told at once; 0: with beats
     piece_deadline_s: float = Field(gt=0)  # a source silent for longer is lost
 
+    @property
+    def origin_lanes(self) -> tuple[Lane, ...]:
+        """Return what this worker begins at the origin; whoever has any is a seed."""
+        return tuple(lane for lane in self.lanes if lane.source.kind == "origin")
+
 
 class Plan(Record):
     """The whole fleet's lanes for one deployment and epoch, in the order of the line."""
