@@ -56,6 +56,10 @@ class Uploader:
         self._client = client
         self._endpoint_url = endpoint_url
         self._stopping = stopping or threading.Event()
+        self._failed = threading.Event()  # ours alone: others go on, and say why they end
+
+    def _ends(self) -> bool:
+        return self._stopping.is_set() or self._failed.is_set()
 
     def upload(self, path: Path, url: str, sha256: str) -> int:
         """Write the file as one object and return how many bytes of it were there already."""
@@ -66,7 +70,7 @@ class Uploader:
         try:
             size = os.fstat(descriptor).st_size
             if size <= 2 * PART_BYTES:
-                with _Slice(descriptor, 0, size, path, self._stopping) as body:
+                with _Slice(descriptor, 0, size, path, self._ends) as body:
                     md5 = body.md5()
                     self._patiently(
                         url,
@@ -139,7 +143,7 @@ class Uploader:
 
         def part(number: int) -> tuple[int, str, bool]:
             start, length = starts[number - 1], lengths[number]
-            with _Slice(descriptor, start, length, path, self._stopping) as body:
+            with _Slice(descriptor, start, length, path, self._ends) as body:
                 md5 = body.md5()
                 if number in there:
                     if there[number] != md5.hex():
@@ -165,7 +169,7 @@ class Uploader:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise (_Unusable if resumed else error) from error
             except BaseException:  # what is uploaded stays, for the next attempt to go on with
-                self._stopping.set()
+                self._failed.set()
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
         parts = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag, _ in done]
@@ -208,7 +212,7 @@ class Uploader:
                 with translated(self._endpoint_url, url):
                     return request()
             except ServiceUnavailable as error:
-                if self._stopping.is_set():  # botocore calls a body that ends by Cancelled so
+                if self._ends():  # botocore calls a body that ends by Cancelled so
                     raise Cancelled("the upload was stopped", where=url) from error
                 patience.failed(error)
 
@@ -221,10 +225,10 @@ class _Slice(io.RawIOBase):
     """Part of an open file as a body of its own; never more than a block of it in memory."""
 
     def __init__(
-        self, descriptor: int, offset: int, length: int, path: Path, stopping: threading.Event
+        self, descriptor: int, offset: int, length: int, path: Path, ends: Callable[[], bool]
     ) -> None:
         super().__init__()
-        self._stopping = stopping
+        self._ends = ends
         self._descriptor, self._offset, self._length = descriptor, offset, length
         self._path = path
         self._at = 0
@@ -250,7 +254,7 @@ class _Slice(io.RawIOBase):
         view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
         if not view:
             return 0
-        if self._stopping.is_set():
+        if self._ends():
             raise Cancelled("the upload was stopped", where=self._path)
         got = os.preadv(self._descriptor, [view], self._offset + self._at)
         if not got:
