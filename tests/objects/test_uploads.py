@@ -43,15 +43,21 @@ class Crash(BaseException):
 
 def crash_after(store: ObjectStore, parts: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let the store's client upload ``parts`` parts, then die in each further one."""
-    client, sent, lock = store._client, [], threading.Lock()
+    client, sent, there, changed = store._client, [], [], threading.Condition()
     upload_part = client.upload_part
 
     def counted(**request: Any) -> Any:
-        with lock:
+        with changed:
             if len(sent) >= parts:
+                # The first to fail ends those under way: what was to arrive arrives before.
+                assert changed.wait_for(lambda: len(there) == parts, 30)
                 raise Crash
             sent.append(request["PartNumber"])
-        return upload_part(**request)
+        answer = upload_part(**request)
+        with changed:
+            there.append(request["PartNumber"])
+            changed.notify_all()
+        return answer
 
     monkeypatch.setattr(client, "upload_part", counted)
     return sent

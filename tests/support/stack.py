@@ -59,8 +59,13 @@ def start(*words: str, state: Path, **popen: Any) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float) -> Ended:
-    """Wait for a command and return how it ended."""
-    out, err = process.communicate(timeout=timeout_s)
+    """Wait for a command and return how it ended; one that does not end is killed."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
     lines = [each for each in out.splitlines() if each.startswith("{")]
     answer = json.loads(lines[-1]) if lines else {}
     return Ended(code=process.returncode, out=out, err=err, answer=answer)

@@ -87,6 +87,8 @@ def demo(
 
 def _run(runtime: Runtime, data: Path | None, listener: Any) -> dict[str, Any]:
     point_prefect_at(runtime)
+    from prefect.logging.handlers import APILogHandler
+
     from flows.lifecycle import run_lifecycle
     from tasks.run import listen
 
@@ -98,6 +100,8 @@ def _run(runtime: Runtime, data: Path | None, listener: Any) -> dict[str, Any]:
         summary = run_lifecycle(data=source, state_dir=str(runtime.state_dir), run_id=run_id)
     finally:
         end()
+        # Prefect sends its log in batches; told too late, it tries for a minute.
+        APILogHandler().flush()
     _mark(runtime.state_dir, run_id=run_id, data=source, finished=True)
     assert isinstance(summary, dict)
     return summary
