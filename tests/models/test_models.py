@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from paceline.errors import CorruptData, InvalidInput, SourceMissing
 from paceline.models import (
     ModelConfig,
+    attention,
     config_for,
     count_parameters,
     load_model,
@@ -19,15 +20,15 @@ from paceline.models import (
     read_config,
     require_tokenizer,
     save_model,
-    transformer,
     weights_digest,
 )
 
 TINY = config_for(50_000, 32)
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def grouped() -> ModelConfig:
-    return TINY.model_copy(update={"num_attention_heads": 2, "num_key_value_heads": 1})
+    return TINY.model_copy(update=HEADS)
 
 
 @pytest.fixture
@@ -214,6 +215,59 @@ def test_documents_packed_into_a_row_do_not_see_each_other() -> None:
     assert not torch.allclose(leaking, model(two), atol=1e-4)
 
 
+def packed(*rows: list[int]) -> torch.Tensor:
+    """Documents of these lengths; the last of each row is padding."""
+    return torch.stack([
+        torch.cat([torch.full((n,), i if i < len(row) - 1 else -1) for i, n in enumerate(row)])
+        for row in rows
+    ])  # fmt: skip
+
+
+def test_documents_attended_to_one_by_one_learn_the_same_without_a_mask_of_the_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    documents_BT = packed([90, 60, 3, 2, 4, 30, 1, 2], [192], [1] * 191 + [1])
+    assert isinstance(attention.seen_of(documents_BT), attention.Spans)
+    tokens_BT = torch.arange(3 * 192).reshape(3, 192) * 7 % 256
+
+    def learned() -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
+        model = new_model(config_for(50_000, 192).model_copy(update=HEADS), 0).double()
+        masks = 0
+
+        def pack(kept: torch.Tensor) -> torch.Tensor:
+            nonlocal masks
+            masks += kept.shape[-2:] == (192, 192)
+            return kept
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+            logits_BTV = model(tokens_BT, None, documents_BT)
+        loss = torch.nn.functional.cross_entropy(logits_BTV[:, :-1].mT, tokens_BT[:, 1:])
+        loss.backward()
+        return loss, {name: each.grad for name, each in model.named_parameters()}, masks
+
+    loss, gradients, masks = learned()
+    monkeypatch.setattr(attention, "seen_of", attention.document_mask)
+    monkeypatch.setattr("paceline.models.transformer.seen_of", attention.document_mask)
+    wanted, wanted_gradients, masks_before = learned()
+    assert (masks, masks_before > 0) == (0, True), "kept for the backward pass, in every layer"
+    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+    for name, each in gradients.items():
+        torch.testing.assert_close(each, wanted_gradients[name], rtol=1e-9, atol=1e-14)
+
+
+def test_a_mask_is_made_where_it_costs_less_or_a_document_is_in_two_places() -> None:
+    assert isinstance(attention.seen_of(packed([30, 30, 4])), torch.Tensor), "one call does"
+    two_places = packed([100, 100, 56])
+    assert isinstance(attention.seen_of(two_places), attention.Spans)
+    two_places[0, 150:200] = 0
+    assert isinstance(attention.seen_of(two_places), torch.Tensor)
+    assert isinstance(attention.seen_of(packed([500, 500]).to("meta")), torch.Tensor)
+    long = attention.seen_of(packed([3000, 20, 20, 20, 5000, 132]))
+    assert isinstance(long, attention.Spans)
+    assert long.sizes == [[3000, 60, 5000, 132]]
+    assert [each is None for each in long.masks[0]] == [True, False, True, True]
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kinds", [1, 2, 4])
 def test_attention_as_products_is_the_kernels(
@@ -221,18 +275,18 @@ def test_attention_as_products_is_the_kernels(
 ) -> None:
     generator = torch.Generator().manual_seed(kinds)
     documents_BT = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 3 + [-1] * 4])
-    mask_B1TT = transformer.document_mask(documents_BT) if masked else None
+    mask_B1TT = attention.document_mask(documents_BT) if masked else None
     shapes = [(2, heads, 16, 8) for heads in (4, kinds, kinds, 4)]
     *given, weight = (torch.randn(each, generator=generator).bfloat16() for each in shapes)
 
     def run(dtype: torch.dtype) -> list[torch.Tensor]:
         inputs = [each.to(dtype, copy=True).requires_grad_() for each in given]
-        out = transformer.attend(*inputs, mask_B1TT)
+        out = attention.attend(*inputs, mask_B1TT)
         torch.autograd.backward((out * weight).sum())
         return [each.detach().float() for each in (out, *(one.grad for one in inputs))]
 
     exact, products = run(torch.float32), run(torch.bfloat16)
-    monkeypatch.setattr(transformer, "MOST_SCORES", 0)
+    monkeypatch.setattr(attention, "MOST_SCORES", 0)
     kernel = run(torch.bfloat16)
     assert any(not torch.equal(a, b) for a, b in zip(products, kernel, strict=True)), "another way"
     for one, other, wanted in zip(products, kernel, exact, strict=True):

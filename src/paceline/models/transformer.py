@@ -3,7 +3,7 @@
 Shapes in names: B batch, T time (tokens), D width, H heads, K key-value heads, E head size, V
 vocabulary. Modules carry Llama's names, so that ``state_dict`` keys are the ones other tools know;
 a stage keeps the whole model's names. Sources: RoPE (arXiv 2104.09864), RMSNorm (1910.07467),
-SwiGLU (2002.05202), GQA (2305.13245).
+SwiGLU (2002.05202), GQA (2305.13245). Who sees what is ``attention``'s.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
+from paceline.models.attention import Seen, attend, seen_of
 from paceline.models.config import ModelConfig
 
 INITIAL_STD = 0.02
-MOST_SCORES = 2**25  # of a layer that are kept for the backward pass: 64 MiB
 Rotation = tuple[Tensor, Tensor]  # cos and sin, (T or more, E) or (B, 1, T, E)
 
 
@@ -46,14 +46,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, kv_width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation, mask_B1TT: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotation: Rotation, seen: Seen) -> Tensor:
         b, t, _ = x_BTD.shape
         # The number of heads follows from the projections: a rank may hold only some of them.
         q_BHTE = self.q_proj(x_BTD).view(b, t, -1, self.head_size).transpose(1, 2)
         k_BKTE = self.k_proj(x_BTD).view(b, t, -1, self.head_size).transpose(1, 2)
         v_BKTE = self.v_proj(x_BTD).view(b, t, -1, self.head_size).transpose(1, 2)
         q_BHTE, k_BKTE = rotate(q_BHTE, rotation), rotate(k_BKTE, rotation)
-        out_BHTE = attend(q_BHTE, k_BKTE, v_BKTE, mask_B1TT)
+        out_BHTE = attend(q_BHTE, k_BKTE, v_BKTE, seen)
         out: Tensor = self.o_proj(out_BHTE.transpose(1, 2).reshape(b, t, -1))
         return out
 
@@ -82,8 +82,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation, mask_B1TT: Tensor | None) -> Tensor:
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotation, mask_B1TT)
+    def forward(self, x_BTD: Tensor, rotation: Rotation, seen: Seen) -> Tensor:
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotation, seen)
         mixed: Tensor = self.mlp(self.post_attention_layernorm(x_BTD))
         return x_BTD + mixed
 
@@ -150,9 +150,9 @@ class Transformer(nn.Module):
         """
         x_BTD = self.model.embed_tokens(tokens_BT) if self.has_embedding else tokens_BT
         rotation = self._rotation(positions_BT, x_BTD.device)
-        mask_B1TT = None if documents_BT is None else document_mask(documents_BT)
+        seen = seen_of(documents_BT)
         for block in self.model.layers.values():
-            x_BTD = block(x_BTD, rotation, mask_B1TT)
+            x_BTD = block(x_BTD, rotation, seen)
         if not self.has_head:
             return x_BTD
         x_BTD = self.model.norm(x_BTD)
@@ -190,16 +190,6 @@ class Transformer(nn.Module):
         return self.__dict__ | {"_tables": {}}
 
 
-def document_mask(documents_BT: Tensor) -> Tensor:
-    """Return mask_B1TT: true where a token (row) may see another (column), its own document's past.
-
-    Padding is a document like any other, so that no row is without anything to see.
-    """
-    t = documents_BT.shape[1]
-    causal_TT = torch.ones(t, t, dtype=torch.bool, device=documents_BT.device).tril()
-    return ((documents_BT[:, :, None] == documents_BT[:, None, :]) & causal_TT)[:, None]
-
-
 def rotation_at(positions: Tensor, config: ModelConfig) -> Rotation:
     """Return cos and sin for each position, one dimension (E) more than ``positions``.
 
@@ -222,43 +212,6 @@ def rotate(x_BHTE: Tensor, rotation: Rotation) -> Tensor:
     low, high = x_BHTE.to(torch.promote_types(x_BHTE.dtype, cos.dtype)).chunk(2, dim=-1)
     turned = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
     return turned.to(x_BHTE.dtype)
-
-
-def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask_B1TT: Tensor | None) -> Tensor:
-    """Return each token's mix of the values it may see: its past, or what the mask says.
-
-    On a CPU in bfloat16 as plain products, while the scores are small enough to be kept: torch's
-    own kernel takes 2.3 times as long there (83 ms against 36 ms forward and backward, 8 rows of
-    512 tokens, 6 heads of 32, one core).
-    """
-    b, h, t, e = q_BHTE.shape
-    if not _as_products(q_BHTE):
-        return F.scaled_dot_product_attention(
-            q_BHTE,
-            k_BKTE,
-            v_BKTE,
-            attn_mask=mask_B1TT,
-            is_causal=mask_B1TT is None,
-            enable_gqa=h != k_BKTE.shape[1],
-        )
-    kinds = k_BKTE.shape[1]
-    bias = torch.full((), float("-inf"), dtype=q_BHTE.dtype)
-    if mask_B1TT is None:
-        bias_TT = bias.expand(t, t).triu(1)
-        bias = bias_TT.expand(h // kinds, t, t).reshape(1, -1, t)
-    else:
-        bias_B1TT = torch.zeros((), dtype=q_BHTE.dtype).where(mask_B1TT, bias)
-        bias = bias_B1TT.expand(b, h, t, t).reshape(b * kinds, -1, t)
-    # The query heads that share a key are rows of one product.
-    q, k, v = (each.reshape(b * kinds, -1, e) for each in (q_BHTE, k_BKTE, v_BKTE))
-    scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=1 / math.sqrt(e))
-    return torch.bmm(scores.softmax(dim=-1), v).view(b, h, t, e)
-
-
-def _as_products(q_BHTE: Tensor) -> bool:
-    b, h, t, _ = q_BHTE.shape
-    small = q_BHTE.device.type == "cpu" and b * h * t * t <= MOST_SCORES
-    return small and q_BHTE.dtype == torch.bfloat16
 
 
 def new_model(config: ModelConfig, seed: int) -> Transformer:

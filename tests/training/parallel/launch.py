@@ -22,7 +22,7 @@ from benchmarks.layouts.layouts import CPU, LAYOUTS, SINGLES, Layout, Run, batch
 from benchmarks.layouts.ranks import Job, run_jobs
 from benchmarks.same_losses import layout_job
 from paceline.errors import InvalidInput
-from paceline.models import new_model
+from paceline.models import attention, new_model
 from paceline.training.mesh import open_mesh, timeout_of
 from paceline.training.parallel import clipping, parallelise, sharded, straight
 from paceline.training.parallel.pipeline import Pipelined
@@ -67,7 +67,7 @@ def leaking() -> Iterator[None]:
         t = documents_BT.shape[1]
         return torch.ones(t, t, dtype=torch.bool).tril()[None, None]
 
-    change = mock.patch("paceline.models.transformer.document_mask", causal)
+    change = mock.patch("paceline.models.attention.document_mask", causal)
     with change if dist.get_rank() == 1 else contextlib.nullcontext():
         yield
 
@@ -105,10 +105,36 @@ def filling_counted() -> object:
     return mock.patch.object(Pipelined, "_loss", wrong)
 
 
+def apart(layout: str) -> Job:
+    """A layout that attends to documents one by one: they are long enough for that here."""
+    return dataclasses.replace(
+        layout_job(BY_NAME[layout], PRECISION, STEPS),
+        name=f"documents apart: {layout}",
+        around=lambda: mock.patch.dict("paceline.models.attention.CALL_PAIRS", cpu=16),
+    )
+
+
+@contextlib.contextmanager
+def apart_and_leaking() -> Iterator[None]:
+    """Stretches begin one token early: the last of the document before belongs to the next."""
+    right = attention._lengths
+
+    def early(documents_BT):
+        return [[each[0] - 1, each[1] + 1, *each[2:]] for each in right(documents_BT)]
+
+    with (
+        mock.patch.dict("paceline.models.attention.CALL_PAIRS", cpu=16),
+        mock.patch.object(attention, "_lengths", early),
+    ):
+        yield
+
+
+APART = ("single", "shard2 x tp2, recomputed", "dp2 x tp2 x pp2", "pp4, 5 microbatches of 8 rows")
 PLANTED = (
     planted("each share's own mean", "dp3, uneven shares", own_tokens),
     planted("a replica sees across documents", "dp2", leaking),
     planted("a stage sees across documents", "pp2", leaking),
+    planted("documents begin a token early", "single", apart_and_leaking),
     planted(
         "the tied embedding is not added up",
         "pp2",
@@ -292,6 +318,7 @@ def jobs() -> list[Job]:
         *(layout_job(each, PRECISION, STEPS) for each in SINGLES),
         *(layout_job(BY_NAME[name], PRECISION, STEPS) for name in RIGHT),
         *PLANTED,
+        *(apart(name) for name in APART),
         *(evaluated(name) for name in EVALUATED),
         layout_job(SINGLES[0], "float32", 14),
         *(hooked(hook) for hook in ("none", "fp16", "bf16", "powersgd")),

@@ -146,16 +146,6 @@ def test_length_buckets_must_divide_where_sequences_are_cut() -> None:
     check(16, {"tp": 16, "sequence_parallel": False}, wide, DataSettings(batching="bucketed"))
 
 
-def test_masks_of_packed_rows_that_no_machine_has_room_for_are_refused() -> None:
-    long = CONFIG.model_copy(update={"max_position_embeddings": 1 << 15})
-    packed = DataSettings(batching="packed")
-    check(8, {"dp": 8}, long, packed)
-    with pytest.raises(InvalidInput, match="4 rows of 32768 tokens at once: 20480 MiB") as raised:
-        check(4, {"dp": 4}, long, packed)
-    assert "training.accumulation" in str(raised.value.do)
-    check(4, {"dp": 4}, long, DataSettings(batching="bucketed"))
-
-
 @pytest.mark.parametrize(
     ("mesh", "axes"),
     [

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.layouts.layouts import CONFIG, CPU, Layout, Run, batch_of
-from paceline.models import new_model
+from paceline.models import attention, new_model
 from paceline.profile import TrainingSettings
 from paceline.training.mesh import Mesh, MeshSpec
 from paceline.training.parallel import parallelise
@@ -85,6 +85,14 @@ def test_a_compiled_model_has_the_same_losses_from_one_graph_for_all_blocks(monk
     assert len(graphs) == 2  # a block and the loss; four blocks share theirs
     names = [name for name, _ in compiled.parallel.modules[0].named_parameters()]
     assert names == [name for name, _ in new_model(CONFIG, 0).named_parameters()]
+    # Attention to documents one by one stays outside: their lengths are others in each batch.
+    monkeypatch.setitem(attention.CALL_PAIRS, "cpu", 16)
+    apart = fresh(compile=True)
+    first = apart.train(1)
+    made = len(graphs)
+    assert first == pytest.approx(plain[:1], rel=1e-5)
+    apart.train(3)
+    assert len(graphs) == made, "other documents, and no graph more"
 
 
 def test_recomputed_blocks_keep_less_and_their_names() -> None:

@@ -52,6 +52,11 @@ def test_a_layout_has_the_losses_and_the_gradient_norms_of_one_process(answers, 
     assert distance(answers, f"{name} float64", single) < 1e-10
 
 
+@pytest.mark.parametrize("name", launch.APART)
+def test_documents_attended_to_one_by_one_are_the_same_to_every_layout(answers, name) -> None:
+    assert distance(answers, f"documents apart: {name}", "single") < 1e-12
+
+
 @pytest.mark.parametrize("job", [each.name for each in launch.PLANTED])
 def test_a_planted_mistake_changes_what_is_compared(answers, job) -> None:
     assert distance(answers, job, "single") > 1e-4

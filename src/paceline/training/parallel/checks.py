@@ -13,8 +13,6 @@ from paceline.profile import DataSettings, MeshSettings, TrainingSettings
 from paceline.training.mesh import MeshSpec
 from paceline.training.relaxed import replicas_of
 
-PAIR_BYTES = 5  # of a mask: one, and four in the copy that torch's kernel adds to the scores
-MOST_MASK_BYTES = 16 << 30  # of one part of a batch
 BUCKET_TOKENS = 8  # rows of length buckets are padded to a multiple of this
 
 
@@ -36,8 +34,6 @@ def require_layout(
             wanted=f"at least {spec.data_world} sequences",
             do="Raise training.batch_sequences, or use fewer replicas.",
         )
-    if config is not None and data is not None and data.batching == "packed":
-        _require_masks(spec, settings, config)
     _require_hook(spec, settings)
     if settings.code_ref:
         require_ours(spec, settings.code_ref)
@@ -95,22 +91,6 @@ def layers_of(stage: int, stages: int, layers: int) -> range:
     extra = range(spare, spare + more)
     start = sum(least + (each in extra) for each in range(stage))
     return range(start, start + least + (stage in extra))
-
-
-def _require_masks(spec: MeshSpec, settings: TrainingSettings, config: ModelConfig) -> None:
-    """Refuse masks between packed documents that no machine has room for: they are dense."""
-    rows = -(-settings.batch_sequences // spec.data_world)
-    rows = -(-rows // settings.accumulation)
-    if spec.pp > 1:
-        rows = -(-rows // microbatches_of(spec, settings))
-    size = PAIR_BYTES * rows * config.context**2
-    if size > MOST_MASK_BYTES:
-        raise _refused(
-            "masks of packed documents do not fit into memory",
-            got=f"{rows} rows of {config.context} tokens at once: {size >> 20} MiB",
-            wanted=f"at most {MOST_MASK_BYTES >> 20} MiB, {PAIR_BYTES} bytes a pair of tokens",
-            do="Raise training.accumulation, or use data.batching windows or bucketed.",
-        )
 
 
 def _require_hook(spec: MeshSpec, settings: TrainingSettings) -> None:
