@@ -177,11 +177,12 @@ class _Race:
         """Return the peer port's protection: plain said aloud, or an identity for each host."""
         if not self.case.settings.get("mtls"):
             return {"peer_tls": "plaintext-anywhere"}
-        authority = make_authority(self.state / "tls")
+        tls = self.state / "tls"
+        authority = make_authority(tls)
         for host in self.bed.hosts:
-            issued = issue_identity(authority, host.name, self.state / "tls" / host.name)
-        cert, key = (f"tls/{{worker_id}}/{path.name}" for path in (issued.cert, issued.key))
-        return {"peer_tls": "mtls", "peer_ca": "tls/ca.pem", "peer_cert": cert, "peer_key": key}
+            issue_identity(authority, host.name, tls)  # <worker id>.pem and <worker id>-key.pem
+        own = {"peer_cert": "tls/{worker_id}.pem", "peer_key": "tls/{worker_id}-key.pem"}
+        return {"peer_tls": "mtls", "peer_ca": f"tls/{authority.cert.name}", **own}
 
     @property
     def link_mbit(self) -> float:
