@@ -46,8 +46,10 @@ class Control:
         self._numbers = {name: number for number, name in enumerate(streams.hosts)}
         self._receipts: dict[str, Receipt] = {}
         self._rounds: dict[str, int] = {}  # of each agent's loop; an older one ends
+        self._beaten: dict[str, float] = {}  # when each beat last
         self.calls = 0
         streams.disk.on_published = self._published
+        streams.on_news = self._news
 
     @property
     def deployment(self) -> Deployment:
@@ -136,6 +138,7 @@ class Control:
     def _beat(self, host: Host, this: int) -> None:
         if not host.serves or self._rounds[host.name] != this:
             return
+        self._beaten[host.name] = self._streams.clock.now_s
         answer = self._ask(Beat(beat=self._beat_of(host)))
         assert isinstance(answer, HeartbeatAnswer)
         wait_s = answer.next_beat_s
@@ -161,6 +164,13 @@ class Control:
         soon_s = self._telling_s(host)
         if soon_s < self._scenario.coordinator.beat_s and self._rounds[host.name] == this:
             self.resume(host, soon_s)
+
+    def _news(self, host: Host) -> None:
+        """Have an agent beat at once: it lost a source, has failed or has the whole version."""
+        if host.serves and host.name in self._rounds:
+            now_s = self._streams.clock.now_s
+            due_s = self._beaten.get(host.name, now_s) + NEWS_S
+            self.resume(host, max(0.0, due_s - now_s))
 
     def _telling_s(self, host: Host) -> float:
         """Return how soon a seed will have read as much as it is to tell of at once."""
@@ -189,8 +199,11 @@ class Control:
             return
         assert isinstance(lanes, WorkerLanes)
         if host.session is not None:
+            lost = host.session.progress().lost_sources
             self._streams.assign(host, lanes)
             self._tell_soon(host, this)
+            if lost:  # with these lanes it has lost nobody
+                self._news(host)
             return
         host.lanes = lanes  # being prepared
 
@@ -260,3 +273,4 @@ class Control:
             corrupt_pieces=host.corrupt_pieces,
             seconds=self._streams.clock.now_s - host.begun_s,
         )
+        self._news(host)

@@ -11,7 +11,7 @@ import numpy as np
 from paceline.relay.session.extents import Extent
 from paceline.simulate.hosts import Flow
 
-AWAY_EXTENTS = 32  # of the longest extent, on a spare: whether to go back is judged by pieces
+AWAY_EXTENTS = 128  # of the longest extent, on a spare: whether to go back is judged by pieces
 LEAST_EXTENTS = 8  # extents shrink towards a host's end, to this part of the longest
 EARLIEST, LATEST = 0.1, 0.75  # corrupt runs begin in this part of their extent
 MUCH_CORRUPT = 0.05  # beyond it, rejections are not gathered

@@ -18,6 +18,7 @@ from paceline.relay.session.extents import Extent, Extents
 from paceline.relay.session.limits import SessionLimits
 from paceline.simulate.control import Control
 from paceline.simulate.faults import Fault, seeded_deaths
+from paceline.simulate.gathering import AWAY_EXTENTS
 from paceline.simulate.hosts import ORIGIN_RACK, Host
 from paceline.simulate.scenario import MBIT, Scenario
 from paceline.simulate.streams import Streams
@@ -110,6 +111,7 @@ class Simulation:
             return usual
         return SessionLimits(
             window_pieces=max(usual.window_pieces, 3 * coalesce),
+            away_pieces=max(usual.away_pieces, 3 * coalesce // AWAY_EXTENTS),
             window_bytes=1 << 60,
             window_s=1e9,
         )

@@ -24,6 +24,7 @@ from paceline.relay.session.events import (
     Fail,
     Fetch,
     LanesAssigned,
+    ReportSourceLost,
     SessionEvent,
     SourceFailed,
     Tick,
@@ -64,6 +65,7 @@ class Streams:
         self.hosts: dict[str, Host] = {}
         self.origin: Host | None = None
         self.events = 0  # that sessions were told
+        self.on_news: Callable[[Host], None] = lambda _host: None  # what its agent tells at once
         self._asked_twice: list[str] = []
         self._pieces = PieceMap(manifest)
         self._limits = limits
@@ -263,6 +265,9 @@ class Streams:
                     self.disk.completed(host)
                 case Fail(error):
                     host.error = error
+                    self.on_news(host)
+                case ReportSourceLost():
+                    self.on_news(host)
         self._arm(host, session)
 
     def _arm(self, host: Host, session: RelaySession) -> None:

@@ -26,7 +26,8 @@ class Choice:
         self._random = random
         self._health: dict[str, Health] = {}
         self._broken: set[str] = set()  # sources whose streams broke under the present lanes
-        self.woke = False  # this process stood still, and nobody confirmed its lanes since
+        # This process stood still or was cut off, and nobody confirmed its lanes since.
+        self.woke = False
         self.budget = OriginBudget()
         self.stalled: PacelineError | None = None  # why nothing can be asked just now
 
@@ -84,7 +85,7 @@ class Choice:
     def _refusal(self) -> PacelineError:
         if self.woke:
             return ServiceUnavailable(
-                "this process stood still, and another may read the origin in its place",
+                "this node stood still or was cut off: another may read the origin in its place",
                 wanted="an answer of the coordinator since",
                 do="Wait: the next answered heartbeat confirms the lanes, or brings others.",
             )

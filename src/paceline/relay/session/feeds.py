@@ -13,7 +13,8 @@ from paceline.relay.session.extents import Extent, Extents
 from paceline.relay.session.limits import SessionLimits
 from paceline.wire.plan import Source
 
-JUDGED_RUNS = 16  # of a stream, over which its corrupt share is taken
+JUDGED_RUNS = 16  # of a stream, over which its corrupt share is taken, at least,
+JUDGED_MOST = 256  # and so many at most, where runs differ in length
 FORGIVEN_PIECES = 16  # good ones in a row, after which earlier failures of a source are forgotten
 
 
@@ -32,7 +33,9 @@ class Feed:
     in_flight: Extents = field(default_factory=Extents)
     aside: Extents = field(default_factory=Extents)
     asked: deque[tuple[float, Extent]] = field(default_factory=deque)  # oldest first
-    judged: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=JUDGED_RUNS))
+    judged: deque[tuple[int, int]] = field(default_factory=deque)
+    judged_pieces: int = 0  # of these runs,
+    judged_worst: int = 0  # and the longest corrupt one
 
     @property
     def waiting(self) -> bool:
@@ -44,6 +47,26 @@ class Feed:
         """Return how many pieces of the runs judged last were corrupt."""
         return sum(corrupt for _, corrupt in self.judged)
 
+    def judge(self, pieces: int, corrupt: int) -> None:
+        """Take note of a run that came, all of it corrupt or none.
+
+        Runs differ in length: beside a corrupt run of a hundred pieces, sixteen repairs of one or
+        two tell nothing. So there are sixteen times the longest corrupt one, in pieces.
+        """
+        judged = self.judged
+        judged.append((pieces, corrupt))
+        self.judged_pieces += pieces
+        self.judged_worst = max(self.judged_worst, corrupt)
+        while len(judged) > JUDGED_RUNS:
+            oldest, bad = judged[0]
+            enough = self.judged_pieces - oldest >= JUDGED_RUNS * self.judged_worst
+            if not enough and len(judged) <= JUDGED_MOST:
+                break
+            judged.popleft()
+            self.judged_pieces -= oldest
+            if bad and bad == self.judged_worst:
+                self.judged_worst = max(each for _, each in judged)
+
     def is_bad(self, limits: SessionLimits) -> bool:
         """Return whether this stream's share of corrupt pieces makes it not worth reading on.
 
@@ -54,7 +77,7 @@ class Feed:
         runs = sum(corrupt > 0 for _, corrupt in self.judged)
         if runs < limits.corrupt_before_lost:
             return False
-        return self.corrupt >= limits.corrupt_share * sum(pieces for pieces, _ in self.judged)
+        return self.corrupt >= limits.corrupt_share * self.judged_pieces
 
     def oldest(self) -> tuple[float, Extent] | None:
         """Return the oldest request that is not wholly here, and when it was made."""

@@ -219,7 +219,7 @@ class Flights:
         """
         owed = Extents([*feed.in_flight.common(extent), *feed.aside.common(extent)])
         for run in owed:
-            feed.judged.append((run.size, run.size))
+            feed.judge(run.size, run.size)
             for work, part in self.works.parts(run):
                 self.drop_from(feed, work, part)
                 if self._hedging.hedge is not None and self._hedging.hedge.key == feed.source.key:

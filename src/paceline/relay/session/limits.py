@@ -18,6 +18,7 @@ class SessionLimits:
 
     window_bytes: int = 32 * MIB  # asked for and not yet here, per source
     window_pieces: int = 256
+    away_pieces: int = 256  # of these at most in flight from a spare: the way back is probed beyond
     window_s: float = 1.0  # and no more than the expected rate brings in this time,
     origin_window_s: float = 4.0  # the origin is read in long ranges, one behind the other,
     least_window_pieces: int = 4  # but always several pieces: the pipe never runs empty

@@ -132,7 +132,7 @@ class Puller:
         self._choice.stalled = None
         if feed is not None:
             feed.heard_s = feed.moved_s = now_s
-            feed.judged.append((extent.size, 0))
+            feed.judge(extent.size, 0)
             feed.good += extent.size
             self._choice.delivered(key, extent.size)
         if not self._steady:

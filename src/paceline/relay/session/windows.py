@@ -20,7 +20,9 @@ def size_window(
         most = min(most, int(rate * window_s))
     several = max(1, limits.least_window_pieces // sharing) * pieces.piece_bytes
     work.window_bytes = max(several, most // sharing)
-    work.window_pieces = max(1, limits.window_pieces // sharing)
+    away = work.away is not None and work.away.absent
+    most_pieces = min(limits.window_pieces, limits.away_pieces) if away else limits.window_pieces
+    work.window_pieces = max(1, most_pieces // sharing)
 
 
 def is_half_full(work: Work) -> bool:
