@@ -8,6 +8,7 @@ Both ways give the same numbers. Shapes in names: see ``transformer``.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -89,13 +90,10 @@ def document_mask(documents_BT: Tensor) -> Tensor:
 def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, seen: Seen) -> Tensor:
     """Return each token's mix of the values it may see: its past, or what ``seen`` says."""
     if isinstance(seen, Spans):
-        out: Tensor = _attend_apart(q_BHTE, k_BKTE, v_BKTE, seen)
-        return out
+        return _apart(q_BHTE, k_BKTE, v_BKTE, seen)
     return _attend_at_once(q_BHTE, k_BKTE, v_BKTE, seen)
 
 
-# Stretches differ from batch to batch: a compiler would compile each of them.
-@torch.compiler.disable
 def _attend_apart(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, spans: Spans) -> Tensor:
     rows = []
     whole = (each.unbind(0) for each in (q_BHTE, k_BKTE, v_BKTE))
@@ -107,6 +105,10 @@ def _attend_apart(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, spans: Spans) 
         ]
         rows.append(torch.cat(found, dim=2))
     return torch.cat(rows)
+
+
+# Stretches differ from batch to batch: a compiler would compile each of them.
+_apart: Callable[[Tensor, Tensor, Tensor, Spans], Tensor] = torch.compiler.disable(_attend_apart)
 
 
 def _attend_at_once(
