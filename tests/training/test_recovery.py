@@ -16,7 +16,7 @@ import pytest
 
 from paceline.errors import Cancelled, TrainingFailed
 from paceline.profile import SecuritySettings, save_runtime
-from paceline.training import LocalLauncher, admission, run_job
+from paceline.training import LocalLauncher, admission, attempt, run_job
 from paceline.training.code_ref import require_code, tree_digest
 from paceline.training.stacks import waits
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
@@ -151,6 +151,32 @@ def test_a_spare_takes_over_and_no_bit_changes(
     assert len(story.result.restarts) == 1
     assert story.losses == calm.losses
     assert story.result.weights_digest == calm.result.weights_digest
+
+
+def test_a_frozen_ranks_time_is_detection_and_the_accounts_sum_to_the_jobs_time(
+    camp: Camp, launcher: LocalLauncher
+) -> None:
+    struck: list[int] = []
+
+    def freeze(event: RankEvent, story: Story) -> None:
+        if (event.event, event.rank) == ("step", 0) and event.step >= 9 and not struck:
+            struck.append(launcher.pids[1])
+            os.kill(struck[0], signal.SIGSTOP)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attempt, "STOPPED_S", 1.0)
+        job = camp.job("frozen", ranks=2, steps=60, checkpoints={"every_steps": 60})
+        story = run(camp, launcher, job, freeze)
+    (restart,) = story.result.restarts
+    assert restart.kind == "hung" and "it is stopped" in restart.reason
+    told = [e.data["step_seconds"] for e in story.events if e.event == "step" and e.attempt == 1]
+    ledger = story.result.ledger
+    assert max(told) > 1.0, "a step ended once its rank was let go on"
+    assert ledger.lost_work_s < max(told) - 0.5
+    assert ledger.detection_s > 0.5 and restart.seconds > ledger.restart_s * 0.9
+    accounts = ledger.model_dump(exclude={"wall_s", "goodput"})
+    assert sum(accounts.values()) == pytest.approx(ledger.wall_s, abs=1e-6)
+    assert ledger.wall_s == pytest.approx(story.result.seconds, abs=1e-6)
 
 
 def test_a_cancel_saves_on_all_ranks_and_the_same_job_goes_on(

@@ -124,6 +124,25 @@ def test_each_second_is_in_one_account_and_lost_work_is_no_progress() -> None:
     assert goodput == pytest.approx(17.0 / (24 + 5))
 
 
+def test_a_step_that_ends_after_its_gang_was_found_hanging_is_no_lost_work() -> None:
+    ledger = Ledger(0.0)
+    now = steps(ledger, 0.0, 1, 10)
+    ledger.stepped(now + 2.4, 11, seconds=2.4, data_wait_s=0.1, stall_s=0.05)  # once thawed
+    steps(ledger, now + 2.4, 12, 13, seconds=0.1)
+    ledger.noticed(now + 2.8, found_at=now + 2.2)
+    ledger.noticed(now + 3.0)  # nor did the next attempt get so far as to resume
+    ledger.resumed(8)
+    again = steps(ledger, now + 4.0, 9, 11)
+    kept = ledger.finished(again)
+    assert kept.detection_s == pytest.approx(2.2)
+    assert kept.restart_s == pytest.approx(0.6 + 0.2 + 1.0)
+    assert kept.lost_work_s == pytest.approx(2 * 0.85), "steps 9 and 10"
+    assert kept.productive_s == pytest.approx(11 * 0.85)
+    assert kept.data_wait_s == pytest.approx(13 * 0.1)
+    accounts = kept.model_dump(exclude={"wall_s", "goodput"})
+    assert sum(accounts.values()) == pytest.approx(kept.wall_s)
+
+
 def test_a_failure_before_the_first_step_was_start_all_along() -> None:
     ledger = Ledger(0.0)
     ledger.noticed(4.0)

@@ -179,7 +179,7 @@ class Account:
         if ended.outcome.stopped:
             self._ledger.stopping(now)
         else:
-            self._ledger.noticed(now)
+            self._ledger.noticed(now, ended.outcome.found_at)
         self._open = ended
         if ended.counts:
             self.counted += 1
@@ -309,6 +309,7 @@ class Account:
             return
         ended, self._open = self._open, None
         outcome = ended.outcome
+        seen_at = ended.seen_at if outcome.found_at is None else outcome.found_at
         self._restarts.append(
             Restart(
                 attempt=self._attempt,
@@ -317,7 +318,7 @@ class Account:
                 reason=ended.reason[:2000],
                 resumed_step=self._resumed,
                 lost_steps=max(0, ended.reached - self._resumed),
-                seconds=now - ended.seen_at,
+                seconds=now - seen_at,
                 kind=ended.kind,
                 ranks=self._ranks,
                 stacks_url=ended.stacks_url,

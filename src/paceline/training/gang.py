@@ -6,6 +6,7 @@ them, and knows which nodes are ready, lost, or about to be taken away. Knows no
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -157,11 +158,12 @@ class Gangs:
         except BaseException:
             attempted.abandon()
             raise
+        found_at = time.monotonic()
         if fault is not None:
             attempted.end(stacks=fault.hung, grace_s=0.0)
             found = attempted.who_hung(fault) if fault.hung else attempted.blame()
             fault = found or fault
-        return attempted.result(fault)
+        return dataclasses.replace(attempted.result(fault), found_at=found_at)
 
     def _listen(self, timeout_s: float) -> None:
         for heard in self.nodes.hear(timeout_s):

@@ -121,6 +121,7 @@ class GangResult:
     overdue: bool = False  # told to stop, it did not within its grace, and was killed
     preempted: frozenset[str] = frozenset()  # nodes whose owner takes them back
     lost: frozenset[str] = frozenset()  # nodes that cannot be reached any more
+    found_at: float | None = None  # the failure, by the monotonic clock; then the gang was ended
 
     @property
     def stderr_tail(self) -> str:
