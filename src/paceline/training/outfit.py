@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paceline.training.group import Group
     from paceline.training.loop import Progress
     from paceline.training.mesh import Mesh
-    from paceline.training.numbers import Exporter, Numbers
+    from paceline.training.numbers import Exporter, Numbers, Tracer, Uploaded
     from paceline.training.parallel import Parallel
 
 TRACE_REQUEST = "trace"  # in the state directory: touched, the next step is profiled
@@ -142,21 +142,38 @@ def evaluator_of(
 def numbers_of(
     its: Loaded, parallel: Parallel, group: Group, device: torch.device, rank: int, voice: Voice
 ) -> Numbers:
-    """Return this rank's figures, with a profiler for the steps that the job asks for, and for the
-    next one whenever ``<state>/trace`` is touched."""
-    from paceline.objects import join_url
-    from paceline.training.numbers import Numbers, Tracer, Uploaded
+    """Return this rank's figures, with a profiler (``tracer_of``)."""
+    from paceline.training.numbers import Numbers
 
-    settings, url = its.job.settings, join_url(its.job.checkpoint_url, its.job.job_id, "traces")
-    tracer = Tracer(
-        settings.profile_steps,
+    tracer = tracer_of(its, device, rank, uploaded_traces(its, voice))
+    settings = its.job.settings
+    return Numbers.of(settings, parallel, group, device, config=its.config, tracer=tracer)
+
+
+def tracer_of(
+    its: Loaded, device: torch.device, rank: int, on_trace: Callable[[int, Path], None]
+) -> Tracer:
+    """Return a profiler for the steps that the job asks for, and for the next one whenever
+    ``<state>/trace`` is touched."""
+    from paceline.training.numbers import Tracer
+
+    return Tracer(
+        its.job.settings.profile_steps,
         its.work_dir / "traces",
         rank,
-        Uploaded(its.store, url, lambda step, where: voice.say("trace", step, url=where)),
+        on_trace,
         cuda=device.type == "cuda",
         request=Path(its.job.state_dir) / TRACE_REQUEST,
     )
-    return Numbers.of(settings, parallel, group, device, config=its.config, tracer=tracer)
+
+
+def uploaded_traces(its: Loaded, voice: Voice) -> Uploaded:
+    """Return what uploads traces beside the checkpoints, and says so."""
+    from paceline.objects import join_url
+    from paceline.training.numbers import Uploaded
+
+    url = join_url(its.job.checkpoint_url, its.job.job_id, "traces")
+    return Uploaded(its.store, url, lambda step, where: voice.say("trace", step, url=where))
 
 
 def exporter_of(job: TrainJob, rank: int) -> Exporter:

@@ -79,6 +79,8 @@ class Struck(Story):
             self.kill("worker", 3)
         if event.step >= 12 and self.standbys():
             self.kill("leader", 0)
+        if event.step == 40:
+            (self.camp.runtime.state_dir / "trace").touch()
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +124,18 @@ def test_what_it_learned_is_exported_evaluated_and_saved(
     newest = generations.find().committed[0]
     position = generations.commit_of(newest, result.config_digest).position
     assert position["ledger"]["applied"] == {"0": STEPS, "1": STEPS, "2": STEPS}
+
+
+def test_a_trace_that_is_asked_for_is_made_by_who_leads_and_by_every_worker(
+    camp: Camp, struck: tuple[Struck, TrainResult]
+) -> None:
+    story, _ = struck
+    made = {each.rank: each for each in story.events if each.event == "trace"}
+    assert {0, 2, 3, 4} <= set(made), "the server that took over speaks as rank 0"
+    assert min(each.step for each in made.values()) > 30, "shares are as far as staleness lets them"
+    for rank, wanted in ((0, "Optimizer.step"), (2, "aten::mm"), (3, "aten::mm")):
+        traced = camp.store.get_bytes(made[rank].data["url"]).decode()
+        assert wanted in traced, "its own work"
 
 
 class StruckOften(Struck):

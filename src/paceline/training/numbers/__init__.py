@@ -8,11 +8,12 @@ from paceline.training.numbers.exporter import Exporter
 from paceline.training.numbers.flops import flops_per_token, matmul_peak
 from paceline.training.numbers.meter import Numbers
 from paceline.training.numbers.stragglers import Straggler, stragglers
-from paceline.training.numbers.tracing import Tracer, Uploaded
+from paceline.training.numbers.tracing import Aside, Tracer, Uploaded
 
 __all__ = [
     "AlertChange",
     "Alerts",
+    "Aside",
     "Exporter",
     "Numbers",
     "Straggler",

@@ -8,16 +8,19 @@ exists only then.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.errors import TemporaryError
+from paceline.errors import PacelineError
 from paceline.objects import ObjectStore, join_url
 
 log = logging.getLogger(__name__)
+
+CLOSE_S = 10.0  # for an upload that is under way when training ends
 
 
 class Tracer:
@@ -25,7 +28,8 @@ class Tracer:
 
     Whenever ``request``, a file that need not be there, is touched, the next step is profiled too.
     ``on_trace`` gets the number of the step and the path of a file in ``directory``; it may move
-    or delete it.
+    or delete it. A step that is begun twice (what was pushed too late, another update of the step)
+    is profiled once; a profiler that fails costs its trace. Begin and end are of one thread.
     """
 
     def __init__(
@@ -46,22 +50,34 @@ class Tracer:
         self._on_trace = on_trace
         self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
         self._running: profile | None = None
+        self._traced = 0  # the last step that was profiled
 
     def begin(self, step: int) -> None:
         """Start profiling where ``step`` was asked for."""
+        if self._running is not None or step == self._traced:
+            return
         if step in self._steps or self._asked():
-            self._running = profile(activities=self._activities, record_shapes=True)
-            self._running.start()
+            running = profile(activities=self._activities, record_shapes=True)
+            try:
+                running.start()
+            except RuntimeError as error:  # somebody else profiles this process
+                log.warning("no trace of step %d: %s", step, error)
+                return
+            self._running, self._traced = running, step
 
     def end(self, step: int) -> None:
         """Write the trace of ``step``, where there is one, and hand it over."""
         if self._running is None:
             return
         running, self._running = self._running, None
-        running.stop()
-        self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"trace-step-{step}-rank-{self._rank}.json"
-        running.export_chrome_trace(str(path))
+        try:
+            running.stop()
+            self._directory.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:  # a full disk is no reason to stop training
+            log.warning("no trace of step %d at %s: %s", step, path, error)
+            return
         self._on_trace(step, path)
 
     def _asked(self) -> bool:
@@ -103,8 +119,32 @@ class Uploaded:
         where = join_url(self.url, path.name)
         try:
             self.store.upload_file(path, where)
-        except TemporaryError as error:
+        except PacelineError as error:  # a trace is worth no step
             log.warning("trace of step %d stays at %s: %s", step, path, error)
             return
         path.unlink()
         self.told(step, where)
+
+
+class Aside:
+    """Hands traces to ``taker`` on a thread, one at a time: whoever made them holds a lock."""
+
+    def __init__(self, taker: Callable[[int, Path], None]) -> None:
+        self._taker = taker
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, step: int, path: Path) -> None:
+        """Have the trace taken; where the one before still is, this one stays where it is."""
+        if self._thread is not None and self._thread.is_alive():
+            log.warning("trace of step %d stays at %s: one is still uploaded", step, path)
+            return
+        arguments = (step, path)
+        self._thread = threading.Thread(
+            target=self._taker, args=arguments, name="trace", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait a while for the last one."""
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)

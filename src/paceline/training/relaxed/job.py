@@ -15,18 +15,20 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy.typing as npt
+
 from paceline.data import PlannedStream, open_stream
 from paceline.errors import CorruptData
 from paceline.training.identity import stream_seed
 from paceline.training.loading import Loaded
 from paceline.training.loop import StepReport
-from paceline.training.numbers import Exporter
-from paceline.training.outfit import device_of, exporter_of
+from paceline.training.numbers import Aside, Exporter, Tracer
+from paceline.training.outfit import device_of, exporter_of, tracer_of, uploaded_traces
 from paceline.training.relaxed import SERVING, require_ranks
 from paceline.training.relaxed.computing import Gradients
 from paceline.training.relaxed.leading import ServingRank
 from paceline.training.relaxed.meeting import Meeting
-from paceline.training.relaxed.terms import Terms
+from paceline.training.relaxed.terms import Note, Terms
 from paceline.training.relaxed.worker import Task, Worker
 from paceline.training.telling import FOLLOWER_BEAT_S, News
 from paceline.training.voice import Place, Voice
@@ -68,9 +70,14 @@ def _work(its: Loaded, place: Place, voice: Voice, meeting: Meeting, terms: Term
 
     with contextlib.ExitStack() as stack:
         exporter = stack.enter_context(exporter_of(job, place.rank))
-        compute = Gradients(its.model, its.workload, job.settings, workers, opened, device_of())
+        device = device_of()
+        compute = Gradients(its.model, its.workload, job.settings, workers, opened, device)
         stack.callback(compute.close)
-        telling = _WorkerTelling(voice, exporter, compute, its.cache.quarantined)
+        uploaded = Aside(uploaded_traces(its, voice))
+        stack.callback(uploaded.close)
+        tracer = tracer_of(its, device, place.rank, uploaded)
+        stack.callback(tracer.close)
+        telling = _WorkerTelling(voice, exporter, compute, its.cache.quarantined, tracer)
         worker = Worker(
             place.rank - SERVING,
             meeting.servers,
@@ -82,12 +89,12 @@ def _work(its: Loaded, place: Place, voice: Voice, meeting: Meeting, terms: Term
             on_word=telling.heard,
         )
         voice.enter("first step")  # fetches shards; the server may still be loading
-        worker.run(compute, telling)
+        worker.run(telling.compute, telling)
     return 0
 
 
 class _WorkerTelling:
-    """Says what a worker pushed, now and then, and that it hears the server."""
+    """Says what a worker pushed, now and then, and that it hears the server; traces steps."""
 
     def __init__(
         self,
@@ -95,8 +102,10 @@ class _WorkerTelling:
         exporter: Exporter,
         compute: Gradients,
         quarantined: Mapping[str, str],
+        tracer: Tracer,
     ) -> None:
         self._voice, self._exporter, self._compute = voice, exporter, compute
+        self._tracer = tracer
         self._quarantined, self._news = quarantined, News()
         self._said_at = 0.0
         self._pushed_at = time.perf_counter()
@@ -107,8 +116,14 @@ class _WorkerTelling:
         if self._stepping:
             self._voice.enter("step")
 
+    def compute(self, task: Task, weights: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Note]:
+        """Return gradient and note of the task; a trace of it goes on until they are applied."""
+        self._tracer.begin(task.sequence)
+        return self._compute(task, weights)
+
     def __call__(self, task: Task) -> None:
         """Note that the task's gradient is applied."""
+        self._tracer.end(task.sequence)
         self._stepping = True
         self._voice.enter("step", task.sequence)
         now = time.perf_counter()

@@ -11,15 +11,20 @@ import dataclasses
 import logging
 import math
 import uuid
+from typing import Any
+
+import numpy.typing as npt
+from torch import nn
 
 from paceline.errors import CorruptData, PeerLost
+from paceline.profile import TrainingSettings
 from paceline.training.checkpoint import Checkpointer, TrainState, WholeModel
 from paceline.training.environment import current
 from paceline.training.group import Group
 from paceline.training.loading import Loaded
-from paceline.training.loop import StepReport
+from paceline.training.loop import CPU, StepReport
 from paceline.training.mesh import Mesh, MeshSpec
-from paceline.training.numbers import Exporter
+from paceline.training.numbers import Aside, Exporter, Tracer
 from paceline.training.outfit import (
     checkpointer_of,
     evaluator_of,
@@ -28,6 +33,8 @@ from paceline.training.outfit import (
     result_of,
     resumed,
     save_last,
+    tracer_of,
+    uploaded_traces,
 )
 from paceline.training.relaxed.evaluating import Beside
 from paceline.training.relaxed.following import follow
@@ -64,7 +71,9 @@ class ServingRank:
         self._meeting, self._terms = meeting, terms
         self._job, self._settings = its.job, its.job.settings
         self._model = its.model.to(master_dtype(self._settings))
-        self._learner = Learner(self._model, self._settings, terms.workers)
+        self._uploaded = Aside(uploaded_traces(its, voice))
+        self._tracer = tracer_of(its, CPU, place.rank, self._uploaded)
+        self._learner = _Traced(self._model, self._settings, terms.workers, self._tracer)
         self._steward = JobSteward(self._settings, terms.workers, len(self._job.skip_batches))
         self._server = Server(
             self._learner,
@@ -80,7 +89,9 @@ class ServingRank:
 
     def run(self) -> int:
         """Serve to the end of the job; return the exit code."""
-        with Serving(self._server, (self._meeting.host, 0), math.inf) as serving:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._uploaded.close)
+            serving = stack.enter_context(Serving(self._server, (self._meeting.host, 0), math.inf))
             self._meeting.publish(self._place.rank, serving.address)
             if not self._begin() and self._follow() == "released":
                 return 0
@@ -205,6 +216,28 @@ class ServingRank:
         unsaved = save_last(saver, self._steward.progress, position, self._voice)
         telling.tell_saved()
         return unsaved
+
+
+class _Traced(Learner):
+    """A learner whose first update of a step that was asked for is profiled.
+
+    Updates come from several threads, one after another; each begins and ends on its own.
+    """
+
+    def __init__(
+        self, model: nn.Module, settings: TrainingSettings, workers: int, tracer: Tracer
+    ) -> None:
+        super().__init__(model, settings, workers)
+        self._tracer = tracer
+
+    def apply(self, gradient: npt.NDArray[Any], version: int, norm: float | None = None) -> float:
+        """Take the step that makes ``version``; see ``Learner``."""
+        step = (version - 1) // self._workers + 1
+        self._tracer.begin(step)
+        try:
+            return super().apply(gradient, version, norm)
+        finally:
+            self._tracer.end(step)
 
 
 class _LeaderTelling:
