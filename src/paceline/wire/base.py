@@ -6,7 +6,8 @@ import hashlib
 import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints
+from pydantic_core import CoreSchema
 
 SHA256_HEX = r"^[0-9a-f]{64}$"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -19,10 +20,33 @@ COUNT_MAX = 2**63 - 1
 Count = Annotated[int, Field(ge=0, le=COUNT_MAX)]
 
 
+def _be_strict(schema: Any) -> None:
+    if isinstance(schema, dict):
+        if schema.get("type") in ("int", "float", "bool"):
+            schema["strict"] = True
+        schema = schema.values()
+    elif not isinstance(schema, list | tuple):
+        return
+    for each in schema:
+        _be_strict(each)
+
+
 class Record(BaseModel):
-    """An immutable record: unknown keys are refused, NaN and infinity too."""
+    """An immutable record: unknown keys are refused, NaN and infinity too, and so is what only
+    passes for a number or a truth (``true`` is no count, and neither is ``"1"``).
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type[BaseModel], handler: GetCoreSchemaHandler, /
+    ) -> CoreSchema:
+        """Return the schema with its numbers and truths strict (tuples, enumerations and the like
+        still come from JSON's lists and strings)."""
+        schema = handler(source)
+        _be_strict(schema)
+        return schema
 
 
 def canonical_json(value: Any) -> bytes:
