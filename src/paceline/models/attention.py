@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -108,7 +109,8 @@ def _attend_apart(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, spans: Spans) 
 
 
 # Stretches differ from batch to batch: a compiler would compile each of them.
-_apart: Callable[[Tensor, Tensor, Tensor, Spans], Tensor] = torch.compiler.disable(_attend_apart)
+_disable: Any = torch.compiler.disable  # which is not typed
+_apart: Callable[[Tensor, Tensor, Tensor, Spans], Tensor] = _disable(_attend_apart)
 
 
 def _attend_at_once(

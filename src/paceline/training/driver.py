@@ -210,7 +210,11 @@ class _Course:
         )
         if lineup.reduced:
             log.warning(
-                "gang goes on reduced ranks=%d of=%d", lineup.ranks, self._job.settings.ranks
+                "gang goes on with nodes away ranks=%d of=%d nodes=%d of=%d",
+                lineup.ranks,
+                self._job.settings.ranks,
+                len({each.worker_id for each in lineup.seats}),
+                len(self._roster.workers),
             )
         members = [
             GangMember(each.worker_id, each.rank, environment(job, each.worker_id), each.spare)
