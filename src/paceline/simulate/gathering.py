@@ -34,6 +34,12 @@ class Gathering:
         """Return whether nothing is gathered."""
         return self.longest == 1
 
+    def is_usual(self, flow: Flow) -> bool:
+        """Return whether what arrives corrupt does so by the share of all transfers, and not
+        because its source corrupts.
+        """
+        return flow.source.corrupts <= self._corrupt
+
     def next_extent(self, flow: Flow) -> None:
         """Fix where the session is told next, and what of it will be corrupt."""
         share = max(self._corrupt, flow.source.corrupts)
@@ -76,6 +82,8 @@ class Gathering:
             return 1
         if corrupt > MUCH_CORRUPT:
             return max(1, min(self.longest, int(1 / corrupt)))
+        if flow.source.is_origin:  # its window is some seconds long, and is asked for in halves
+            return max(1, self.longest // AWAY_EXTENTS)
         planned = flow.reader.lane_sources
         if 0 < flow.lane <= len(planned) and planned[flow.lane - 1] != flow.key:
             return max(1, self.longest // AWAY_EXTENTS)

@@ -35,10 +35,12 @@ class Host:
     nic_out: int
     uplink_in: int = 0
     uplink_out: int = 0
+    repairs_in: int = 0  # what gathered repairs pass, whose time the NIC has given up; 0: the NIC
     session: RelaySession | None = None
     lanes: WorkerLanes | None = None
     have: Extents = field(default_factory=Extents)  # verified
     durable: Extents = field(default_factory=Extents)
+    paid: Extents = field(default_factory=Extents)  # came corrupt, and pass as such repairs
     # What it pulls, by source key and lane: a stream that serves two lanes takes turns.
     feeds: dict[tuple[str, int], Flow] = field(default_factory=dict)
     lane_starts: list[int] = field(default_factory=list)  # first piece of each lane,

@@ -22,6 +22,7 @@ from paceline.simulate.hosts import Flow, Host
 from paceline.simulate.network import NEAR, Network
 
 ASIDE = -1  # instead of a lane's number: a repair, or what was passed by
+PAID = -2  # a repair for which the NICs gave up their share all along
 
 
 class Runs:
@@ -91,6 +92,8 @@ class Runs:
         uses: tuple[int, ...] = (host.nic_in, far.nic_out)
         if crosses:
             uses = (*uses, far.uplink_out, host.uplink_in)
+        if lane == PAID:
+            uses = (host.repairs_in,)
         lanes = max(1, len(host.lanes.lanes)) if host.lanes else 1
         pair = self._pairs.setdefault((far.name, host.name), len(self._pairs))
         slot = self.network.add(uses, self._piece_bytes + self._lag_bytes / lanes, pair)
@@ -345,6 +348,8 @@ class Runs:
         flow.base = rotten.stop
         self._count(flow, self._pieces.bytes_of(rotten))
         reader = flow.reader
+        if reader.repairs_in and self._gathering.is_usual(flow):
+            reader.paid.add(rotten)
         reader.corrupt_pieces += rotten.size
         reader.edge(flow.key, reader.name).corrupt += rotten.size
         if self._gathering.exact:  # nobody has begun with it: whoever follows passes it by

@@ -18,7 +18,7 @@ from paceline.relay.session.extents import Extent, Extents
 from paceline.relay.session.limits import SessionLimits
 from paceline.simulate.control import Control
 from paceline.simulate.faults import Fault, seeded_deaths
-from paceline.simulate.gathering import AWAY_EXTENTS
+from paceline.simulate.gathering import AWAY_EXTENTS, MUCH_CORRUPT
 from paceline.simulate.hosts import ORIGIN_RACK, Host
 from paceline.simulate.scenario import MBIT, Scenario
 from paceline.simulate.streams import Streams
@@ -76,6 +76,8 @@ class Simulation:
         self._gone: set[str] = set()  # for good
         self._left = scenario.workers
         self._kept = 1.0  # of every NIC, after what sharing links costs
+        if coalesce > 1 and 0 < scenario.corrupt <= MUCH_CORRUPT:
+            self._pay_repairs()
         self._published_of = self.streams.disk.on_published
         self.streams.disk.on_published = self._published
 
@@ -212,10 +214,25 @@ class Simulation:
         """Take from every NIC what sharing its links was measured to cost: the fluid model divides
         a link without loss, and hosts do not.
         """
-        self._kept = 1 / (1 + SHARING.get(topology, 0.0))
-        if self._kept < 1:
+        kept = 1 / (1 + SHARING.get(topology, 0.0))
+        self._kept *= kept
+        if kept < 1:
             for host in self.streams.hosts.values():
-                self.streams.slow_down(host, self._kept)
+                self.streams.slow_down(host, kept)
+
+    def _pay_repairs(self) -> None:
+        """Take from every NIC what it spends on pieces that come corrupt, all along.
+
+        Gathered, an extent's corrupt pieces come in one run, and all are asked again at one go.
+        Such lumps, met one after the other down a deep tree, cost four times what single pieces do.
+        """
+        streams, share = self.streams, 1 - self.scenario.corrupt
+        self._kept = share
+        for host in streams.hosts.values():
+            host.repairs_in = streams.network.resource(self.scenario.link_bytes_s)
+            streams.slow_down(host, share)
+        if (origin := streams.origin) is not None:
+            streams.network.limit(origin.nic_out, streams.network.capacity(origin.nic_out) * share)
 
     def _published(self, host: Host) -> None:
         self._published_of(host)

@@ -39,7 +39,7 @@ from paceline.simulate.gathering import Gathering
 from paceline.simulate.hosts import Flow, Host, Tally
 from paceline.simulate.keepalives import Keepalives
 from paceline.simulate.network import Network
-from paceline.simulate.runs import ASIDE, Runs
+from paceline.simulate.runs import ASIDE, PAID, Runs
 from paceline.simulate.scenario import Timing
 from paceline.wire.plan import Source, WorkerLanes
 
@@ -298,7 +298,8 @@ class Streams:
         if source.kind == "origin" and extent.first > host.lane_starts[lane - 1]:
             flow = self._going_on(host, source.key, number, extent) or flow
         if flow is not None and flow.number == number and extent.stop <= flow.base:
-            lane = ASIDE  # a repair: it takes turns with what is on its way
+            # A repair: it takes turns with what is on its way, unless that was paid for before.
+            lane = PAID if host.paid.covers(extent) else ASIDE
             flow = host.feeds.get((source.key, lane))
         if flow is None or flow.number != number:
             flow = self._open(host, source, number, lane)
@@ -321,7 +322,7 @@ class Streams:
         """
         before = Extent(extent.first - 1, extent.first)
         for flow in host.feeds.values():
-            same = flow.key == key and flow.number == number and flow.lane != ASIDE
+            same = flow.key == key and flow.number == number and flow.lane not in (ASIDE, PAID)
             if same and flow.wanted.covers(before):
                 return flow
         return None
