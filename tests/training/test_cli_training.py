@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import signal
@@ -12,16 +13,24 @@ from typing import Any
 
 import click
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from paceline.cli import training_facts
 from paceline.cli.training import _stopping_gently, train
+from paceline.cli.training_checkpoints import checkpoints
 from paceline.cli.training_facts import beside, facts
 from paceline.cli.training_lines import Lines
 from paceline.errors import InvalidInput, PacelineError, StateLocked
-from paceline.models import config_for, new_model, save_model
+from paceline.models import config_for, load_model, new_model, save_model
+from paceline.objects import DiskStore
 from paceline.profile import TrainingSettings, load_profile
 from paceline.training import LocalLauncher, single
+from paceline.training.checkpoint import Generations
+from paceline.training.checkpoint.dcp import PacelineReader
+from paceline.training.checkpoint.seeding import seed_generation
 from paceline.training.room import MIB, free_memory, require_room
 from paceline.wire.training import RankEvent, TrainJob
 from tests.training.test_recovery_driver import job_in
@@ -387,3 +396,84 @@ def test_a_figures_file_that_cannot_be_written_does_not_end_training(tmp_path: P
     lines(event("step", 2))
     assert lines.step == 2
     assert len([each for each in lines.notes if "is not written any more" in each]) == 1
+
+
+def test_a_dcp_checkpoint_is_where_a_training_starts_optimizer_included(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("paceline.cli.training.say", told.append)
+    model = new_model(config_for(20_000, 32), 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, each in enumerate(model.parameters()):
+        each.grad = torch.full_like(each, number + 1.0)
+    optimizer.step()
+    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    output = tmp_path / "out"
+    for _ in range(2):  # the same command again finds it begun
+        with pytest.raises(AssertionError, match="no rank"):
+            ask("--text", str(text), "--model", str(tmp_path / "dcp"), "--output", str(output))
+    count = len(list(model.parameters()))
+    lines = [each for each in told if f"optimizer state of {count} of {count} parameters" in each]
+    assert len(lines) == 1, "once: the second time it is there"
+    (job,) = (output / "checkpoints").iterdir()
+    generations = Generations(DiskStore(), DiskStore.url_of(job))
+    (begun,) = generations.find().committed
+    assert begun.step == 0
+    found = {"model": {n: torch.zeros_like(t) for n, t in model.state_dict().items()}}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(found, storage_reader=PacelineReader(job))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found["model"][name], tensor)
+    for name in state["optim"]["state"]:  # other moments are another training
+        state["optim"]["state"][name]["step"] += 1
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(state, checkpoint_id=tmp_path / "other")
+    with pytest.raises(AssertionError, match="no rank"):
+        ask("--text", str(text), "--model", str(tmp_path / "other"), "--output", str(output))
+    assert len(list((output / "checkpoints").iterdir())) == 2
+
+
+def test_checkpoints_are_listed_exported_and_imported(tmp_path: Path, text: Path) -> None:
+    def run(*arguments: str) -> dict[str, Any]:
+        result = CliRunner().invoke(checkpoints, [*arguments, "--json"], catch_exceptions=False)
+        return {**json.loads(result.stdout), "code": result.exit_code}
+
+    model = new_model(config_for(20_000, 32), 3)
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"net": model.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    size = ["--set", "model.parameters=20000", "--set", "model.context=32"]
+    made = run("import", str(tmp_path / "dcp"), str(tmp_path / "model"), *size)
+    assert made["prefix"] == "net."
+    again, _ = load_model(tmp_path / "model")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+    tensors = {f"model.{name}": each for name, each in model.state_dict().items()}
+    job = tmp_path / "job"
+    generations = Generations(DiskStore(), DiskStore.url_of(job))
+    for _ in range(2):
+        seed_generation(
+            generations,
+            tensors,
+            job_id="job-1",
+            config_digest="c" * 64,
+            code_version="t",
+            source={},
+        )
+    shown = run("list", str(job), "--verify")
+    assert [each["status"] for each in shown["checkpoints"]] == ["verified"] * 2
+    assert (shown["job_id"], shown["code"]) == ("job-1", 0)
+    first = generations.find().committed[0]
+    (file,) = (job / str(first)).glob("rank-*")
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    shown = run("list", str(job), "--verify")
+    assert [each["status"] for each in shown["checkpoints"]] == ["damaged", "verified"]
+    assert file.name in shown["checkpoints"][0]["why"]
+    done = run("export", str(job / str(generations.find().committed[1])), str(tmp_path / "out"))
+    assert done["tensors"] == len(tensors)
+    found = {"model": {n: torch.zeros_like(t) for n, t in model.state_dict().items()}}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(found, checkpoint_id=tmp_path / "out")
+    assert all(torch.equal(found["model"][n], t) for n, t in model.state_dict().items())

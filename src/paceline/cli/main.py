@@ -45,6 +45,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "train": ("training", "train", "Train here, or fine-tune what an installation holds."),
     "evaluate": ("flows", "evaluate", "Judge a training job's candidate on held-out files."),
     "promote": ("flows", "promote", "Gate a judged candidate; make it champion and publish it."),
+    "checkpoints": (
+        "training_checkpoints",
+        "checkpoints",
+        "List, verify, export (to DCP) and import a training's checkpoints.",
+    ),
     "rollback": ("flows", "rollback", "Put the previous champion back, everywhere."),
     "reproduce": ("reproducing", "reproduce", "Train a run again and compare it bit by bit."),
     "where": ("installation", "where", "Print every link of a run: pages, logs, records."),

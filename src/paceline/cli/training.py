@@ -64,7 +64,8 @@ if TYPE_CHECKING:
     "--model",
     type=click.Path(path_type=Path, file_okay=False),
     default=None,
-    help="Here: a model directory to start from (default: a new model).",
+    help="Here: what to start from: a model directory, or a checkpoint that dcp.save wrote, its "
+    "optimizer included (default: a new model).",
 )
 @click.option(
     "--output",
@@ -189,7 +190,7 @@ def train_here(
     cancel = threading.Event()
     with warnings_told() as told, single.held(output), _stopping_gently(cancel) as signals:
         with preparing(output):
-            job = single.prepare(asked, run_id)
+            job = single.prepare(asked, run_id, lambda line: say(f"  {line}"))
         if labels == "shuffled":
             job = job.model_copy(update={"labels": "shuffled", "job_id": f"{job.job_id}-shuffled"})
         checkpoints = single.checkpoints_of(job)

@@ -204,7 +204,7 @@ def resumed(its: Loaded, state: TrainState, voice: Voice) -> tuple[Progress, dic
         return Progress(), None
     progress = Progress.at(restored.step, restored.metrics)
     progress.extra = restored.extra
-    return progress, restored.position
+    return progress, restored.position or None  # None: of a state that was imported, step 0
 
 
 def checkpointer_of(its: Loaded, state: TrainState, environment: dict[str, Any]) -> Checkpointer:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
+import logging
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.data import Snapshot, build_snapshot, load_snapshot, require_purpose, transform
 from paceline.data.splits import require_columns
@@ -23,14 +26,12 @@ from paceline.errors import (
     Cancelled,
     InvalidInput,
     PermanentError,
-    SourceMissing,
     StateLocked,
 )
 from paceline.models import ModelConfig, read_config
-from paceline.models.files import CONFIG_FILE
 from paceline.objects import DiskStore, ObjectStore, join_url
 from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
-from paceline.training import code_ref
+from paceline.training import code_ref, starting
 from paceline.training.driver import run_job
 from paceline.training.identity import own_task, with_own_id
 from paceline.training.local import LocalLauncher
@@ -41,6 +42,8 @@ from paceline.training.relaxed import replicas_of
 from paceline.training.room import free_memory, require_room
 from paceline.wire import digest_of, new_run_id
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
+
+log = logging.getLogger(__name__)
 
 WORKER = "local"
 MODEL, VERSION = "model", "v1"
@@ -108,7 +111,9 @@ def _create(directory: Path) -> bool:
     return new
 
 
-def prepare(asked: Single, run_id: str | None = None) -> TrainJob:
+def prepare(
+    asked: Single, run_id: str | None = None, tell: Callable[[str], None] = log.info
+) -> TrainJob:
     """Build or find snapshot and base model below ``asked.output``; return the job.
 
     Idempotent; to be called with ``asked.output`` held. Raises InvalidInput where mesh, model,
@@ -117,7 +122,7 @@ def prepare(asked: Single, run_id: str | None = None) -> TrainJob:
     """
     _require_possible(asked.profile)
     if asked.model is not None:
-        _require_model(asked.model, asked.profile.training.code_ref)
+        starting.require_model(asked.model, asked.profile.training.code_ref)
     _require_here(asked.snapshot_url or "", "--snapshot")
     _require_here(asked.source or asked.profile.data.source, "data.source")
     output = asked.output.absolute()
@@ -132,7 +137,9 @@ def prepare(asked: Single, run_id: str | None = None) -> TrainJob:
     save_runtime(runtime)
     store = DiskStore()
     snapshot = _snapshot(asked, output, store)
-    manifest_digest = _base(asked, runtime, snapshot)
+    manifest_digest, start = _base(asked, runtime, snapshot)
+    if asked.model is not None and starting.is_checkpoint(asked.model):
+        tell(f"weights are those of the DCP checkpoint in {asked.model}")
     settings = asked.profile.training
     require_room(settings, _weights_bytes(runtime), free_memory())
     job = TrainJob(
@@ -150,7 +157,10 @@ def prepare(asked: Single, run_id: str | None = None) -> TrainJob:
         data=asked.profile.data,
         task=own_task(asked.profile),
     )
-    return with_own_id(job)
+    job = with_own_id(job)
+    if start is not None and start.seed(job, store):
+        tell(f"optimizer state of {start.trained} of {start.of} parameters is taken over")
+    return job
 
 
 def _require_possible(profile: Profile) -> None:
@@ -220,19 +230,23 @@ def _snapshot(asked: Single, output: Path, store: ObjectStore) -> Snapshot:
     )
 
 
-def _base(asked: Single, runtime: Runtime, snapshot: Snapshot) -> str:
-    """Put the base model where ranks look for it, and return its manifest's digest."""
+def _base(asked: Single, runtime: Runtime, snapshot: Snapshot) -> tuple[str, starting.Start | None]:
+    """Put the base model where ranks look for it; return its manifest's digest, and what else there
+    is to begin with."""
     from paceline.manifest import build_manifest, write_manifest
 
     if asked.profile.training.code_ref:
-        return digest_of({"code_ref": asked.profile.training.code_ref})
+        return digest_of({"code_ref": asked.profile.training.code_ref}), None
     directory = runtime.node_dir(WORKER) / "store" / "models" / MODEL / VERSION
     making = directory.with_name(f".{VERSION}.{os.getpid()}")
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)
+    start: starting.Start | None = None
     try:
         if asked.model is None:
             _new_model(asked, snapshot, making)
+        elif starting.is_checkpoint(asked.model):
+            start = _checkpointed(asked, asked.model, snapshot, making)
         else:
             _copy_model(asked.model, making)
         link_mbit = asked.profile.cluster.link_mbit
@@ -242,7 +256,27 @@ def _base(asked: Single, runtime: Runtime, snapshot: Snapshot) -> str:
         making.rename(directory)
     finally:
         shutil.rmtree(making, ignore_errors=True)
-    return manifest.digest
+    return manifest.digest, start
+
+
+def _checkpointed(
+    asked: Single, source: Path, snapshot: Snapshot, directory: Path
+) -> starting.Start | None:
+    """Make the base model of a DCP checkpoint's weights; return its optimiser's state, if any."""
+    from paceline.models import save_model
+
+    training = asked.profile.training
+    model, config, found = starting.model_of_dcp(
+        source,
+        asked.profile.model,
+        **_shape(asked, snapshot),
+        weights_only=training.optimizer != "adamw" or training.synchrony.kind != "every-step",
+    )
+    save_model(model, config, directory)
+    start = starting.Start.of_import(source, model, found)
+    if start is not None:
+        (directory / starting.START_FILE).write_text(json.dumps({"state": start.digest()}) + "\n")
+    return start
 
 
 def _weights_bytes(runtime: Runtime) -> int:
@@ -252,39 +286,29 @@ def _weights_bytes(runtime: Runtime) -> int:
 
 def _new_model(asked: Single, snapshot: Snapshot, directory: Path) -> None:
     from paceline.models import config_for, new_model, save_model
-    from paceline.training.parallel import cuts_of
 
-    wanted = asked.profile.model
+    wanted, shape = asked.profile.model, _shape(asked, snapshot)
     config = config_for(
         wanted.parameters,
         wanted.context,
-        snapshot.vocabulary.vocab_size,
-        separator=snapshot.vocabulary.separator,
-        tokenizer_digest=snapshot.vocabulary.sha256 or "",
-        **cuts_of(asked.profile.training.mesh),
+        shape["vocabulary"],
+        separator=shape["separator"],
+        tokenizer_digest=shape["tokenizer_digest"],
+        **shape["cuts"],
     )
     save_model(new_model(config, wanted.seed), config, directory)
 
 
-def _require_model(source: Path, code_ref: str) -> None:
-    """Raise what keeps ``source`` from being what training starts from."""
-    if code_ref:
-        raise InvalidInput(
-            "a model of your own starts from what its build() returns",
-            got=f"--model {source}, training.code_ref {code_ref}",
-            wanted="one of them",
-            do="Load the weights in build(), or leave out --model.",
-        )
-    if not source.is_dir():
-        raise SourceMissing("no such model directory", got=source, wanted="safetensors and config")
-    if not any(source.glob("*.safetensors")) or not (source / CONFIG_FILE).is_file():
-        raise InvalidInput(
-            "no model of ours in the model directory",
-            got=", ".join(sorted(each.name for each in source.iterdir())[:5]) or "nothing",
-            wanted=f"*.safetensors and {CONFIG_FILE}",
-            where=source,
-            do="Name the export of a training, or a directory in Llama's layout.",
-        )
+def _shape(asked: Single, snapshot: Snapshot) -> dict[str, Any]:
+    """Return what data and mesh say of a model's shape, beside the profile's dials."""
+    from paceline.training.parallel import cuts_of
+
+    return {
+        "vocabulary": snapshot.vocabulary.vocab_size,
+        "separator": snapshot.vocabulary.separator,
+        "tokenizer_digest": snapshot.vocabulary.sha256 or "",
+        "cuts": cuts_of(asked.profile.training.mesh),
+    }
 
 
 def _copy_model(source: Path, directory: Path) -> None:

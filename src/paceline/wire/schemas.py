@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from paceline.wire.access import AuditShown, FleetInitialised, TokenMade, TokenRevoked, TokensShown
+from paceline.wire.checkpoints import CheckpointExported, CheckpointsShown, ModelImported
 from paceline.wire.forecast import PlanTable, SimulationReport
 from paceline.wire.local import Distribution, Published
 from paceline.wire.plan import Plan
@@ -43,6 +44,9 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "audit": AuditShown,
     "init": FleetInitialised,
     "reproduce": Reproduction,
+    "checkpoints": CheckpointsShown,
+    "checkpoint-export": CheckpointExported,
+    "checkpoint-import": ModelImported,
 }
 
 

@@ -54,6 +54,12 @@ class Generation(NamedTuple):
     def __str__(self) -> str:
         return f"step-{self.step:08d}-{self.number:08x}"
 
+    @classmethod
+    def named(cls, name: str) -> Generation | None:
+        """Return the generation whose directory is called ``name``; None where none is."""
+        match = _DIRECTORY.fullmatch(name)
+        return cls(int(match[1]), int(match[2], 16)) if match else None
+
 
 @dataclass(frozen=True)
 class Found:
@@ -81,8 +87,8 @@ class Generations:
         top = self.url.rstrip("/")
         for info in self.store.list(top):
             directory, _, name = info.url.removeprefix(f"{top}/").partition("/")
-            if match := _DIRECTORY.fullmatch(directory):
-                files.setdefault(Generation(int(match[1]), int(match[2], 16)), set()).add(name)
+            if (generation := Generation.named(directory)) is not None:
+                files.setdefault(generation, set()).add(name)
         newest = sorted(files, reverse=True)
         committed = [each for each in newest if COMMIT_FILE in files[each]]
         rejected = [

@@ -72,10 +72,18 @@ class StoredTensor(Record):
     chunks: tuple[StoredChunk, ...]
 
 
+class Groups(Record):
+    """What an optimiser was told, of the parameters it treats alike; {}: it has none of those."""
+
+    matrices: dict[str, Any] = {}  # of two dimensions and more
+    vectors: dict[str, Any] = {}
+
+
 class Index(Record):
     """Where each tensor of a generation lies."""
 
     tensors: dict[str, StoredTensor]
+    groups: Groups | None = None  # None: of a save before there were any
 
 
 class Rejected(Record):

@@ -10,18 +10,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import CorruptData, PacelineError, TemporaryError, TrainingFailed
 from paceline.training.checkpoint.generations import Generation, Generations
 from paceline.training.checkpoint.layout import DTYPES, Read, local_of, reads_for
+from paceline.training.checkpoint.reading import box_in, open_tensors
 from paceline.training.checkpoint.records import INDEX_FILE, Commit, Index, StoredTensor
 from paceline.training.checkpoint.state import EXTRA, KEPT, MODEL, TrainState
 
@@ -261,8 +261,10 @@ def _load(checked: _Checked, state: TrainState) -> None:
             local = local_of(target)
             for read in reads:
                 if read.file not in opened:
-                    opened[read.file] = stack.enter_context(_opened(checked.files[read.file]))
-                _box(local, read.target, read.lengths).copy_(_source(opened[read.file], read))
+                    opened[read.file] = stack.enter_context(open_tensors(checked.files[read.file]))
+                _box(local, read.target, read.lengths).copy_(
+                    box_in(opened[read.file], read.key, read.source, read.lengths)
+                )
     for each in state.keeps:
         names = [name for name in checked.kept if each.wants(name.removeprefix(KEPT))]
         each.restore({name.removeprefix(KEPT): checked.kept[name] for name in names})
@@ -273,24 +275,6 @@ def _load(checked: _Checked, state: TrainState) -> None:
     for name, parameter in state.parameters():
         if name in moments and parameter not in state.optimizer.state:
             state.optimizer.state[parameter] = moments[name]
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise CorruptData("checkpoint file cannot be read", got=error, where=path) from error
-
-
-def _source(file: Any, read: Read) -> Tensor:
-    if not read.lengths:
-        tensor: Tensor = file.get_tensor(read.key)
-        return tensor
-    box = tuple(slice(at, at + n) for at, n in zip(read.source, read.lengths, strict=True))
-    found: Tensor = file.get_slice(read.key)[box]
-    return found
 
 
 def _box(tensor: Tensor, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:

@@ -171,6 +171,7 @@ class Checkpointer:
             copy.deepcopy(
                 {k: v for k, v in self._state.extra.items() if not isinstance(v, Tensor)}
             ),
+            self._state.groups() if first else None,
         )
         self._thread = threading.Thread(
             target=self._write, args=(save, self._staging), name="checkpoint-writer", daemon=True

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.training.checkpoint.records import Groups
 from paceline.training.group import Group
 from paceline.training.keeping import Kept
 
@@ -74,6 +75,22 @@ class TrainState:
         for module in self.parallel.modules:
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 yield clean(name), parameter
+
+    def groups(self) -> Groups:
+        """Return what the optimiser is told now (rates, decay), as JSON can say it.
+
+        Our recipes tell parameters apart by their dimensions only.
+        """
+        told: dict[str, dict[str, Any]] = {}
+        for group in self.optimizer.param_groups:
+            values = {
+                name: value
+                for name, value in group.items()
+                if name != "params" and isinstance(value, bool | int | float | str | tuple | None)
+            }
+            for parameter in group["params"]:
+                told.setdefault("matrices" if parameter.ndim >= 2 else "vectors", values)
+        return Groups.model_validate(told)
 
     def layout(self) -> dict[str, int]:
         """Return dp, shard, tp and pp as far as the mesh says them."""

@@ -27,7 +27,7 @@ from paceline.errors import (
 from paceline.training.checkpoint.exchange import Exchange
 from paceline.training.checkpoint.generations import Generation, Generations
 from paceline.training.checkpoint.layout import file_of
-from paceline.training.checkpoint.records import Commit, Index, SavedFile
+from paceline.training.checkpoint.records import Commit, Groups, Index, SavedFile
 from paceline.training.checkpoint.staging import Staging
 from paceline.training.checkpoint.state import TrainState
 from paceline.wire.base import canonical_json
@@ -49,6 +49,7 @@ class Save:
     position: dict[str, Any]
     metrics: dict[str, float]
     extra: dict[str, Any]
+    groups: Groups | None = None  # what the optimiser was told
 
 
 @dataclass
@@ -182,6 +183,7 @@ class Writer:
                 extra=save.extra,
                 files=files,
             )
+            index = index.model_copy(update={"groups": save.groups})
             commit = generations.commit(generation, commit, index)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for a word
             log.warning("checkpoint was not committed step=%d error=%s", generation.step, error)

@@ -1,0 +1,360 @@
+"""Our generations by plain ``dcp.load``, and DCP's directories as where a training starts."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from paceline.errors import Conflict, CorruptData, InvalidInput, SourceMissing
+from paceline.models import new_model
+from paceline.objects import DiskStore
+from paceline.training.checkpoint import Generations, resume_newest_healthy
+from paceline.training.checkpoint.dcp import Names, PacelineReader
+from paceline.training.checkpoint.dcp_files import export_dcp
+from paceline.training.checkpoint.dcp_reading import is_dcp, read_dcp
+from paceline.training.checkpoint.places import generation_at, generations_at
+from paceline.training.checkpoint.seeding import seed_generation
+from paceline.training.group import Group
+from paceline.training.recipe import new_optimizer
+from tests.support.forked import free_port, run_gangs
+from tests.support.rclone import RcloneS3
+from tests.training.checkpoint.ranks import (
+    DIGEST,
+    SAVE_AT,
+    STEPS,
+    Run,
+    config,
+    saver_of,
+    settings_for,
+)
+
+DEADLINE_S = 120
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+def bits_of(tensors: dict[str, Tensor]) -> dict[str, bytes]:
+    return {name: each.detach().contiguous().numpy().tobytes() for name, each in tensors.items()}
+
+
+def weights_of(run: Run) -> dict[str, Tensor]:
+    every = run.state.tensors().items()
+    return {name.removeprefix("model."): each for name, each in every if name[:6] == "model."}
+
+
+def spoil(path: Path, at: int = -9) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 0x10
+    path.write_bytes(raw)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """One rank's training at step 2, saved below ``single``, and that training itself."""
+    root = tmp_path_factory.mktemp("dcp")
+    run = Run("single", Group())
+    run.take(0, SAVE_AT)
+    generations = Generations(DiskStore(), DiskStore.url_of(root / "single"))
+    saver_of(run, generations).save_last(SAVE_AT, {"batch": SAVE_AT}, {})
+    shutil.copytree(root / "single", root / "damaged")
+    (file,) = (root / "damaged").glob("step-*/rank-*.safetensors")
+    spoil(file)
+    return root, run
+
+
+@pytest.fixture(scope="module")
+def ranks(saved: tuple[Path, Run]) -> list[dict[str, Any]]:
+    """What two ranks with a sharded model found (see dcp_ranks)."""
+    root, _ = saved
+    port = free_port()
+    gang = [[*map(str, (root, port, rank, 2))] for rank in range(2)]
+    (ended,) = run_gangs("tests.training.checkpoint.dcp_ranks", [gang], DEADLINE_S)
+    assert [each.code for each in ended] == [0, 0], "\n".join(each.err for each in ended)[-6000:]
+    return [json.loads((root / f"dcp-{rank}.json").read_text()) for rank in range(2)]
+
+
+def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and an optimiser as anybody makes them, with moments to be filled."""
+    model = new_model(config(), 5).double()
+    optimizer = new_optimizer(model, settings_for({}))
+    for each in model.parameters():
+        each.grad = torch.zeros_like(each)
+    optimizer.step()
+    return model, optimizer
+
+
+def same_as(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    wanted = bits_of(run.state.tensors())
+    found = {f"model.{name}": each for name, each in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for moment, value in optimizer.state[parameter].items():
+            found[f"{moment}.{name}"] = value
+    assert bits_of(found) == wanted
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("exported", [False, True], ids=["generation", "export"])
+def test_plain_torch_loads_weights_and_optimizer_bit_for_bit(
+    saved: tuple[Path, Run], tmp_path: Path, flat: bool, exported: bool
+) -> None:
+    root, run = saved
+    reader: dcp.StorageReader = PacelineReader(root / "single")
+    if exported:
+        export_dcp(*generation_at(root / "single"), tmp_path / "out")
+        assert {each.name for each in (tmp_path / "out").iterdir()} == {
+            ".metadata",
+            "__0_0.distcp",
+            "SHA256SUMS",
+        }
+        reader = dcp.FileSystemReader(tmp_path / "out")
+    model, optimizer = plain()
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    optimizer.param_groups[0]["lr"] = 9.0
+    state = {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        "paceline": {"step": -1},
+    }
+    dcp.load(state, storage_reader=reader)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    same_as(run, model, optimizer)
+    assert state["paceline"] == {"step": SAVE_AT}
+    for mine, theirs in zip(optimizer.param_groups, run.optimizer.param_groups, strict=True):
+        assert mine["lr"] == theirs["lr"] != 9.0
+        assert mine["betas"] == theirs["betas"]
+        assert mine["weight_decay"] == theirs["weight_decay"]
+
+
+def test_sharded_ranks_load_what_one_rank_or_two_saved(
+    saved: tuple[Path, Run], ranks: list[dict[str, Any]]
+) -> None:
+    for found in ranks:
+        assert found["again"] == found["bits"], "into the shards that were saved"
+        assert found["across"] == found["resumed"], "one rank's into shards, as resuming does"
+
+
+def test_shards_are_one_model_for_a_single_process(
+    saved: tuple[Path, Run], ranks: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    root, run = saved
+    ours, theirs = plain()[0].state_dict(), plain()[0].state_dict()
+    dcp.load({"model": ours}, storage_reader=PacelineReader(root / "shard2"))
+    dcp.load({"model": theirs}, checkpoint_id=root / "by-dcp")
+    export_dcp(*generation_at(root / "shard2"), tmp_path / "out", names=Names(model=""))
+    exported = plain()[0].state_dict()
+    dcp.load(exported, checkpoint_id=tmp_path / "out")  # weights at the root, as torchtitan has
+    assert bits_of(ours) == bits_of(theirs) == bits_of(exported)
+    wanted = run.state.tensors()
+    for name, tensor in ours.items():  # the same training under another layout
+        torch.testing.assert_close(tensor, wanted[f"model.{name}"], rtol=1e-9, atol=1e-12)
+
+
+def test_a_damaged_file_is_named_to_every_rank_and_nothing_of_it_is_given_out(
+    saved: tuple[Path, Run], ranks: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    root, _ = saved
+    for found in ranks:
+        assert any("rank-00000-of-00001.safetensors" in each for each in found["damaged"])
+    state = {"model": {n: torch.zeros_like(t) for n, t in plain()[0].state_dict().items()}}
+    with pytest.raises(CheckpointException, match="does not match its hash"):
+        dcp.load(state, storage_reader=PacelineReader(root / "damaged"))
+    assert not any(each.any() for each in state["model"].values())
+    with pytest.raises(CorruptData, match="does not match its hash") as caught:
+        export_dcp(*generation_at(root / "damaged"), tmp_path / "out")
+    assert "rank-00000-of-00001" in str(caught.value.where)
+    assert list(tmp_path.iterdir()) == [], "half an export is none"
+
+
+def test_torchs_own_tools_read_an_export(saved: tuple[Path, Run], tmp_path: Path) -> None:
+    root, run = saved
+    export_dcp(*generation_at(root / "single"), tmp_path / "out")
+    dcp_to_torch_save(tmp_path / "out", tmp_path / "one.pt")
+    found = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert bits_of(found["model"]) == bits_of(weights_of(run))
+    assert found["paceline"] == {"step": SAVE_AT, "job_id": "job"}
+    assert found["optimizer"]["param_groups"][0]["params"]
+
+
+def test_weights_only_leaves_the_optimizer_out(saved: tuple[Path, Run], tmp_path: Path) -> None:
+    root, _ = saved
+    export_dcp(*generation_at(root / "single"), tmp_path / "out", weights_only=True)
+    names = dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+    assert names
+    assert all(name.startswith("model.") for name in names)
+    with pytest.raises(Conflict):
+        export_dcp(*generation_at(root / "single"), tmp_path / "out")
+
+
+def test_from_s3_as_from_a_disk(saved: tuple[Path, Run], s3: RcloneS3, tmp_path: Path) -> None:
+    root, run = saved
+    store = s3.store()
+    store.ensure_bucket("dcp")
+    for path in (root / "single").rglob("*.*"):
+        store.upload_file(path, f"s3://dcp/jobs/one/{path.relative_to(root / 'single')}")
+    model, _ = plain()
+    state = {"model": model.state_dict()}
+    work = tmp_path / "work"
+    work.mkdir()
+    dcp.load(state, storage_reader=PacelineReader("s3://dcp/jobs/one", store=store, work_dir=work))
+    assert bits_of(state["model"]) == bits_of(weights_of(run))
+    assert list(work.iterdir()) == [], "what was fetched is gone"
+    (file,) = [each for each in store.list("s3://dcp/jobs/one") if "rank-" in each.url]
+    raw = bytearray(store.get_bytes(file.url))
+    raw[-5] ^= 1
+    store.put_bytes(file.url, bytes(raw))
+    with pytest.raises(CheckpointException, match=r"s3://dcp/jobs/one/step-.*/rank-00000"):
+        dcp.load(state, storage_reader=PacelineReader("s3://dcp/jobs/one", store=store))
+
+
+def test_places_are_named_as_people_name_them(saved: tuple[Path, Run], tmp_path: Path) -> None:
+    root, _ = saved
+    shutil.copytree(root / "single", tmp_path / "out" / "checkpoints" / "job-1")
+    (there,) = (tmp_path / "out" / "checkpoints" / "job-1").glob("step-*")
+    for place in (tmp_path / "out", there.parent, there, DiskStore.url_of(there)):
+        assert generation_at(place)[1].step == SAVE_AT
+        assert generations_at(place).url == DiskStore.url_of(there.parent)
+    with pytest.raises(SourceMissing, match=f"steps {SAVE_AT}"):
+        generation_at(tmp_path / "out", step=7)
+    with pytest.raises(SourceMissing):
+        generation_at(tmp_path / "nowhere")
+    shutil.copytree(there.parent, there.parent.with_name("job-2"))
+    with pytest.raises(InvalidInput, match="job-1, job-2"):
+        generation_at(tmp_path / "out")
+
+
+# ── the way back ─────────────────────────────────────────────────────────────────────────────────
+
+
+def meta() -> dict[str, Tensor]:
+    with torch.device("meta"):
+        return dict(new_model(config(), 0).double().state_dict())
+
+
+def test_a_training_goes_on_from_what_plain_dcp_saved_of_shards(
+    saved: tuple[Path, Run], ranks: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Two ranks' DCP directory becomes step 0 of another training: the same next steps."""
+    root, run = saved
+    assert is_dcp(root / "by-dcp")
+    found = read_dcp(root / "by-dcp", meta())
+    assert found.prefix == "model."
+    assert found.trained == len(list(run.parallel.modules[0].parameters()))
+    tensors = {f"model.{name}": each for name, each in found.weights.items()} | found.moments
+    generations = Generations(DiskStore(), DiskStore.url_of(tmp_path / "job"))
+    commit = seed_generation(
+        generations,
+        tensors,
+        job_id="job",
+        config_digest=DIGEST,
+        code_version="test",
+        source={"directory": "by-dcp"},
+    )
+    assert commit.step == 0
+    other = Run("single", Group())
+    other.spoil()
+    restored = resume_newest_healthy(
+        generations, other.state, config_digest=DIGEST, work_dir=tmp_path / "work"
+    )
+    assert restored is not None
+    assert (restored.step, restored.position) == (0, {})
+    assert bits_of(other.state.tensors()) == bits_of(tensors)
+    other.take(SAVE_AT, STEPS)
+    run_on = Run("single", Group())
+    assert resume_newest_healthy(
+        Generations(DiskStore(), DiskStore.url_of(root / "single")),
+        run_on.state,
+        config_digest=DIGEST,
+        work_dir=tmp_path / "work",
+    )
+    run_on.take(SAVE_AT, STEPS)
+    assert other.losses == pytest.approx(run_on.losses, rel=1e-9)
+
+
+def test_another_model_and_foreign_code_and_damage_are_refused(
+    saved: tuple[Path, Run], ranks: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    root, _ = saved
+    wanted = meta()
+    name = next(iter(wanted))
+    with pytest.raises(InvalidInput, match="another model"):
+        read_dcp(root / "by-dcp", wanted | {"model.no_such.weight": wanted[name]})
+    with pytest.raises(InvalidInput, match=name):
+        read_dcp(root / "by-dcp", wanted | {name: torch.empty(3, 4, device="meta")})
+    with pytest.raises(SourceMissing):
+        read_dcp(tmp_path, wanted)
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    evil = tmp_path / "evil"
+    shutil.copytree(root / "by-dcp", evil)
+    (evil / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(InvalidInput, match="no part of a checkpoint"):
+        read_dcp(evil, wanted)
+    assert not (tmp_path / "ran").exists()
+    cut = tmp_path / "cut"
+    shutil.copytree(root / "by-dcp", cut)
+    (cut / ".metadata").write_bytes((cut / ".metadata").read_bytes()[:-40])
+    with pytest.raises(CorruptData, match=r"\.metadata"):
+        read_dcp(cut, wanted)
+    (cut / ".metadata").write_bytes((root / "by-dcp" / ".metadata").read_bytes())
+    (cut / "__1_0.distcp").write_bytes((cut / "__1_0.distcp").read_bytes()[:-100_000])
+    with pytest.raises(CorruptData):
+        read_dcp(cut, wanted)
+    (cut / "__1_0.distcp").unlink()
+    with pytest.raises(CorruptData, match="__1_0"):
+        read_dcp(cut, wanted)
+
+
+def test_every_flipped_bit_of_our_own_export_is_found(
+    saved: tuple[Path, Run], tmp_path: Path
+) -> None:
+    root, _ = saved
+    export_dcp(*generation_at(root / "single"), tmp_path / "out")
+    size = (tmp_path / "out" / "__0_0.distcp").stat().st_size
+    for at in (0, size // 3, size // 2, size - 1):
+        shutil.copytree(tmp_path / "out", tmp_path / "bad")
+        spoil(tmp_path / "bad" / "__0_0.distcp", at)
+        with pytest.raises(CorruptData, match=r"__0_0\.distcp"):
+            read_dcp(tmp_path / "bad", meta())
+        shutil.rmtree(tmp_path / "bad")
+
+
+def test_moments_come_where_all_of_them_fit_only(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = plain()
+        state = get_optimizer_state_dict(model, optimizer)
+        first, second = list(state["state"])[:2]
+        del state["state"][first]["step"]
+        state["state"][second]["exp_avg"] = torch.zeros(3)
+        dcp.save(
+            {"net": model.state_dict(), "optim": state}, checkpoint_id=tmp_path / "d", no_dist=True
+        )
+    found = read_dcp(tmp_path / "d", meta())
+    assert found.prefix == "net."
+    assert found.trained == len(state["state"]) - 2
+    assert not {f"exp_avg.{first}", f"exp_avg.{second}"} & set(found.moments)
+    assert read_dcp(tmp_path / "d", meta(), weights_only=True).trained == 0
