@@ -93,6 +93,7 @@ class Staging:
         self._dirty: set[int] = set()
         self._marks: Marks | None = None
         self._users = 0
+        self.readers = 0  # peers that are being served
         if published:
             everything = Extent(0, manifest.piece_count)
             self.verified.add(everything)
@@ -367,6 +368,18 @@ class Staging:
             with self._lock:
                 self._users -= 1
                 self._close_descriptors()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Count a peer among the readers, and keep the descriptors open meanwhile."""
+        with self.using():
+            with self._lock:
+                self.readers += 1
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self.readers -= 1
 
     def _close_descriptors(self) -> None:
         if not self.closed or self._users:

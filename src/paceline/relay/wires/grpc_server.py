@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import grpc
 
@@ -28,6 +29,7 @@ from paceline.errors import (
     PacelineError,
     PeerLost,
     PortInUse,
+    ServiceUnavailable,
 )
 from paceline.manifest import Piece
 from paceline.relay.disk.staging import Staging
@@ -45,6 +47,7 @@ from paceline.relay.wires.chunks import (
     encode_data,
 )
 from paceline.relay.wires.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello, proof, same
+from paceline.relay.wires.lobby import PLACES, WELCOME_S, Lobby
 from paceline.relay.wires.pacing import Pacer
 from paceline.relay.wires.serving import Asked, Complaint, Serving
 from paceline.relay.wires.tls import TlsSettings, peer_ids, valid_name, wrong_identity
@@ -53,13 +56,16 @@ from paceline.wire.base import SHA256_HEX
 log = logging.getLogger(__name__)
 
 MAX_STREAMS = 128
-HELLO_DEADLINE_S = 5.0
+SPARE_THREADS = 16  # for calls that are just ending
 UNREAD_REQUESTS = 1024  # beyond it the peer's requests wait in the network
 BASIC_KEEPALIVE_S = 0.25
 _DIGEST = re.compile(SHA256_HEX)
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a taken port is an error
     ("grpc.max_receive_message_length", MAX_REQUEST),
+    # A connection that opens no stream takes no thread: TLS and HTTP/2 must be agreed on in time.
+    ("grpc.server_handshake_timeout_ms", int(WELCOME_S * 1000)),
+    ("grpc.max_connection_idle_ms", 60_000),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -69,6 +75,7 @@ _CODES = (
     (NotFound, grpc.StatusCode.NOT_FOUND),
     (InvalidFrame, grpc.StatusCode.INVALID_ARGUMENT),
     (PeerLost, grpc.StatusCode.UNAVAILABLE),
+    (ServiceUnavailable, grpc.StatusCode.UNAVAILABLE),
 )
 
 
@@ -96,10 +103,11 @@ class GrpcServer:
         self.on_rotten = on_rotten
         self.tls = tls is not None
         self.stopping = threading.Event()
-        self._threads = ThreadPoolExecutor(MAX_STREAMS, thread_name_prefix="peer-serve")
-        self._server = grpc.server(
-            self._threads, options=_OPTIONS, maximum_concurrent_rpcs=MAX_STREAMS
-        )
+        self.lobby: Lobby[_Call] = Lobby(lambda call: call.turn_away())
+        self.seats = threading.BoundedSemaphore(MAX_STREAMS)
+        most = MAX_STREAMS + PLACES + SPARE_THREADS
+        self._threads = ThreadPoolExecutor(most, thread_name_prefix="peer-serve")
+        self._server = grpc.server(self._threads, options=_OPTIONS, maximum_concurrent_rpcs=most)
         handler = grpc.stream_stream_rpc_method_handler(
             lambda requests, context: _Call(self, requests, context).run()
         )
@@ -136,6 +144,7 @@ class GrpcServer:
     def stop(self) -> None:
         """Close the port and every stream."""
         self.stopping.set()
+        self.lobby.close()
         self._server.stop(None).wait(5.0)
         self._threads.shutdown(wait=False)
 
@@ -152,6 +161,8 @@ class _Call:
         self._said: queue.Queue[ChunkRequest | PacelineError | None] = queue.Queue(UNREAD_REQUESTS)
         self._over = threading.Event()
         self._ended = False  # the peer will ask for nothing more
+        self._began_s = time.monotonic()
+        self._seated = False  # among the streams, no more in the lobby
 
     def run(self) -> Iterator[bytes]:
         """Yield the messages; the status says why they ended."""
@@ -159,10 +170,11 @@ class _Call:
         listener = threading.Thread(target=self._listen, name="peer-listen", daemon=True)
         listener.start()
         who = "a peer"
+        self._server.lobby.enter(self, time.monotonic())
         try:
-            first = self._next(HELLO_DEADLINE_S)
+            first = self._next(self._until_welcome_s)
             if first is None:
-                return
+                raise PeerLost("the peer did not say who it is")
             if first.worker_id or first.nonce:
                 who = first.worker_id
                 yield from self._serve_worker(first)
@@ -176,6 +188,28 @@ class _Call:
             self._context.set_details(str(error)[:500])
         finally:
             self._over.set()
+            if self._seated:
+                self._server.seats.release()
+            else:
+                self._server.lobby.leave(self)
+
+    def turn_away(self) -> None:
+        """End a call that has not shown who it is; from any thread."""
+        self._over.set()
+        with suppress(queue.Full):
+            self._said.put_nowait(PeerLost("others called meanwhile"))
+
+    @property
+    def _until_welcome_s(self) -> float:
+        return self._began_s + WELCOME_S - time.monotonic()
+
+    def _seat(self) -> None:
+        """Take a place among the streams, once it is known who calls."""
+        if not self._server.lobby.leave(self):
+            raise PeerLost("others called meanwhile")
+        if not self._server.seats.acquire(blocking=False):
+            raise ServiceUnavailable("too many streams", got=MAX_STREAMS)
+        self._seated = True
 
     # ── what the peer says ───────────────────────────────────────────────────────────────────────
 
@@ -263,7 +297,7 @@ class _Call:
         nonce = secrets.token_bytes(NONCE_BYTES)
         token = self._server.token
         yield encode_challenge(nonce, proof(token, "server", hello, nonce))
-        answer = self._next(HELLO_DEADLINE_S)
+        answer = self._next(self._until_welcome_s)
         if answer is None or not same(answer.proof, proof(token, "client", hello, nonce)):
             raise AccessDenied("the peer does not know the cluster's token", got=first.worker_id)
 
@@ -295,12 +329,13 @@ class _Call:
 
     def _serve_worker(self, first: ChunkRequest) -> Iterator[bytes]:
         yield from self._greet(first)
+        self._seat()
         keepalive_s = min(10.0, max(0.02, first.keepalive_ms / 1000))
         for staging in self._await_model(first.manifest_digest, keepalive_s):
             if isinstance(staging, bytes):
                 yield staging
                 continue
-            with staging.using():
+            with staging.serving():
                 yield from self._send_pieces(staging, first.worker_id, keepalive_s)
 
     def _send_pieces(self, staging: Staging, reader: str, keepalive_s: float) -> Iterator[bytes]:
@@ -331,10 +366,11 @@ class _Call:
 
     def _serve_basic(self, first: ChunkRequest) -> Iterator[bytes]:
         reader = self._basic_reader()
+        self._seat()
         for staging in self._await_model(first.manifest_digest, BASIC_KEEPALIVE_S):
             if isinstance(staging, bytes):
                 continue  # such a peer knows of no waiting
-            with staging.using():
+            with staging.serving():
                 request: ChunkRequest | None = first
                 while request is not None:
                     yield from self._send_chunk(staging, reader, request.chunk_id)

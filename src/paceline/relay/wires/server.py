@@ -1,8 +1,9 @@
 """The peer port's serving side over TCP: any verified piece to whoever may have it.
 
-A thread a connection. A caller proves that it knows the cluster's token, and over TLS its
-certificate must be that of the worker it says it is. What it gets next is ``serving``'s business;
-here pieces leave straight from the page cache (``sendfile``) where the connection is plain.
+A thread a connection. A caller waits in the ``lobby`` until it has shown who it is: it proves that
+it knows the cluster's token, and over TLS its certificate must be that of the worker it says it is.
+What it gets next is ``serving``'s business; here pieces leave straight from the page cache
+(``sendfile``) where the connection is plain.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import secrets
+import select
 import socket
 import ssl
 import threading
@@ -23,6 +25,7 @@ from paceline.errors import (
     PacelineError,
     PeerLost,
     PortInUse,
+    ServiceUnavailable,
 )
 from paceline.manifest import Piece
 from paceline.relay.disk.staging import Staging
@@ -40,6 +43,7 @@ from paceline.relay.wires.frames import (
     proof,
     same,
 )
+from paceline.relay.wires.lobby import WELCOME_S, Lobby
 from paceline.relay.wires.pacing import Pacer
 from paceline.relay.wires.serving import Asked, Complaint, Serving
 from paceline.relay.wires.sockets import Channel, PlainChannel, configure, read_frame, shut
@@ -48,8 +52,8 @@ from paceline.relay.wires.tls import TlsChannel, accept_tls, tls_only, wrong_ide
 log = logging.getLogger(__name__)
 
 MAX_STREAMS = 128
-HELLO_DEADLINE_S = 5.0
 FRAME_DEADLINE_S = 10.0
+LOOK_S = 1.0  # how long the port waits for a caller at a time
 NO_DESCRIPTOR_S = 0.1  # between two tries to accept while there are no descriptors left
 _TLS_HANDSHAKE = b"\x16\x03"
 
@@ -78,7 +82,8 @@ class PeerServer:
         self._on_rotten = on_rotten
         self._tls = tls
         self._lock = threading.Lock()
-        self._streams: set[socket.socket] = set()
+        self._streams: set[socket.socket] = set()  # of peers that were welcomed
+        self._lobby: Lobby[socket.socket] = Lobby(shut)
         self._stopping = threading.Event()
         self._listener = listen(host, port)
         self._thread = threading.Thread(target=self._accept, name="peer-accept", daemon=True)
@@ -98,6 +103,7 @@ class PeerServer:
         self._stopping.set()
         shut(self._listener)
         self._listener.close()
+        self._lobby.close()
         with self._lock:
             for sock in self._streams:
                 shut(sock)
@@ -106,7 +112,13 @@ class PeerServer:
 
     def _accept(self) -> None:
         failing = False
+        callers = select.poll()
+        callers.register(self._listener, select.POLLIN)
         while not self._stopping.is_set():
+            due_s = self._lobby.sweep(time.monotonic())
+            wait_s = LOOK_S if due_s is None else min(LOOK_S, due_s - time.monotonic())
+            if not callers.poll(max(1.0, wait_s * 1000)):
+                continue
             try:
                 sock, _ = self._listener.accept()
             except OSError as error:
@@ -119,15 +131,7 @@ class PeerServer:
                 self._stopping.wait(NO_DESCRIPTOR_S)
                 continue
             failing = False
-            with self._lock:
-                room = len(self._streams) < MAX_STREAMS
-                if room:
-                    self._streams.add(sock)
-            if not room:
-                with suppress(OSError):
-                    sock.send(encode_payload(Kind.ERROR, b"too many streams"))
-                sock.close()
-                continue
+            self._lobby.enter(sock, time.monotonic())
             threading.Thread(
                 target=self._serve, args=(sock,), name="peer-serve", daemon=True
             ).start()
@@ -140,8 +144,9 @@ class PeerServer:
             channel = self._protect(sock)
             hello = self._welcome(channel)
             who = hello.worker_id
+            self._seat(channel)
             staging = self._await_model(channel, hello)
-            with staging.using():
+            with staging.serving():
                 self._send_all(channel, hello, staging)
         except PeerLost as error:
             log.debug("stream of %s ended: %s", who, error)
@@ -154,10 +159,10 @@ class PeerServer:
                 elif sock.fileno() >= 0:  # a caller that speaks plainly to a TLS port
                     sock.send(said)
         finally:
+            seen = sock if channel is None else channel.socket
+            self._lobby.leave(seen)
             with self._lock:
-                self._streams.discard(sock)
-                if isinstance(channel, TlsChannel):
-                    self._streams.discard(channel.socket)
+                self._streams.discard(seen)
             if channel is not None:
                 channel.close()
             sock.close()
@@ -169,13 +174,10 @@ class PeerServer:
         if self._tls is not None and first.startswith(encode(Kind.HELLO)[:3]):
             raise tls_only("a plain greeting")
         if self._tls is not None:
-            channel = accept_tls(sock, self._tls, HELLO_DEADLINE_S)
-            with self._lock:  # the wrapped socket owns the descriptor from here on
-                self._streams.discard(sock)
-                self._streams.add(channel.socket)
-                if self._stopping.is_set():
-                    channel.shut()
-            return channel
+            # The wrapped socket owns the descriptor from the handshake on.
+            return accept_tls(
+                sock, self._tls, WELCOME_S, lambda made: self._lobby.replace(sock, made)
+            )
         if first.startswith(_TLS_HANDSHAKE):
             raise AccessDenied(
                 "this peer port is plain",
@@ -185,7 +187,7 @@ class PeerServer:
         return plain
 
     def _welcome(self, channel: Channel) -> Hello:
-        deadline_s = time.monotonic() + HELLO_DEADLINE_S
+        deadline_s = time.monotonic() + WELCOME_S  # the lobby's own is earlier
         hello = decode_hello(read_frame(channel, deadline_s, Kind.HELLO)[1])
         if isinstance(channel, TlsChannel) and channel.peer_id != hello.worker_id:
             raise wrong_identity(channel.peer_id, hello.worker_id)
@@ -196,8 +198,17 @@ class PeerServer:
         answer = read_frame(channel, deadline_s, Kind.PROOF)[1]
         if not same(answer, proof(self._token, "client", hello, nonce)):
             raise AccessDenied("the peer does not know the cluster's token", got=hello.worker_id)
-        channel.send(encode(Kind.WELCOME))
         return hello
+
+    def _seat(self, channel: Channel) -> None:
+        """Give a peer that has shown who it is a place among the streams, and say so."""
+        with self._lock:
+            if not self._lobby.leave(channel.socket) or self._stopping.is_set():
+                raise PeerLost("others called meanwhile, or the port is closing")
+            if len(self._streams) >= MAX_STREAMS:
+                raise ServiceUnavailable("too many streams", got=MAX_STREAMS)
+            self._streams.add(channel.socket)
+        channel.send(encode(Kind.WELCOME))
 
     def _await_model(self, channel: Channel, hello: Hello) -> Staging:
         give_up_s = time.monotonic() + serving.UNKNOWN_DIGEST_S

@@ -209,10 +209,20 @@ class TlsChannel:
         return bool(poll.poll(timeout_s * 1000))
 
 
-def accept_tls(sock: socket.socket, context: ssl.SSLContext, timeout_s: float) -> TlsChannel:
-    """Return the channel of a caller; raises AccessDenied where its certificate is not good."""
+def accept_tls(
+    sock: socket.socket,
+    context: ssl.SSLContext,
+    timeout_s: float,
+    on_wrapped: Callable[[ssl.SSLSocket], None] = lambda _made: None,
+) -> TlsChannel:
+    """Return the channel of a caller; raises AccessDenied where its certificate is not good.
+
+    ``timeout_s`` is of each step of the handshake: who wants a bound on the whole of it shuts the
+    socket that ``on_wrapped`` is given.
+    """
     sock.settimeout(timeout_s)
     made = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+    on_wrapped(made)
     try:
         made.do_handshake()
         return TlsChannel(made)
