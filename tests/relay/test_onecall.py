@@ -31,6 +31,8 @@ from paceline.errors import (
     UntrustedManifest,
 )
 from paceline.manifest import (
+    Manifest,
+    Piece,
     TrustPolicy,
     load_key,
     new_key,
@@ -40,12 +42,15 @@ from paceline.manifest import (
     verify_directory,
     write_manifest,
 )
+from paceline.plan import origin_cap_bytes
 from paceline.relay import onecall
+from paceline.relay.disk.staging import Staging
 from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
 from paceline.relay.onecall import distribute
 from paceline.relay.sources import DirectoryReader
 from paceline.wire.local import Distribution
+from paceline.wire.plan import WorkerLanes
 from tests.relay.kit import damage, manifest_of, write_model
 from tests.support.rclone import RcloneS3
 
@@ -310,6 +315,37 @@ def test_the_others_go_on_when_a_worker_fails(
     shutil.rmtree(into(tmp_path))
     with pytest.raises(PacelineError, match=r"worker-1.*planted"):
         distribute(model, into(tmp_path), 4)
+
+
+def test_after_a_death_grants_go_on_from_what_was_read_and_fit_under_the_fuse(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[WorkerLanes] = []
+    deploy, hold = RelayDriver.deploy, Staging.hold
+
+    def noted(self: RelayDriver, lanes: WorkerLanes, manifest: Manifest) -> None:
+        given.append(lanes)
+        deploy(self, lanes, manifest)
+
+    def full(self: Staging, piece: Piece) -> None:
+        if f"{head()}/" in str(self.directory) and piece.index >= 8:
+            raise StorageFull("planted", where=self.directory)
+        hold(self, piece)
+
+    def head() -> str:
+        return next(each.worker_id for each in given if each.origin_lanes)
+
+    monkeypatch.setattr(RelayDriver, "deploy", noted)
+    monkeypatch.setattr(Staging, "hold", full)
+    done = distribute(model, into(tmp_path), 3, max_failed=0.5, topology="chain", link_mbit=20)
+    assert list(done.workers_failed) == [head()]
+    second = [each for each in given if each.epoch == 2]
+    assert second
+    counted = [each.origin_counted_bytes for each in second]
+    assert None not in counted, "a grant goes on from what was read when it was made"
+    read_by_head = 8 * 16_384  # at least; what it read is counted though it is gone
+    granted = sum(each.origin_budget_bytes for each in second)
+    assert granted <= origin_cap_bytes(done.total_bytes) - read_by_head
 
 
 def test_who_failed_of_something_that_passed_is_fed_by_the_others_in_the_end(

@@ -36,6 +36,8 @@ from paceline.manifest.signing import TrustPolicy, verify_signature
 from paceline.profile import Runtime, load_runtime
 from paceline.relay.advertise import advertised
 from paceline.relay.assignments import Assignments, write_durably
+from paceline.relay.deployments import as_error
+from paceline.relay.disk.reading import Readings
 from paceline.relay.disk.room import StorePolicy
 from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
@@ -46,8 +48,9 @@ from paceline.relay.settings import AgentConfig, address_of
 from paceline.relay.sources import Sources
 from paceline.relay.wires.transport import Transport
 from paceline.relay.wires.transports import transport_for
-from paceline.wire.calls import NEWS_S, Command, HeartbeatAnswer, RegisterWorker
+from paceline.wire.calls import NEWS_S, Command, Heartbeat, HeartbeatAnswer, RegisterWorker
 from paceline.wire.plan import Labels, WorkerLanes
+from paceline.wire.records import WorkerStatus
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +105,7 @@ class Agent:
         self._store = Store(self._node_dir / "store", StorePolicy.of(runtime.profile.store))
         try:
             self.incarnation = self._next_incarnation()
+            self._readings = Readings(self._node_dir / "readings")
             self.driver = self._make_driver(transport, host, port)
         except BaseException:
             if new:  # nobody else can have put anything there: the store is still locked by us
@@ -138,6 +142,7 @@ class Agent:
                 link_mbit=limit_mbit or None,
                 seed=self.incarnation,
                 coordinated=True,
+                readings=self._readings,
                 on_news=self._news.set,
             )
 
@@ -208,7 +213,7 @@ class Agent:
                 if answer.go_on:
                     for command in answer.commands:
                         self._execute(command)
-                    self.driver.heard(began_s)
+                    self.driver.heard(began_s, self._interval_s)
                     self._go_on()
                     failures = 0
                     self._rest(began_s, self._interval_s)
@@ -240,7 +245,12 @@ class Agent:
         for lanes, manifest in left:
             log.info("goes on deployment=%s epoch=%d", lanes.deployment_id, lanes.epoch)
             self._manifests.setdefault(lanes.deployment_id, manifest)
-            self.driver.deploy(lanes, manifest)
+            try:
+                resumed = self._readings.of(lanes.deployment_id).resumed(lanes)
+            except (PacelineError, OSError) as error:
+                log.warning("not gone on with, its grant is not known: %s", error)
+            else:
+                self.driver.deploy(resumed, manifest)
 
     def _rest(self, began_s: float, interval_s: float) -> None:
         """Wait until the next beat is due, or until there is news to tell."""
@@ -272,10 +282,20 @@ class Agent:
         self._interval_s = answer.next_beat_s
         self._transport.barred.replace(answer.barred)
         self._report.was_heard()
-        self._assignments.drop(
-            [each.deployment_id for each in beat.deployments if each.status in ENDED]
-        )
+        self._note_heard(beat)
+        ended = [each for each in beat.deployments if each.status in ENDED]
+        self._assignments.drop([each.deployment_id for each in ended])
+        # Who failed may be revived, and goes on from what it has read.
+        whole = [each for each in ended if each.status is WorkerStatus.COMPLETE]
+        self._readings.drop([each.deployment_id for each in whole])
         return answer
+
+    def _note_heard(self, beat: Heartbeat) -> None:
+        try:
+            for each in beat.deployments:
+                self._readings.heard(each.deployment_id, each.origin_bytes)
+        except (PacelineError, OSError) as error:  # it is told again after a restart: no less
+            log.warning("what was told of the origin is not written down: %s", error)
 
     def _execute(self, command: Command) -> None:
         deployment_id = command.deployment_id
@@ -292,6 +312,7 @@ class Agent:
                 begun = [e for e in self._left if e[0].deployment_id == deployment_id]
                 self._left = [e for e in self._left if e[0].deployment_id != deployment_id]
                 self._assignments.drop([deployment_id])
+                self._readings.drop([deployment_id])
                 self.driver.cancel(deployment_id)
                 wanted = {manifest.digest for _, manifest in self._left}
                 for digest in {manifest.digest for _, manifest in begun} - wanted:
@@ -309,9 +330,14 @@ class Agent:
         except UntrustedManifest as error:
             self.driver.refuse(lanes, manifest, error)
             return
+        try:
+            lanes_on_disk = self._readings.of(deployment_id).kept(lanes)  # of what is read by now
+        except (PacelineError, OSError) as error:
+            self.driver.refuse(lanes, manifest, as_error(error))
+            return
         self.driver.deploy(lanes, manifest)
         try:
-            self._assignments.keep(lanes, manifest)
+            self._assignments.keep(lanes_on_disk, manifest)
         except OSError as error:
             log.warning("a restart will not go on with these lanes: %s", error)
 

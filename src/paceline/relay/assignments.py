@@ -29,18 +29,26 @@ class Assignments:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._epochs: dict[str, int] = {}  # of what this process kept
         directory.mkdir(parents=True, exist_ok=True)
 
     def keep(self, lanes: WorkerLanes, manifest: Manifest) -> None:
-        """Remember ``lanes`` in place of the deployment's older ones."""
+        """Remember ``lanes`` in place of the deployment's older ones; told of again, the same stay
+        as they were kept.
+        """
+        if self._epochs.get(lanes.deployment_id) == lanes.epoch:
+            return
         manifest_path = self._directory / f"{manifest.digest}{_MANIFEST}"
         if not manifest_path.exists():
             write_durably(manifest_path, manifest.to_bytes())
         path = self._directory / f"{lanes.deployment_id}{_LANES}"
         write_durably(path, lanes.model_dump_json().encode())
+        self._epochs[lanes.deployment_id] = lanes.epoch
 
     def drop(self, deployment_ids: Collection[str]) -> None:
         """Forget deployments that have ended here."""
+        for each in deployment_ids:
+            self._epochs.pop(each, None)
         gone = [self._directory / f"{each}{_LANES}" for each in deployment_ids]
         gone = [path for path in gone if path.exists()]
         for path in gone:

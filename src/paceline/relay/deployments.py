@@ -22,6 +22,7 @@ from paceline.errors import (
 from paceline.manifest import Manifest
 from paceline.relay.disk.committer import Committer
 from paceline.relay.disk.library import Library
+from paceline.relay.disk.reading import Readings
 from paceline.relay.disk.staging import Staging
 from paceline.relay.disk.store import Store
 from paceline.relay.session.events import Cancelled, LanesAssigned, PiecesRotten, SessionEvent
@@ -29,11 +30,14 @@ from paceline.relay.session.extents import Extent
 from paceline.relay.session.limits import SessionLimits
 from paceline.relay.session.session import RelaySession, as_failure
 from paceline.relay.share import Share
+from paceline.relay.wires.counters import Counters
 from paceline.wire.plan import WorkerLanes
 from paceline.wire.records import WorkerStatus
 
 log = logging.getLogger(__name__)
 
+MOST_AHEAD = 1024 * 1024  # of what is read, written down ahead of it where lanes say nothing
+AHEAD_PARTS = 512
 FINISHED_KEPT = 8  # deployments that stay open for others, and in the beats, after they ended
 
 Work = Callable[[float], None]
@@ -54,6 +58,7 @@ class Deployments:
         seed: int,
         incarnation: int,
         sent_bytes: Callable[[], int],
+        readings: Readings,
         post: Callable[[Work], None],
         tell: Callable[[Share, SessionEvent, float], None],
         report_of: Callable[[Share], Callable[[SessionEvent], None]],
@@ -66,6 +71,7 @@ class Deployments:
         self._limits = limits
         self._seed = seed
         self._sent_bytes = sent_bytes
+        self._readings = readings
         self._post, self._tell, self._report_of = post, tell, report_of
         self._changed = changed
         self._shares: dict[str, Share] = {}
@@ -86,6 +92,7 @@ class Deployments:
                 except (PacelineError, OSError) as error:
                     log.warning("%s is not all durable: %s", share.deployment_id, error)
         self.library.close()
+        self._readings.close()
 
     def refresh(self, share: Share, now_s: float) -> None:
         """Report what is true of ``share`` now."""
@@ -109,6 +116,12 @@ class Deployments:
         self._forget_old()
         share = Share(lanes, manifest, now_s, self._sent_bytes())
         self._shares[lanes.deployment_id] = share
+        try:
+            share.reading = self._readings.of(share.deployment_id)
+        except (PacelineError, OSError) as error:  # before a byte is read that nobody would count
+            self.fail(share, as_error(error))
+            return
+        share.counters = _counters(share)
         self.refresh(share, now_s)
         busy = [s for s in self._shares.values() if s.manifest.digest == manifest.digest]
         if any(s is not share and s.ended_s is None for s in busy):
@@ -132,7 +145,7 @@ class Deployments:
         try:
             staging = self.library.open(share.manifest)
         except Exception as error:  # noqa: BLE001 - nobody else would tell that it ended
-            failure = _as_error(error)
+            failure = as_error(error)
             self._post(lambda _now: self.fail(share, failure))
         else:
             self._post(lambda now: self._prepared(share, staging, now))
@@ -172,7 +185,7 @@ class Deployments:
         try:
             path = self._store.publish(staging)
         except Exception as error:  # noqa: BLE001 - as in _prepare
-            failure = _as_error(error)
+            failure = as_error(error)
             if isinstance(failure, Conflict) and not staging.all_verified:
                 self._post(lambda _now: self._commit_on(share))  # a piece rotted meanwhile
             else:
@@ -243,7 +256,7 @@ class Deployments:
             self._store.activate(share.receipt.model_id, share.receipt.version)
         except (PacelineError, OSError) as error:
             log.warning("cannot activate %s: %s", share.deployment_id, error)
-            share.failure = as_failure(_as_error(error))
+            share.failure = as_failure(as_error(error))
         else:
             for other in self:
                 if other.activated and other.manifest.model_id == share.receipt.model_id:
@@ -265,7 +278,7 @@ class Deployments:
             log.exception("cannot withdraw what rotted digest=%s", digest)
             for share in mine:
                 share.ended_s = None
-                self.fail(share, _as_error(error))
+                self.fail(share, as_error(error))
             return
         for share in mine:
             if withdrawn:
@@ -287,11 +300,23 @@ class Deployments:
                 self.library.release(share.staging)
 
 
+def _counters(share: Share) -> Counters:
+    """Return counters that go on from what was read for this deployment before."""
+    reading = share.reading
+    least = min(MOST_AHEAD, share.manifest.total_size // AHEAD_PARTS)
+
+    def cover(read: int) -> None:
+        reading.cover(read, max(share.lanes.origin_tell_bytes, least))
+
+    return Counters(reading.read_bytes, cover)
+
+
 def _thread(name: str, work: Callable[[], None]) -> None:
     threading.Thread(target=work, name=name, daemon=True).start()
 
 
-def _as_error(error: Exception) -> PacelineError:
+def as_error(error: Exception) -> PacelineError:
+    """Return what ended a deployment here as what is reported."""
     if isinstance(error, PacelineError):
         return error
     if not isinstance(error, OSError):

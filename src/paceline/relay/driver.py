@@ -18,6 +18,7 @@ from contextlib import suppress
 from paceline.errors import DeploymentFailed, PacelineError
 from paceline.manifest import Manifest
 from paceline.relay.deployments import Deployments
+from paceline.relay.disk.reading import Readings
 from paceline.relay.disk.store import Store
 from paceline.relay.origin import OriginStream
 from paceline.relay.session.events import (
@@ -55,12 +56,15 @@ REFRESH_S = 0.1  # how old a reported count may be
 NAP_S = 0.3  # the owner came so much later than it wanted to: the process stood still
 DRAIN_S = 0.5  # at a stop, for the pieces that are on their way
 DRAIN_LOOK_S = 0.02
+UNHEARD_S = 3.0  # without an answer, or three beats: about then a coordinator loses this node
+UNHEARD_BEATS = 3.0
 
 
 class RelayDriver:
     """The data plane of one node. ``open_source(url)`` gives a reader for an origin; ``on_news()``
     is called where something should be reported now, not at the next beat. ``coordinated``: lanes
-    come from a coordinator, who may give them to others while this process stands still.
+    come from a coordinator, who may give them to others while this process stands still, or is cut
+    off from it. ``readings`` are where what was read from the origin outlives the process.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class RelayDriver:
         limits: SessionLimits | None = None,
         seed: int = 0,
         coordinated: bool = False,
+        readings: Readings | None = None,
         on_news: Callable[[], None] = lambda: None,
     ) -> None:
         self.worker_id = worker_id
@@ -85,6 +90,7 @@ class RelayDriver:
         self.nic_out = Pacer(link_mbit)
         self._transport = transport
         self._open_source = open_source
+        self.readings = readings or Readings()
         self._inbox: queue.Queue[tuple[Callable[[float], None], float]] = queue.Queue(INBOX)
         self._deployments = Deployments(
             worker_id=worker_id,
@@ -93,6 +99,7 @@ class RelayDriver:
             seed=seed,
             incarnation=incarnation,
             sent_bytes=lambda: self.nic_out.total_bytes,
+            readings=self.readings,
             post=self._post,
             tell=self._tell,
             report_of=self._reporter,
@@ -102,6 +109,7 @@ class RelayDriver:
         self._on_news = on_news
         self._coordinated = coordinated
         self._woke_s = float("inf")  # when this process had stood still last, until it was heard of
+        self._heard_until_s = float("-inf")  # until then the coordinator counts as heard
         self._stop = threading.Event()
         self._changed = threading.Condition()
         self.server = transport.serve(
@@ -161,16 +169,40 @@ class RelayDriver:
         """Take part in a deployment, or take its newer lanes."""
         self._post(lambda now: self._deployments.deploy(lanes, manifest, now))
 
-    def heard(self, since_s: float) -> None:
+    def heard(self, since_s: float, next_s: float = 0.0) -> None:
         """Take note that the coordinator answered what was asked at ``since_s`` or later, and that
-        what it commanded was passed on: lanes that are in force stand.
+        what it commanded was passed on: lanes that are in force stand. It is asked again in
+        ``next_s``.
         """
-        if since_s > self._woke_s:
+        until_s = since_s + max(UNHEARD_S, UNHEARD_BEATS * next_s)
+        awake = since_s > self._woke_s
+        if awake:
             self._woke_s = float("inf")
-            self._post(self._confirm)
+        self._post(lambda now_s: self._confirm(until_s, awake, now_s))
 
-    def _confirm(self, now_s: float) -> None:
+    def _confirm(self, until_s: float, awake: bool, now_s: float) -> None:
+        self._heard_until_s = until_s
         for share in self._deployments:
+            if awake or (share.is_cut_off and self._woke_s == float("inf")):
+                share.is_cut_off = False
+                self._tell(share, Confirmed(), now_s)
+
+    def _look_around(self, share: Share, now_s: float) -> None:
+        """Stop reading the origin where others may have been told to: this node does not hear the
+        coordinator, and nobody reads here any more. While it is away from all, readers stay.
+        """
+        session, staging = share.session, share.staging
+        if not self._coordinated or session is None or staging is None:
+            return
+        if staging.readers and not share.reading.had_readers:
+            share.reading.served()
+        alone = now_s > self._heard_until_s and not staging.readers and share.may_be_replaced
+        if alone and not share.is_cut_off:
+            log.warning("cut off: reads the origin no more deployment=%s", share.deployment_id)
+            share.is_cut_off = True
+            self._tell(share, Woke(0.0, replaced=True), now_s)
+        elif share.is_cut_off and not alone and self._woke_s == float("inf"):
+            share.is_cut_off = False
             self._tell(share, Confirmed(), now_s)
 
     def refuse(self, lanes: WorkerLanes, manifest: Manifest, error: PacelineError) -> None:
@@ -250,6 +282,7 @@ class RelayDriver:
             self._deliver(share, time.monotonic())
             if share.streams:
                 next_s = min(next_s, time.monotonic() + LOOK_S)
+            self._look_around(share, time.monotonic())
             due_s = share.session.deadline_s() if share.session else None
             old_s = share.refreshed_s + LONGEST_WAIT_S  # a stall is an event too, and makes none
             if due_s is not None and min(due_s, old_s) <= time.monotonic():

@@ -284,8 +284,16 @@ class _Crew:
         return True
 
     def _deploy(self) -> None:
-        """Make the plan of the next epoch and hand it to who still needs it."""
+        """Make the plan of the next epoch and hand it to who still needs it.
+
+        The fuse counts what was read by this moment, of copies too that failed or rotted since, and
+        each grant goes on from there, whenever its worker hears of it (I6).
+        """
         beats, request = self._beats(), self._request
+        read = {
+            name: driver.readings.of(self._deployment_id).read_bytes
+            for name, driver in self._drivers.items()
+        }
         link = request.link_mbit or UNLIMITED_MBIT
         workers = []
         for number, name in enumerate(request.names):
@@ -309,14 +317,15 @@ class _Crew:
             manifest=self._manifest,
             workers=workers,
             source_url=self._url,
-            origin_spent_bytes=sum(beat.origin_bytes for beat in beats.values()),
+            origin_spent_bytes=sum(read.values()),
             order=self._order,
         )
         self._order, self._plan = next_order(self._order, plan), plan
         for lanes in plan.workers:
             status = beats[lanes.worker_id].status if lanes.worker_id in beats else None
             if status not in ENDED:
-                self._drivers[lanes.worker_id].deploy(lanes, self._manifest)
+                granted = lanes.model_copy(update={"origin_counted_bytes": read[lanes.worker_id]})
+                self._drivers[lanes.worker_id].deploy(granted, self._manifest)
 
     def _holds(self, name: str) -> bool:
         found = self._drivers[name].store.versions(self._manifest.model_id)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from paceline.manifest import Manifest
 from paceline.relay.disk.committer import Committer
+from paceline.relay.disk.reading import Reading
 from paceline.relay.disk.staging import Staging
 from paceline.relay.session.events import PieceVerified
 from paceline.relay.session.extents import Extents
@@ -67,6 +68,8 @@ class Share:
     staging: Staging | None = None
     committer: Committer | None = None
     counters: Counters = field(default_factory=Counters)
+    reading: Reading = field(default_factory=Reading)
+    is_cut_off: bool = False  # nobody reads here and no coordinator is heard: see ``driver``
     arrivals: Arrivals = field(default_factory=Arrivals)
     streams: dict[str, tuple[int, PullStream]] = field(default_factory=dict)
     readers: dict[str, RangeReader] = field(default_factory=dict)
@@ -93,6 +96,13 @@ class Share:
         """
         several = len({each.source.key for each in self.lanes.lanes}) > 1
         return self.expected_rate(source) if several else 0.0
+
+    @property
+    def may_be_replaced(self) -> bool:
+        """Return whether somebody else may be told to read the origin in this node's place."""
+        named = any(each.source.kind == "worker" or each.spares for each in self.lanes.lanes)
+        seeds = bool(self.lanes.origin_lanes) and self.lanes.origin_tell_bytes > 0
+        return seeds and (named or self.reading.had_readers) and self.ended_s is None
 
     def close_streams(self) -> None:
         """Stop pulling from every source."""

@@ -1,0 +1,102 @@
+"""What was read from the origin outlives the process that read it, and grants go on from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.relay.disk import reading
+from paceline.relay.disk.reading import Reading, Readings
+from paceline.relay.session.budget import OriginBudget
+from paceline.wire.plan import WorkerLanes
+from tests.relay.kit import ORIGIN, lanes, paper_manifest
+
+GRANT, AHEAD = 1000, 100
+
+
+def granted(counted: int | None = 0) -> WorkerLanes:
+    made = lanes("node-0", paper_manifest(4), ORIGIN, budget=GRANT)
+    return made.model_copy(update={"origin_counted_bytes": counted})
+
+
+def left(given: WorkerLanes, read: int) -> int:
+    """Return what a session may still read under ``given`` that read ``read`` in its count."""
+    counted = given.origin_counted_bytes
+    untold = 0 if counted is None else max(0, read - counted)
+    return OriginBudget(given.origin_budget_bytes, untold).left_bytes
+
+
+def test_a_killed_process_gives_nothing_back_and_costs_a_part_at_most(tmp_path: Path) -> None:
+    first = Readings(tmp_path).of("d-1")
+    kept = first.kept(granted())
+    for read in range(10, 410, 10):
+        first.cover(read, AHEAD)
+    second = Readings(tmp_path).of("d-1")  # the first is gone without a word
+    assert 400 <= second.begun_bytes <= 400 + AHEAD
+    assert GRANT - 400 - AHEAD <= left(second.resumed(kept), second.begun_bytes) <= GRANT - 400
+
+
+def test_grants_go_on_over_any_number_of_processes_whatever_was_told(tmp_path: Path) -> None:
+    total = 0
+    for number in range(6):
+        readings = Readings(tmp_path)
+        mine = readings.of("d-1")
+        if number == 0:
+            kept = mine.kept(granted())
+        resumed, read = mine.resumed(kept), mine.begun_bytes
+        assert left(resumed, read) == GRANT - total
+        mine.cover(read + 70, AHEAD)
+        total += 70
+        if number % 2:
+            readings.heard("d-1", read + 30)
+        readings.close()  # an orderly end: what is written is what was read
+
+
+def test_a_new_process_tells_what_its_predecessor_had_not(tmp_path: Path) -> None:
+    before = Readings(tmp_path)
+    before.of("d-1").cover(300, 0)
+    before.heard("d-1", 200)
+    assert Readings(tmp_path).of("d-1").begun_bytes == 100
+
+
+def test_after_a_restart_of_the_machine_a_grant_counts_as_spent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Readings(tmp_path).of("d-1").kept(granted())
+    monkeypatch.setattr(reading, "_boot", lambda: b"another".ljust(40))
+    for _ in range(2):  # and for whoever starts after that, too
+        after = Readings(tmp_path).of("d-1")
+        assert left(after.resumed(kept), after.begun_bytes) == 0
+    assert after.kept(granted()).origin_budget_bytes == GRANT, "what is granted now is good"
+
+
+def test_a_torn_record_counts_as_spent(tmp_path: Path) -> None:
+    kept = Readings(tmp_path).of("d-1").kept(granted())
+    (tmp_path / "d-1.read").write_bytes(b"torn")
+    after = Readings(tmp_path).of("d-1")
+    assert left(after.resumed(kept), after.begun_bytes) == 0
+
+
+def test_what_is_over_is_removed_and_still_counted_by_its_process(tmp_path: Path) -> None:
+    readings = Readings(tmp_path)
+    readings.of("d-1").cover(300, AHEAD)
+    readings.drop(["d-1", "d-2"])
+    assert not list(tmp_path.iterdir())
+    assert readings.of("d-1").read_bytes == 300
+
+
+def test_readings_are_bounded(tmp_path: Path) -> None:
+    readings = Readings(tmp_path)
+    for number in range(reading.MOST + 10):
+        readings.of(f"d-{number}")
+    readings.close()
+    Readings(tmp_path)
+    assert len(list(tmp_path.iterdir())) == reading.MOST
+
+
+def test_without_a_disk_a_reading_counts_for_its_process() -> None:
+    mine = Reading()
+    mine.cover(50, AHEAD)
+    mine.heard(20)
+    assert (mine.read_bytes, mine.begun_bytes, mine.before_bytes) == (50, 0, 0)
