@@ -46,6 +46,7 @@ class MemoryCache:
         self.opened = 0
         self.closed = 0
         self.read: set[str] = set()  # digests of shards that were opened
+        self.measured: set[str] = set()  # and of those whose lengths were asked for
         self._contents = {
             shard.sha256: documents for shard, documents in zip(self.shards, contents, strict=True)
         }
@@ -53,6 +54,7 @@ class MemoryCache:
 
     def lengths(self, shard: Shard) -> np.ndarray:
         assert shard.lengths_sha256 is not None, "a shard of version 1 has no index"
+        self.measured.add(shard.sha256)
         return np.array([len(each) for each in self._contents[shard.sha256]], dtype=np.int32)
 
     def samples(self, shard: Shard) -> TextSamples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data import PlannedStream, Shard, ShardCache, Snapshot, open_stream
-from paceline.data.batching import BucketedPlan, CarriedPlan, PackedPlan, WindowPlan
+from paceline.data.batching import BucketedPlan, CarriedPlan, PackedPlan, WindowPlan, outlines
 from paceline.data.batching.packed import waste
 from paceline.data.columns import columns_by, columns_of, copies, reading
 from paceline.data.order import ShardOrder
 from paceline.data.position import Position
 from paceline.data.stream import batching
-from paceline.errors import CorruptData, DataRejected, InvalidInput
+from paceline.errors import CorruptData, DataRejected, InvalidInput, NotReady
 from paceline.objects import ObjectStore
 from paceline.profile import DataSettings
 from tests.data.memory import MemoryCache, made, plan_by
@@ -73,6 +74,61 @@ def test_each_rank_opens_its_share_of_the_shards_and_all_ranks_read_each_batch_o
         assert set().union(*(each.read for each in caches)) == {
             each.sha256 for each in caches[0].shards
         }
+
+
+class Shelf(dict[str, bytes]):
+    """Where outlines are kept, in memory."""
+
+    def get(self, name: str) -> bytes | None:
+        return super().get(name)
+
+    def put(self, name: str, content: bytes) -> None:
+        self[name] = content
+
+    def drop(self, name: str) -> None:
+        del self[name]
+
+
+class Away(Shelf):
+    def put(self, name: str, content: bytes) -> None:
+        raise NotReady("away")
+
+
+class Damaged(Shelf):
+    def put(self, name: str, content: bytes) -> None:
+        self[name] = content[:-2] + bytes([content[-2] ^ 1]) + content[-1:]
+
+
+@pytest.mark.parametrize("contents", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
+@pytest.mark.parametrize("shelf", [Shelf, Away, Damaged])
+def test_readers_that_share_outlines_make_the_same_batches_from_their_own_lengths(
+    contents, shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outlines, "WAIT_S", 10.0 if shelf is Shelf else 0.0)
+    with opened(MemoryCache(contents), "packed", 12) as stream:
+        whole = [union([batch]) for batch in epoch_of(stream)]
+        groups = stream.plan.groups
+    world, kept = 6, shelf()
+    caches = [MemoryCache(contents) for _ in range(world)]
+
+    def read(rank: int) -> list:
+        its = outlines.Outlines(kept, "data", rank, world)
+        changes = {"rank": rank, "world_size": world, "outlines": its}
+        with opened(caches[rank], "packed", 12, **changes) as stream:
+            return epoch_of(stream)
+
+    with ThreadPoolExecutor(world) as pool:
+        shares = list(pool.map(read, range(world)))
+    assert [union(list(each)) for each in zip(*shares, strict=True)] == whole
+    tokens = [[batch.global_tokens for batch in each] for each in shares]
+    assert all(each == tokens[0] for each in tokens)
+    if shelf is not Shelf:
+        return  # they planned from all lengths
+    planned = range(groups + 1)  # the next epoch's first group, too
+    publishers = {group % world for group in planned}
+    for rank in set(range(world)) - publishers:
+        assert caches[rank].measured <= caches[rank].read, "lengths of its own shards alone"
+    assert len(caches[0].measured) == 24
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -323,7 +379,8 @@ def test_what_it_costs_and_what_to_set_is_known_before_ranks_start() -> None:
     assert "fewer nodes" in advice(shards_of(1000, 1, 2_000), 2000, 2000)
     assert "multiple of the nodes" in advice(usual, 1000, 2999)
     assert "packed" in advice(usual, 1000, batching="bucketed")
-    assert "lengths of all" in advice(shards_of(4000, 2, 4000), 1000)
+    assert "lengths of all" in advice(shards_of(4000, 2, 4000), 1000, batching="carried")
+    assert "lengths" not in advice(shards_of(4000, 2, 4000), 1000), "outlines are shared"
     assert advice(shards_of(4000, 2, 4000), 1000, batching="windows") == ""
     assert advice(shards_of(40, 1, 1000), 4) == "", "what is small may be read four times"
 

@@ -30,6 +30,8 @@ TOLD_BYTES = 1 << 30
 COPIES_TOLD = 1.5  # for data that are fetched so many times,
 LENGTHS_TOLD = 0.5  # or for lengths, as a share of the shards that a reader fetches
 LENGTH_BYTES = 4
+SHARING_READERS = 8  # so many share outlines of groups (``batching.outlines``),
+SHARING_LENGTHS = 0.01  # where lengths of all are more than this beside their own shards
 
 
 def fewest_shards(tokens: Sequence[int]) -> int:
@@ -152,7 +154,8 @@ class Reading:
     columns: int
     readers: int
     copies: float  # of the data that all of them fetch together
-    lengths_share: float  # lengths of all documents, beside the shards that one reader fetches
+    lengths_share: float  # lengths of documents, beside the shards that one reader fetches
+    shares_outlines: bool = False  # so that each needs only its own shards' lengths
     advice: str = ""  # what there is to be set; empty: nothing is worth a word
 
     def __str__(self) -> str:
@@ -169,20 +172,35 @@ def reading(
     context: int,
     global_batch: int,
     readers: int,
+    *,
+    sharing: bool = True,
 ) -> Reading:
-    """Return what reading ``shards`` costs ``readers``; raises InvalidInput as ``columns_of``."""
+    """Return what reading ``shards`` costs ``readers``; raises InvalidInput as ``columns_of``.
+
+    ``sharing``: they share outlines where that is worth it.
+    """
     columns = columns_by(settings, shards, context, global_batch, readers)
     times = copies(columns, global_batch, readers)
     size = sum(each.bytes for each in shards)
-    lengths = 0
-    if settings.batching != "windows":  # windows are planned without any
-        lengths = readers * LENGTH_BYTES * sum(each.samples for each in shards)
+    every = LENGTH_BYTES * sum(each.samples for each in shards)
+    # windows are planned without any; else each reader needs all, or one of them and each its own
+    lengths = 0 if settings.batching == "windows" else readers * every
+    shared = (
+        sharing
+        and settings.batching == "packed"
+        and readers >= SHARING_READERS
+        and columns > 1
+        and lengths > SHARING_LENGTHS * times * size
+    )
+    if shared:
+        lengths = int((1 + times) * every)
     advice = []
     if times > COPIES_TOLD and (times - 1) * size > TOLD_BYTES:
         advice.append(_advice(settings, shards, context, readers))
     if lengths > max(TOLD_BYTES, LENGTHS_TOLD * times * size):
         advice.append("every reader plans from the lengths of all documents: windows need none")
-    return Reading(columns, readers, times, lengths / (times * size), "; ".join(advice))
+    share = lengths / (times * size)
+    return Reading(columns, readers, times, share, shared, "; ".join(advice))
 
 
 def _advice(settings: DataSettings, shards: Sequence[Shard], context: int, readers: int) -> str:

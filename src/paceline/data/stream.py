@@ -23,6 +23,7 @@ from paceline.data.batch import Batch
 from paceline.data.batching import BucketedPlan, CarriedPlan, PackedPlan, Plan, Rows, WindowPlan
 from paceline.data.batching.ahead import Ahead
 from paceline.data.batching.fill import Filler
+from paceline.data.batching.outlines import Outlines
 from paceline.data.batching.pieces import Lengths
 from paceline.data.batching.reading import Reader, Shards
 from paceline.data.batching.rows import identity
@@ -79,12 +80,14 @@ def open_stream(
     skip: Collection[int] = (),
     transform: Transform | None = None,
     readers: int = 1,
+    outlines: Outlines | None = None,
 ) -> PlannedStream:
     """Return the stream of one split of ``snapshot``; ``rank`` and ``world_size`` count data ranks.
 
     ``position`` is what an earlier stream's ``position`` was, on any number of ranks; ``skip`` are
     numbers of global batches to pass over; ``transform`` runs on each batch, off the training
-    thread. ``readers``: how many with a disk each the job began with (see ``data.columns``).
+    thread. ``readers``: how many with a disk each the job began with (see ``data.columns``);
+    ``outlines``: what they share, so that each needs only its own part's lengths.
     Raises InvalidInput for a position of other settings or more ranks than rows, InvalidSnapshot
     for too little data.
     """
@@ -117,6 +120,7 @@ def open_stream(
             settings.prefetch_shards, [each.bytes for each in snapshot.of_split(split)]
         ),
         max_bad_share=settings.max_bad_share,
+        outlines=outlines,
     )
 
 
@@ -177,6 +181,7 @@ class PlannedStream:
         prefetch_batches: int = 4,
         prefetch_shards: int = 4,
         max_bad_share: float = 0.5,
+        outlines: Outlines | None = None,
     ) -> None:
         self._reader = Reader(shards, cache, threads=prefetch_shards, max_bad_share=max_bad_share)
         plan = self.plan = batching(shards, self._reader.lengths)
@@ -197,7 +202,9 @@ class PlannedStream:
         self.columns = columns_read(self.rows, size, plan.columns)
         self._reader.share = len(self.columns) / plan.columns
         self._reader.plans_lengths = plan.needs_lengths
-        self._ahead = Ahead(plan, self.rows)
+        # A batch that is passed over is listed with everybody's samples: those need all lengths.
+        self._outlines = None if skip else outlines
+        self._ahead = Ahead(plan, self.rows, self._rows)
         self._filler = Filler(
             vocabulary, columns, lambda index: shards[index].sha256, token_features
         )
@@ -247,6 +254,8 @@ class PlannedStream:
     def close(self) -> None:
         """Stop the thread that makes batches ahead."""
         self._stop.set()
+        if self._outlines is not None:
+            self._outlines.stop()
         until_s = time.monotonic() + CLOSE_DEADLINE_S
         if self._thread is not None:
             while self._thread.is_alive():
@@ -332,6 +341,12 @@ class PlannedStream:
                 found.setdefault(shard, []).append(name)
         listed = [f"{self.shards[each].sha256}[{','.join(found[each])}]" for each in sorted(found)]
         return f"batch {number}: {' '.join(listed)}"
+
+    def _rows(self, epoch: int, group: int) -> Rows:
+        """Return a group's rows; of columns that we do not read, as much as has to be known."""
+        if self._outlines is None:
+            return self.plan.rows(epoch, group)
+        return self._outlines.rows(self.plan, epoch, group, self.columns)
 
     def _look_ahead(self, position: Position) -> None:
         """Plan this group and the next, open their shards, and let go of all others."""

@@ -26,7 +26,7 @@ from paceline.training.identity import config_digest, size_of
 from paceline.training.mesh import MeshSpec
 from paceline.training.parallel import readers_of, require_layout
 from paceline.training.preemption import open_watcher
-from paceline.training.relaxed import replicas_of
+from paceline.training.relaxed import is_asynchronous, replicas_of
 from paceline.wire.training import TrainJob
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,8 @@ def require_reading(job: TrainJob, snapshot: Snapshot, config: ModelConfig | Non
     rows = settings.batch_sequences
     require_readable(snapshot, job.data, context=surely, global_batch=rows, splits=splits)
     train = snapshot.of_split("train")
-    found = reading(job.data, train, context, rows, readers_of(settings))
+    sharing = not is_asynchronous(settings)
+    found = reading(job.data, train, context, rows, readers_of(settings), sharing=sharing)
     if found.advice:
         log.warning("%s; %s", found, found.advice)
 

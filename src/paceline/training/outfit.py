@@ -10,10 +10,11 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import InvalidInput, PacelineError
+from paceline.errors import InvalidInput, PacelineError, SourceMissing
 from paceline.training.loading import Loaded
 from paceline.training.voice import Voice
 from paceline.wire.training import TrainJob
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from paceline.data import PlannedStream
+    from paceline.objects import ObjectStore
     from paceline.training.checkpoint import Checkpointer, TrainState
     from paceline.training.evaluating import Evaluator
     from paceline.training.group import Group
@@ -86,9 +88,17 @@ def saver_of(saver: Checkpointer, parallel: Parallel) -> Any:
 def stream_of(its: Loaded, mesh: Mesh, position: dict[str, Any] | None) -> PlannedStream:
     """Return this rank's share of the training split from ``position`` on."""
     from paceline.data import open_stream
+    from paceline.data.batching.outlines import Outlines
+    from paceline.data.columns import reading
     from paceline.training.identity import stream_seed
 
-    settings = its.job.settings
+    job, settings = its.job, its.job.settings
+    outlines = None
+    train, readers = its.snapshot.of_split("train"), mesh.data_world
+    found = reading(job.data, train, its.context, settings.batch_sequences, readers)
+    if found.shares_outlines:
+        kept = KeptObjects(its.store, f"{job.checkpoint_url}/{job.job_id}/outlines")
+        outlines = Outlines(kept, f"{job.snapshot_digest} train", mesh.data_rank, readers)
     return open_stream(
         its.snapshot,
         "train",
@@ -102,7 +112,31 @@ def stream_of(its: Loaded, mesh: Mesh, position: dict[str, Any] | None) -> Plann
         position=position,
         skip=frozenset(its.job.skip_batches),
         readers=its.job.data_readers,
+        outlines=outlines,
     )
+
+
+@dataclass(frozen=True)
+class KeptObjects:
+    """Small objects below a URL (``data.batching.outlines.Kept``)."""
+
+    store: ObjectStore
+    url: str
+
+    def get(self, name: str) -> bytes | None:
+        """Return an object's content; None where there is none."""
+        try:
+            return self.store.get_bytes(f"{self.url}/{name}")
+        except SourceMissing:
+            return None
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write an object."""
+        self.store.put_bytes(f"{self.url}/{name}", content)
+
+    def drop(self, name: str) -> None:
+        """Delete an object."""
+        self.store.delete(f"{self.url}/{name}")
 
 
 def evaluator_of(

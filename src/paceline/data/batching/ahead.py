@@ -5,7 +5,7 @@ Groups are planned on a thread of its own, this one and the next. Knows no token
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -30,10 +30,14 @@ class Next:
 
 
 class Ahead:
-    """The rows ``ours`` of each batch of a plan, for one thread; close it."""
+    """The rows ``ours`` of each batch of a plan, for one thread; close it.
 
-    def __init__(self, plan: Plan, ours: range) -> None:
+    ``rows_of`` gives a group's rows, those of others as far as the plan's ``tokens_R1`` need them.
+    """
+
+    def __init__(self, plan: Plan, ours: range, rows_of: Callable[[int, int], Rows]) -> None:
         self.plan, self.ours = plan, ours
+        self._rows_of = rows_of
         self._ours = rows_of_batch(ours, plan.global_batch, plan.columns)
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="data-plan")
         self._planned: dict[tuple[int, int], Future[Rows]] = {}
@@ -116,7 +120,7 @@ class Ahead:
         ]
 
     def _plan(self, key: tuple[int, int]) -> Future[Rows]:
-        return self._planned.get(key) or self._planner.submit(self.plan.rows, *key)
+        return self._planned.get(key) or self._planner.submit(self._rows_of, *key)
 
 
 def _of_rows(taken: list[tuple[Rows, int, int]], wanted: Ints) -> list[tuple[Rows, Ints, Ints]]:

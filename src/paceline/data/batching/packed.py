@@ -11,7 +11,8 @@ import numpy as np
 
 from paceline.data.batching.fit import best_fit
 from paceline.data.batching.pieces import DocumentPlan
-from paceline.data.batching.rows import Rows
+from paceline.data.batching.rows import Outline, Rows
+from paceline.errors import CorruptData
 
 
 class PackedPlan(DocumentPlan):
@@ -33,6 +34,44 @@ class PackedPlan(DocumentPlan):
             row_P[part] = mixed[packed] * self.columns + column
             most = max(most, count)
         return pieces.rows(row_P, most * self.columns, masked=True)
+
+    def outline(self, rows: Rows) -> Outline:
+        """Return what readers of some columns need to know of all: ``rows`` are the group's."""
+        filled_RC = np.diff(rows.first_R1).reshape(-1, self.columns) > 0
+        return Outline(
+            tuple(filled_RC.sum(axis=0).tolist()),
+            tuple(np.diff(rows.tokens_R1[:: self.columns]).tolist()),
+        )
+
+    def rows_of(self, epoch: int, group: int, columns: range, outline: Outline) -> Rows:
+        """Return the group's rows, of which only those of ``columns`` have pieces: as many of
+        these, and the same, as of ``rows``. Reads only these columns' lengths; raises CorruptData
+        where ``outline`` is not this group's.
+        """
+        pieces, column_P = self.pieces_of(epoch, group, columns)
+        total = int(self._tokens[self.shards(epoch, group)].sum())
+        generator = self.generator(epoch, group)
+        row_P = np.zeros(len(pieces), dtype=np.int64)
+        most = max(outline.count_C, default=0)
+        fits = len(outline.count_C) == self.columns and len(outline.tokens_S) == most
+        if not fits or sum(outline.tokens_S) != total or min(outline.count_C) < 0:
+            raise _other_outline(f"{len(outline.count_C)} columns, {sum(outline.tokens_S)} tokens")
+        for column, count in enumerate(outline.count_C[: columns.stop]):
+            mixed = generator.permutation(count)  # others' too: each takes from the generator
+            if column < columns.start:
+                continue
+            part = column_P == column
+            packed = best_fit(pieces.length_P[part], self.context)
+            found = int(packed.max()) + 1 if len(packed) else 0
+            if found != count:
+                raise _other_outline(f"{found} rows in column {column}, not {count}")
+            row_P[part] = mixed[packed] * self.columns + column
+        tokens_S = np.asarray(outline.tokens_S, dtype=np.int64)
+        return pieces.rows(row_P, most * self.columns, masked=True, tokens_S=tokens_S)
+
+
+def _other_outline(got: str) -> CorruptData:
+    return CorruptData("a group's outline is another group's", got=got)
 
 
 def waste(rows: Rows, context: int) -> float:

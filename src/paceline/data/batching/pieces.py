@@ -15,6 +15,7 @@ import numpy.typing as npt
 from paceline.data.batching.rows import Ints, Rows
 from paceline.data.columns import group_shards, shards_for_columns
 from paceline.data.order import ShardOrder
+from paceline.errors import CorruptData
 
 # Indexes of shards → the lengths of each one's documents, in tokens, separators not counted.
 Lengths = Callable[[Sequence[int]], Sequence[npt.NDArray[Any]]]
@@ -33,6 +34,16 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.length_P)
 
+    def only(self, wanted_P: npt.NDArray[np.bool_]) -> Pieces:
+        """Return some of the pieces."""
+        return Pieces(
+            self.shard_P[wanted_P],
+            self.document_P[wanted_P],
+            self.start_P[wanted_P],
+            self.position_P[wanted_P],
+            self.length_P[wanted_P],
+        )
+
     def rows(
         self,
         row_P: Ints,
@@ -41,6 +52,7 @@ class Pieces:
         masked: bool = False,
         width_R: Ints | None = None,
         carries_R: npt.NDArray[np.bool_] | None = None,
+        tokens_S: Ints | None = None,
     ) -> Rows:
         """Return ``count`` rows, piece p in row ``row_P[p]``; pieces of a row keep their order."""
         order = np.argsort(row_P, kind="stable")
@@ -55,6 +67,7 @@ class Pieces:
             carries_R=carries_R,
             width_R=width_R,
             masked=masked,
+            tokens_S=tokens_S,
         )
 
 
@@ -120,6 +133,7 @@ class DocumentPlan:
             columns,
         )
         self._lengths = lengths
+        self._tokens = np.asarray(stream_tokens, dtype=np.int64) - 1  # of pieces, in each shard
 
     @property
     def groups(self) -> int:
@@ -152,6 +166,41 @@ class DocumentPlan:
         first = np.searchsorted(column_D, np.arange(self.columns + 1))
         edges = np.append(heads, len(pieces))[first].tolist()
         return [slice(*edges[each : each + 2]) for each in range(self.columns)]
+
+    def pieces_of(self, epoch: int, group: int, columns: range) -> tuple[Pieces, Ints]:
+        """Return the pieces of neighbouring ``columns`` and the column of each, from the lengths of
+        these columns' shards alone. Raises CorruptData where the record does not agree with them,
+        and assumes that columns share out tokens.
+        """
+        shards = [int(each) for each in self.shards(epoch, group, columns)]
+        pieces = cut(shards, self._lengths(shards), self.context)
+        held = np.bincount(pieces.shard_P, pieces.length_P, minlength=len(self._tokens))
+        if wrong := [each for each in shards if held[each] != self._tokens[each]]:
+            raise CorruptData(
+                "shards are not as long as the snapshot says",
+                got=[int(held[each]) for each in wrong[:5]],
+                wanted=[int(self._tokens[each]) for each in wrong[:5]],
+                where=f"shards {wrong[:5]}",
+            )
+        every = self.shards(epoch, group)
+        before = np.zeros(len(self._tokens), dtype=np.int64)
+        before[every] = np.cumsum(self._tokens[every]) - self._tokens[every]
+        total = max(1, int(self._tokens[every].sum()))
+        heads = np.flatnonzero(pieces.position_P == 0)
+        weight_D = np.add.reduceat(pieces.length_P, heads) if len(heads) else heads
+        shard_D = pieces.shard_P[heads]
+        ends_D = np.cumsum(weight_D)
+        if len(heads):  # places in the group: shards between these may be others'
+            first_D = np.searchsorted(
+                place_D := np.cumsum(np.diff(shard_D, prepend=-1) != 0), place_D
+            )
+            ends_D += before[shard_D] - (ends_D - weight_D)[first_D]
+        column_D = np.minimum(
+            (2 * ends_D - weight_D) * self.columns // (2 * total), self.columns - 1
+        )
+        column_P = np.repeat(column_D, np.diff(np.append(heads, len(pieces))))
+        ours = (column_P >= columns.start) & (column_P < columns.stop)
+        return pieces.only(ours), column_P[ours]
 
     def generator(self, epoch: int, group: int) -> np.random.Generator:
         """Return the group's own generator."""

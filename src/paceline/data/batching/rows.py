@@ -8,7 +8,7 @@ With C columns a group's row number n is of column n mod C: any stretch of rows 
 multiple of C has as many of each. ``rows_of_batch`` puts the rows of one column side by side, so
 that a rank, whose rows are neighbours, reads few columns.
 
-Shape letters: R rows of a group, P pieces of all its rows.
+Shape letters: R rows of a group, P pieces of all its rows, C columns, S stretches of C rows.
 """
 
 from __future__ import annotations
@@ -39,14 +39,30 @@ class Rows:
     carries_R: npt.NDArray[np.bool_] | None = None  # noqa: N815
     width_R: Ints | None = None  # noqa: N815 - T of the batch that the row is in; None: context
     masked: bool = False  # several documents a row, which must not see each other
+    # Where only some columns' pieces are here: the weighted tokens of each stretch of ``columns``
+    # rows, of which the first begins with row 0.
+    tokens_S: Ints | None = None  # noqa: N815
 
     def __len__(self) -> int:
         return len(self.first_R1) - 1
 
     @cached_property
     def tokens_R1(self) -> Ints:  # noqa: N802
-        """Return the number of weighted tokens before each row, and of all rows at the end."""
+        """Return the number of weighted tokens before each row, and of all rows at the end; where
+        ``tokens_S`` is known, before each stretch's first row (the others' are as theirs)."""
+        if self.tokens_S is not None:
+            columns = len(self) // max(1, len(self.tokens_S))
+            before_S1 = np.concatenate([[0], np.cumsum(self.tokens_S)])
+            return np.append(np.repeat(before_S1[:-1], columns), before_S1[-1])
         return np.concatenate([[0], np.cumsum(self.length_P)])[self.first_R1]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a reader of some columns needs to know of all: few bytes a batch, none a document."""
+
+    count_C: tuple[int, ...]  # noqa: N815 - rows of each column that are not empty
+    tokens_S: tuple[int, ...]  # noqa: N815 - weighted tokens of each stretch of a row a column
 
 
 class Plan(Protocol):
