@@ -301,8 +301,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any] | None:
     if options.place:
         be_rank(options)
         return None
-    # Every damage is rejected with a warning, as it should be; the result says how many.
-    logging.getLogger("paceline").setLevel(logging.ERROR)
     small = 50_000
     if options.quick:
         options.ranks, options.parameters = [1], small
@@ -323,4 +321,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
+    # Every damage is rejected with a warning, as it should be; the result says how many.
+    logging.getLogger("paceline").setLevel(logging.ERROR)
     main()

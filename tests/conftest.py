@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,18 +16,6 @@ def s3() -> Iterator[RcloneS3]:
     """One real S3 server for the session; use a bucket of your own."""
     with rclone_s3() as server:
         yield server
-
-
-@pytest.fixture
-def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Capture what Paceline logs, though a library that sets logging up anew (a database's
-    migrations do) silenced every logger that there was before it.
-    """
-    for name in list(logging.root.manager.loggerDict):
-        if name.partition(".")[0] == "paceline":
-            logger = logging.getLogger(name)
-            logger.disabled, logger.propagate = False, True
-    return caplog
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

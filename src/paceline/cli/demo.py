@@ -27,6 +27,7 @@ from paceline.cli.options import (
 )
 from paceline.errors import InvalidInput, NotReady
 from paceline.profile import Runtime
+from paceline.relay.lifetime import SignalEvent
 from paceline.wire import new_run_id
 
 MARKER = "demo.json"
@@ -128,7 +129,7 @@ def _mark(state_dir: Path, **fields: Any) -> None:
 @contextlib.contextmanager
 def _interruptible() -> Iterator[threading.Event]:
     """Yield an event that Ctrl-C or SIGTERM sets, instead of ending this process midway."""
-    stopped = threading.Event()
+    stopped = SignalEvent()
     before = {
         each: signal.signal(each, lambda *_: stopped.set())
         for each in (signal.SIGINT, signal.SIGTERM)
