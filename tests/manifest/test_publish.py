@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,19 @@ class Recorder(ObjectStore):
         )
         self.written: list[str] = []
         self.fail = ""
+        self._others_there = threading.Semaphore(0)
 
     def upload_file(  # type: ignore[override]
         self, path: Path | str, url: str, sha256: str = "", **how: Any
     ) -> object:
         if self.fail and url.endswith(self.fail):
+            for _ in range(2):  # a failure ends the others where they are: first they arrive
+                assert self._others_there.acquire(timeout=30)
             raise ServiceUnavailable("planted")
         self.written.append(url)
-        return super().upload_file(path, url, sha256, **how)
+        info = super().upload_file(path, url, sha256, **how)
+        self._others_there.release()
+        return info
 
     def put_bytes(self, url: str, data: bytes) -> object:  # type: ignore[override]
         self.written.append(url)

@@ -86,6 +86,7 @@ def publish(
 
         where = str(directory.absolute())
         return run_flow(flow, as_json, directory=where, model_id=model_id, version=version, **here)
+    from paceline.cli.publishing import PublishBars
     from paceline.manifest import load_key, publish_model
     from paceline.wire.local import Published
 
@@ -97,7 +98,7 @@ def publish(
     began = time.monotonic()
     if discard_unfinished:
         store.abort_uploads(url)
-    with ends_in_order():
+    with ends_in_order(), PublishBars() as bars:
         manifest = publish_model(
             directory,
             url,
@@ -109,6 +110,7 @@ def publish(
             chunk_bytes=chunk or 0,
             key=key,
             allow_older=allow_older,
+            tell=bars,
         )
     done = Published(
         model_id=model_id,

@@ -34,6 +34,11 @@ class StageBars:
         self._tasks: dict[str, TaskID] = {}
         self._line_at: dict[str, float] = {}
 
+    @property
+    def live(self) -> bool:
+        """Return whether there is a terminal to draw bars on."""
+        return self._live
+
     def __enter__(self) -> StageBars:
         self._progress.start()
         return self

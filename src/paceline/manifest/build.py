@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import AccessDenied, Cancelled, InvalidManifest, SourceChanged, SourceMissing
+from paceline.manifest.account import DIGEST, Account, Tell, nobody
 from paceline.manifest.layout import Strand, lay_out
 from paceline.manifest.model import MANIFEST_FILE, Chunk, FileEntry, Manifest
 from paceline.manifest.paths import check_paths
@@ -102,9 +103,16 @@ def scan(root: Path) -> list[Found]:
 
 
 def digest(
-    root: Path, found: list[Found], sizes: Sizes, *, model_id: str, version: str
+    root: Path,
+    found: list[Found],
+    sizes: Sizes,
+    *,
+    model_id: str,
+    version: str,
+    tell: Tell = nobody,
 ) -> Manifest:
     """Read every file once and return the manifest."""
+    account = Account(DIGEST, sum(file.size for file in found), len(found), tell)
     strands = lay_out([file.size for file in found], *sizes)
     stopping = threading.Event()
     cores = os.cpu_count() or 1
@@ -113,7 +121,9 @@ def digest(
         ThreadPoolExecutor(min(cores, MAX_STRANDS), thread_name_prefix="read") as readers,
     ):
         running = [
-            readers.submit(_digest_strand, root, found, strand, sizes.piece_bytes, aside, stopping)
+            readers.submit(
+                _digest_strand, root, found, strand, sizes.piece_bytes, aside, stopping, account
+            )
             for strand in strands
         ]
         try:
@@ -168,6 +178,7 @@ def _digest_strand(
     piece_bytes: int,
     aside: ThreadPoolExecutor,
     stopping: threading.Event,
+    account: Account,
 ) -> tuple[list[FileEntry], list[tuple[int, str]]]:
     """Return the files and the (size, checksum) of the chunks of one strand."""
     files: list[FileEntry] = []
@@ -198,10 +209,12 @@ def _digest_strand(
                     file_hash.update(block)
                     chunk_hash.update(block)
                     _hash_pieces(block, piece_bytes, pieces)
+                account.moved(len(block))
                 left -= len(block)
                 room -= len(block)
                 if room == 0:
                     chunks.append((chunk_size, chunk_hash.hexdigest()))
+        account.ended_file()
         files.append(FileEntry(file.path, file.size, file_hash.hexdigest(), tuple(pieces)))
     return files, chunks
 

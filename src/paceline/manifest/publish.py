@@ -10,18 +10,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import (
     AccessDenied,
+    Cancelled,
     Conflict,
     InvalidInput,
     InvalidManifest,
     SourceChanged,
     SourceMissing,
 )
+from paceline.manifest.account import UPLOAD, Account, Tell, nobody
 from paceline.manifest.build import Found, check_name, digest, scan
 from paceline.manifest.model import MANIFEST_FILE, Manifest
 from paceline.manifest.parse import MAX_MANIFEST_BYTES, parse_manifest
@@ -50,6 +52,7 @@ def publish_model(
     chunk_bytes: int = 0,
     key: Ed25519PrivateKey | None = None,
     allow_older: bool = False,
+    tell: Tell = nobody,
 ) -> Manifest:
     """Upload the model in ``directory`` below ``url`` and return its manifest, signed by ``key``.
 
@@ -57,6 +60,7 @@ def publish_model(
     place raises Conflict and changes nothing. Sizes of 0 follow from model and link, or from what
     is published there, so that a faster link does not turn the same bytes into another manifest.
     A version older than the newest one beside it raises Conflict, unless ``allow_older``.
+    ``tell`` hears how far digesting and then uploading are, from threads of their own.
     """
     check_name("model_id", model_id)
     check_name("version", version)
@@ -67,14 +71,14 @@ def publish_model(
     if published is None and not allow_older:
         _refuse_older(url, version, store)
     sizes = _sizes(found, published, link_mbit, piece_bytes, chunk_bytes)
-    manifest = digest(root, found, sizes, model_id=model_id, version=version)
+    manifest = digest(root, found, sizes, model_id=model_id, version=version, tell=tell)
     if published and published.digest != manifest.digest:
         raise _conflict(url, published, manifest)
     if key is not None:
         manifest = sign_manifest(manifest, key)
     elif published:
         manifest = published  # whoever signed it still vouches for it
-    uploaded = _upload(root, found, url, store, manifest)
+    uploaded = _upload(root, found, url, store, manifest, tell)
     if manifest != published:
         store.put_bytes(join_url(url, MANIFEST_FILE), manifest.to_bytes())
         now = fetch_manifest(url, store)  # two publishers at once: the last one's manifest stands
@@ -176,7 +180,7 @@ def _refuse_older(url: str, version: str, store: ObjectStore) -> None:
 
 
 def _upload(
-    root: Path, found: list[Found], url: str, store: ObjectStore, manifest: Manifest
+    root: Path, found: list[Found], url: str, store: ObjectStore, manifest: Manifest, tell: Tell
 ) -> int:
     """Upload what is not there, largest first, and return how many files that was.
 
@@ -192,12 +196,15 @@ def _upload(
         for file in sorted(found, key=lambda file: -file.size)
         if not (whole and there.get(join_url(url, file.path)) == file.size)
     ]
+    account = Account(UPLOAD, sum(file.size for file in missing), len(missing), tell)
 
     def upload(file: Found) -> None:
         path, target, sha256 = root / file.path, join_url(url, file.path), digests[file.path]
         if there.get(target) == file.size and store.holds(target, file.size, sha256):
+            account.moved(file.size)
+            account.ended_file()
             return
-        info = store.upload_file(path, target, sha256, stopping=stopping)
+        info = store.upload_file(path, target, sha256, stopping=stopping, on_bytes=account.moved)
         status = path.stat()
         if (info.size, status.st_size, status.st_mtime_ns) != (file.size, file.size, file.mtime_ns):
             raise SourceChanged(
@@ -207,14 +214,17 @@ def _upload(
                 where=path,
                 do="Publish when nothing writes to the directory.",
             )
+        account.ended_file()
 
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="publish") as pool:
         running = [pool.submit(upload, file) for file in missing]
         try:
-            for each in running:
-                each.result()
+            ended, _ = wait(running, return_when=FIRST_EXCEPTION)
+            errors = [error for each in ended if (error := each.exception()) is not None]
+            for error in sorted(errors, key=lambda each: isinstance(each, Cancelled)):
+                raise error
         except BaseException:
-            stopping.set()  # else Ctrl-C would wait for whole files
+            stopping.set()  # else Ctrl-C, or who failed, would wait for whole files
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     return len(missing)

@@ -51,10 +51,15 @@ class Uploader:
     """
 
     def __init__(
-        self, client: Any, endpoint_url: str, stopping: threading.Event | None = None
+        self,
+        client: Any,
+        endpoint_url: str,
+        stopping: threading.Event | None = None,
+        on_bytes: Callable[[int], None] = lambda _count: None,
     ) -> None:
         self._client = client
         self._endpoint_url = endpoint_url
+        self._on_bytes = on_bytes  # that S3 has by now
         self._stopping = stopping or threading.Event()
         self._failed = threading.Event()  # ours alone: others go on, and say why they end
 
@@ -78,6 +83,7 @@ class Uploader:
                             **where, Body=body.rewound(), ContentMD5=_b64(md5), Metadata=metadata
                         ),
                     )
+                self._on_bytes(size)
                 return 0
             parts = (descriptor, size, path, url, where, metadata)
             try:
@@ -148,6 +154,7 @@ class Uploader:
                 if number in there:
                     if there[number] != md5.hex():
                         raise _Unusable
+                    self._on_bytes(length)
                     return number, there[number], True
                 answer = self._patiently(
                     url,
@@ -155,6 +162,7 @@ class Uploader:
                         **into, PartNumber=number, Body=body.rewound(), ContentMD5=_b64(md5)
                     ),
                 )
+                self._on_bytes(length)
                 return number, str(answer["ETag"]).strip('"'), False
 
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="part") as pool:
