@@ -39,6 +39,7 @@ from paceline.relay.session.events import (
     Woke,
 )
 from paceline.relay.session.extents import Extent
+from paceline.relay.session.feeds import JUDGED_MOST, JUDGED_RUNS, Feed
 from paceline.relay.session.limits import SessionLimits
 from paceline.relay.session.session import RelaySession
 from paceline.wire.plan import Lane, Source, WorkerLanes
@@ -286,6 +287,46 @@ def test_a_source_that_only_sends_corrupt_pieces_is_left() -> None:
     actions = relay.handle(PieceRejected("up", 1, Extent(3, 4)), 0.1)
     assert Abandon("up", 1) in actions
     assert fetches(actions) == [*(("far", piece, piece + 1) for piece in range(4)), ("far", 4, 8)]
+
+
+def test_a_corrupt_run_is_judged_among_as_many_pieces_as_it_stands_for() -> None:
+    good = [2000, 1600, 700, 50, 10, 1, 13, 6, 8, 1, 5, 12, 8]
+    corrupt = [18, 22, 1, 64]
+    feed = Feed(worker("up"), 1, 0.0, 0.0)
+    for run in good[:3]:
+        feed.judge(run, 0)
+    for bad in corrupt:  # each among repairs of some pieces
+        feed.judge(bad, bad)
+        for run in good[3:]:
+            feed.judge(run, 0)
+    assert not feed.is_bad(LIMITS), "one in forty"
+    for _ in range(JUDGED_MOST):
+        feed.judge(1, 1)
+    assert feed.is_bad(LIMITS)
+    assert len(feed.judged) <= JUDGED_MOST
+    assert feed.judged_pieces == sum(pieces for pieces, _ in feed.judged)
+
+
+def test_single_pieces_are_judged_sixteen_at_a_time() -> None:
+    feed = Feed(worker("up"), 1, 0.0, 0.0)
+    for piece in range(100):
+        feed.judge(1, piece % 100 == 0)
+    assert len(feed.judged) == JUDGED_RUNS
+    for _ in range(6):
+        feed.judge(1, 1)
+    assert not feed.is_bad(LIMITS)
+    feed.judge(1, 1)
+    assert feed.is_bad(LIMITS), "seven of the last sixteen"
+
+
+def test_a_spare_is_asked_for_no_more_than_lets_the_way_back_be_probed() -> None:
+    manifest = paper_manifest(400)
+    limits = SessionLimits(window_pieces=200, window_bytes=1 << 40, away_pieces=8)
+    relay = session(manifest=manifest, limits=limits)
+    planned = lanes("me", manifest, worker("up"), worker("far"))
+    assert fetches(relay.handle(LanesAssigned(planned), 0)) == [("up", 0, 200)]
+    gone = relay.handle(SourceFailed("up", 1, PeerLost("gone")), 0.1)
+    assert fetches(gone) == [("far", 0, 8)]
 
 
 def test_newer_lanes_replace_older_ones_and_keep_what_is_held() -> None:

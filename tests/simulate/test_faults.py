@@ -5,6 +5,7 @@ follows.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from paceline.errors import InvalidInput
 from paceline.simulate import Fault, Simulation, read_faults, simulate
 from paceline.wire.plan import Topology
-from tests.simulate.kit import LINK, assert_well, scenario, seconds
+from tests.simulate.kit import LINK, PATIENCE, assert_well, scenario, seconds
 
 MIDDLE = seconds(60)
 
@@ -119,3 +120,18 @@ def test_a_bad_schedule_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_bad_scenario_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidInput, match="got"):
         scenario(**{"workers": 4, "pieces": 10, **wrong})
+
+
+def test_a_lost_source_is_told_of_before_the_next_beat_is_due() -> None:
+    """As real agents do (``relay/share.news``); a large fleet's beats are seconds apart."""
+    fault = Fault(at_s=seconds(100), worker="node-2", kind="kill")
+    patience = replace(PATIENCE, beat_s=5.0)
+    line = scenario(6, 200, topology=Topology.CHAIN, faults=(fault,), patience=patience)
+    simulation = Simulation(line)
+    suspected: list[bool] = []
+    fleet = simulation.control.state.fleet
+    simulation.streams.clock.at(
+        fault.at_s + 0.1, lambda: suspected.append(fleet._members["node-2"].suspected)
+    )
+    assert_well(simulation.run())
+    assert suspected == [True]

@@ -95,7 +95,8 @@ def next_plan(
     """
     late = _latecomers(run, tally, patience)
     living = set(tally.living)
-    everybody = [*run.order, *(each for each in run.parts if each not in run.order)]
+    placed = set(run.order)
+    everybody = [*run.order, *(each for each in run.parts if each not in placed)]
     workers = []
     for worker_id in everybody:
         record, part = fleet.find(worker_id), run.parts[worker_id]

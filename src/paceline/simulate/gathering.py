@@ -14,6 +14,7 @@ from paceline.simulate.hosts import Flow
 AWAY_EXTENTS = 128  # of the longest extent, on a spare: whether to go back is judged by pieces
 LEAST_EXTENTS = 8  # extents shrink towards a host's end, to this part of the longest
 EARLIEST, LATEST = 0.1, 0.75  # corrupt runs begin in this part of their extent
+MARKS = 16  # of an extent, at which they do: everywhere at the same pieces
 MUCH_CORRUPT = 0.05  # beyond it, rejections are not gathered
 
 
@@ -74,8 +75,11 @@ class Gathering:
         # After some that are good, or the source would look bad; and not too near the end: it is
         # repaired when others report the extent.
         room = stop - first - bad
-        first += int((EARLIEST + self._random.random() * (LATEST - EARLIEST)) * (room + 1))
-        return Extent(first, first + bad)
+        at = first + int((EARLIEST + self._random.random() * (LATEST - EARLIEST)) * (room + 1))
+        # Whoever is above has to be looked at up to there: mostly somebody has done so before.
+        marks = 1 << max(0, ((stop - first) // MARKS).bit_length() - 1)
+        at = max(at // marks * marks, first + 1) if marks > 1 else at
+        return Extent(at, at + bad)
 
     def _extent_pieces(self, flow: Flow, corrupt: float) -> int:
         if self.longest == 1:

@@ -14,7 +14,7 @@ from paceline.relay.session.events import SessionEvent, SourceAlive
 from paceline.relay.session.limits import SessionLimits
 from paceline.simulate.clock import Clock
 from paceline.simulate.hosts import Flow, Host
-from paceline.simulate.runs import Runs
+from paceline.simulate.runs import PAID, Runs
 
 WATCH_S = 0.25  # a stream that has not moved for so long says that it waits, like the real one
 
@@ -57,15 +57,16 @@ class Keepalives:
         streams: dict[tuple[Host, str, int], None] = {}
         for slot in slots.tolist():
             flow = self._runs.by_slot.get(slot)
-            if flow is not None and flow.open:
+            if flow is not None and flow.open and flow.wanted:
                 streams[flow.reader, flow.key, flow.number] = None
         for host, key, number in streams:
             flows = [f for f in host.feeds.values() if f.key == key and f.number == number]
             asked = [f for f in flows if f.wanted]
             if not asked or not host.serves or not asked[0].source.serves:
                 continue
-            moving = [bool(going[f.slot]) for f in asked]
-            self._vouch(flows, key, number, moving)
+            # A repair that waits for its source's own is nothing that the stream says.
+            lanes = [f for f in asked if f.lane != PAID] or asked
+            self._vouch(flows, key, number, [bool(going[f.slot]) for f in lanes])
         self._clock.after(WATCH_S, self.watch)
 
     def assure(self) -> None:
@@ -83,7 +84,9 @@ class Keepalives:
 
     def _vouch(self, flows: list[Flow], key: str, number: int, moving: list[bool]) -> None:
         host = flows[0].reader
-        if all(moving) and all(self._network.noted[flow.slot] for flow in flows):
+        if all(moving) and any(self._network.noted[flow.slot] for flow in flows):
+            for flow in flows:  # its session knows, and that holds for what has begun since
+                self._network.noted[flow.slot] = True
             return
         if all(moving):
             news = SourceAlive(key, number, moving=True, until_s=np.inf)
