@@ -9,7 +9,7 @@ was settled last. Knows no files and no loop.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +31,14 @@ class Kept(Protocol):
         """Take over what was saved of what was wanted; all of it is there, or nothing."""
 
 
+@runtime_checkable
+class Spoilable(Protocol):
+    """A ``Kept`` that a bad batch may spoil for all batches after it."""
+
+    def let_go(self) -> None:
+        """The batch since the last ``settle`` was not learned from: drop what it spoiled."""
+
+
 def keeps_of(*owners: object) -> list[Kept]:
     """Return what ``owners`` keep: their ``keeps``, and those of a workload that they wrap."""
     found: list[Kept] = []
@@ -46,3 +54,10 @@ def settle(keeps: Sequence[Kept]) -> None:
     """Settle all of them."""
     for each in keeps:
         each.settle()
+
+
+def let_go(keeps: Sequence[Kept]) -> None:
+    """Have those that can drop what the batch since the last ``settle`` spoiled."""
+    for each in keeps:
+        if isinstance(each, Spoilable):
+            each.let_go()

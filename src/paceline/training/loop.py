@@ -25,11 +25,11 @@ from paceline.profile import TrainingSettings
 from paceline.training.evaluating import Evaluator
 from paceline.training.group import Group
 from paceline.training.guard import Guard, Verdict
-from paceline.training.keeping import keeps_of, settle
+from paceline.training.keeping import keeps_of, let_go, settle
 from paceline.training.mesh import Mesh, MeshSpec, open_mesh
 from paceline.training.numbers import AlertChange, Numbers, Straggler
 from paceline.training.parallel import Parallel, parallelise
-from paceline.training.recipe import set_learning_rate
+from paceline.training.recipe import take_step
 from paceline.training.scaling import LossScale
 from paceline.training.schedule import learning_rate
 from paceline.training.workload import ShuffledLabels, TransformerWorkload, Workload
@@ -179,8 +179,9 @@ def train(
             if saver is not None and owed:
                 saver.save(progress.step, position, progress.metrics())
                 progress.stall_s, owed = saver.stall_s, False
-            set_learning_rate(optimizer, rate)
-            optimizer.step()
+            take_step(optimizer, rate)
+        else:
+            let_go(keeps)
 
         _count(progress, batch, loss, verdict)
         progress.extra.update(_kept(guard, scaler))  # in place: the saver has this very dict
@@ -259,6 +260,8 @@ def train_model(
 def seed_step(seed: int, step: int, data_rank: int, device: torch.device = CPU) -> None:
     """Make what a model draws in this step (dropout) a pure function of its place."""
     number = (seed * 1_000_003 + step) * 4096 + data_rank
+    if not -(2**63) <= number < 2**64:  # of a large seed: torch takes no more
+        number %= 2**64
     torch.default_generator.manual_seed(number)  # torch.manual_seed asks every backend: 0.4 ms
     if device.type == "cuda":
         torch.cuda.manual_seed(number)

@@ -44,6 +44,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
+def take_step(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Change the weights by their gradients, at ``rate``."""
+    set_learning_rate(optimizer, rate)
+    optimizer.step()
+
+
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimiser's state as flat named tensors; empty before the first step."""
     return {

@@ -36,6 +36,7 @@ class Carried:
     def __init__(self) -> None:
         self._rows: dict[int, Tensor] = {}  # row → LD
         self._settled: dict[int, Tensor] = {}
+        self._before: dict[int, Tensor] = {}  # all rows, as they were settled
         self._ours: set[int] = set()  # rows that were computed here, not only restored
 
     def before(self, rows: range, carries_B: Any, empty_BLD: Tensor) -> Tensor:
@@ -57,6 +58,18 @@ class Carried:
     def settle(self) -> None:
         """Keep what rows have now: tensors are replaced, never written over."""
         self._settled = {row: self._rows[row] for row in self._ours}
+        self._before = dict(self._rows)
+
+    def let_go(self) -> None:
+        """Rows whose state is no number any more go on from the state before the batch."""
+        for row, state_LD in list(self._rows.items()):
+            if bool(torch.isfinite(state_LD).all()):
+                continue
+            if row in self._before:
+                self._rows[row] = self._before[row]
+            else:
+                del self._rows[row]
+                self._ours.discard(row)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return runs of neighbouring rows, RLD each, named by their first row."""

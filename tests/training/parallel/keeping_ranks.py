@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.utils._pytree import tree_map
 
 from paceline.data import Batch
 from paceline.objects import DiskStore
-from paceline.profile import CheckpointSettings, MeshSettings, TrainingSettings
+from paceline.profile import CheckpointSettings, GuardSettings, MeshSettings, TrainingSettings
 from paceline.training.checkpoint import (
     Checkpointer,
     Generations,
@@ -34,7 +36,7 @@ from paceline.training.mesh import Mesh, MeshSpec, open_mesh
 from paceline.training.parallel import parallelise
 from paceline.training.recipe import new_optimizer
 from paceline.training.recurrent import RecurrentWorkload
-from paceline.training.workload import Workload
+from paceline.training.workload import Inputs, TransformerWorkload, Workload
 from tests.training.relaxed.ranks import WORKLOAD, Rows, settings_of
 
 DIGEST = "e" * 64
@@ -64,17 +66,70 @@ class Case:
         self.name, self.settings, self.rows = name, settings, rows
 
     def workload(self) -> Workload:
+        if self.name == "drawn":
+            return Drawing(WORKLOAD.config)
         return WORKLOAD if self.name == "compressed" else RecurrentWorkload(256, 16)
 
 
+class Spoiling:
+    """A task whose outputs are no numbers for batch ``SAVE_AT``, where hook or task carry state."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload, self.batch = workload, 0
+
+    def build(self) -> nn.Module:
+        return self.workload.build()
+
+    def inputs(self, batch: Batch, device: torch.device) -> Inputs:
+        self.batch = batch.step
+        return self.workload.inputs(batch, device)
+
+    def loss_sum(self, outputs: Any, *targets: torch.Tensor) -> torch.Tensor:
+        if self.batch == SAVE_AT:
+            outputs = tree_map(lambda each: each * float("nan"), outputs)
+        return self.workload.loss_sum(outputs, *targets)
+
+
+class Drawing(TransformerWorkload):
+    """A task whose model draws and counts in each forward pass."""
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return Counting()
+
+
+class Counting(nn.Module):
+    """Embedding, dropout, logits; a buffer counts forward passes, and is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, 16), nn.Linear(16, 256)
+        self.register_buffer("passes", torch.zeros(()), persistent=False)
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.passes += 1
+        x_BTD = nn.functional.dropout(self.embed(tokens_BT), 0.5, self.training)
+        return self.head(x_BTD)
+
+
+DRAWN = Case("drawn", CARRIED, Rows)
 CASES = (Case("compressed", COMPRESSED, Rows), Case("carried", CARRIED, CarriedRows))
 
 
 def run(
-    case: Case, root: Path, mesh: Mesh, group: Group, *, resume: str = "", keep: bool = True
+    case: Case,
+    root: Path,
+    mesh: Mesh,
+    group: Group,
+    *,
+    resume: str = "",
+    keep: bool = True,
+    workload: Workload | None = None,
 ) -> dict[str, Any]:
     """Train, from the checkpoint below ``resume`` where one is named; what came out."""
-    workload = case.workload()
+    name = case.name if workload is None else f"{case.name}-spoilt"
+    workload = workload or case.workload()
     parallel = parallelise(workload.build(), mesh, case.settings, workload)
     optimizer = new_optimizer(parallel.modules, case.settings)
     keeps = keeps_of(parallel, workload) if keep else []
@@ -88,7 +143,7 @@ def run(
         assert restored is not None
         progress = Progress(step=restored.step)
     else:
-        generations = Generations(DiskStore(), DiskStore.url_of(root / case.name))
+        generations = Generations(DiskStore(), DiskStore.url_of(root / name))
         saver = Checkpointer(
             generations, state, case.settings.checkpoints, job_id=case.name, config_digest=DIGEST,
             code_version="",
@@ -135,12 +190,18 @@ def main() -> None:
         mesh = open_mesh(MeshSpec(dp=2))
         for case in CASES:
             whole = run(case, root, mesh, group)
+            skipping = {"guard": GuardSettings(on_bad_step="skip")}
+            spoilt = Case(case.name, case.settings.model_copy(update=skipping), case.rows)
+            workload = Spoiling(spoilt.workload())
             found[case.name] = {
+                "spoilt": run(spoilt, root, mesh, group, workload=workload)["losses"],
                 "kept": tensors_of(root, case.name),
                 "resumed": run(case, root, mesh, group, resume=case.name) == whole,
                 "without": run(case, root, mesh, group, resume=case.name, keep=False) == whole,
                 "losses": whole["losses"],
             }
+        whole = run(DRAWN, root, mesh, group)
+        found["drawn"] = run(DRAWN, root, mesh, group, resume="drawn") == whole
     found["warned before"] = list(warned.messages)
     if rank == 0:
         alone = run(CASES[1], root, Mesh(MeshSpec()), Group(), resume="carried")

@@ -25,6 +25,21 @@ def test_a_resume_on_the_same_ranks_is_bit_identical_with_it_and_not_without(
     assert [each[case]["without"] for each in ranks] == [False, False], "it matters"
 
 
+@pytest.mark.parametrize("case", ["compressed", "carried"])
+def test_a_batch_that_is_passed_over_spoils_none_after_it(
+    ranks: list[dict[str, Any]], case: str
+) -> None:
+    bad, *after = ranks[0][case]["spoilt"]
+    assert np.isnan(bad) and np.isfinite(after).all() and len(after) == 3
+    assert max(after) < 1.5 * ranks[0][case]["losses"][0]
+
+
+def test_what_a_model_draws_and_counts_before_the_first_step_is_no_part_of_it(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert [each["drawn"] for each in ranks] == [True, True], "a resume is bit-identical"
+
+
 def test_each_ranks_error_is_saved_and_what_they_share_once(ranks: list[dict[str, Any]]) -> None:
     kept = ranks[0]["compressed"]["kept"]
     of_ranks = [[each for each in kept if f"error.{rank}-of-2." in each] for rank in range(2)]

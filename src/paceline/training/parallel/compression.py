@@ -59,6 +59,15 @@ class CompressionMemory:
             return
         memory, self._restored = self._restored, None
         self._state.iter = memory.iterations
+        self._put(memory)
+
+    def let_go(self) -> None:
+        """Errors and matrices are those of before the batch: once they are no numbers, no gradient
+        after them is one. Steps stay counted, on all ranks alike."""
+        if self._restored is None:
+            self._put(self._settled)
+
+    def _put(self, memory: _Memory) -> None:
         self._state.error_dict = dict(memory.errors)
         self._state.p_memory_dict = {at: each.clone() for at, each in memory.ps.items()}
         self._state.q_memory_dict = {at: each.clone() for at, each in memory.qs.items()}

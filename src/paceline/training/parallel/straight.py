@@ -129,9 +129,16 @@ class Straight:
         """Run one backward pass that changes nothing.
 
         DDP lays out its buckets anew after the first backward pass. Doing that before the first
-        step makes a resumed run add gradients in the same order as one that never stopped.
+        step makes a resumed run add gradients in the same order as one that never stopped. What a
+        model draws (dropout) or counts (batch norm) meanwhile is put back.
         """
-        torch.autograd.backward(self._loss(self._run, part) * 0.0)
+        devices = [torch.cuda.current_device()] if self._mesh.device_type == "cuda" else []
+        buffers = [(each, each.clone()) for each in self._run.buffers()]
+        with torch.random.fork_rng(devices):
+            torch.autograd.backward(self._loss(self._run, part) * 0.0)
+        with torch.no_grad():
+            for each, before in buffers:
+                each.copy_(before)
         self._warm = True
         if self._memory is not None:
             self._memory.laid_out()

@@ -6,6 +6,7 @@ that a recurrent model had before it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from torch import nn
 
 from paceline.data import Batch
 from paceline.profile import TrainingSettings
+from paceline.training.keeping import keeps_of, let_go
 from paceline.training.loop import CPU, seed_step
 from paceline.training.mesh import Mesh, MeshSpec
 from paceline.training.parallel import parallelise
@@ -73,6 +75,7 @@ class Gradients:
         ]  # fmt: skip
         self.count = sum(each.numel() for each in self._parameters)
         self.dtype = str(self._parameters[0].dtype).removeprefix("torch.")
+        self._keeps = keeps_of(self._parallel, workload)
         self.note = Note()  # of the last gradient
         self._source: Source | None = None
         self._held: _Held | None = None
@@ -86,6 +89,8 @@ class Gradients:
         share_tokens = max(held.batch.global_tokens / self._workers, 1.0)
         sums = self._parallel.accumulate(held.parts, 1.0 / share_tokens)
         loss = float(sums.loss) / sums.weight if sums.weight else 0.0
+        if not math.isfinite(loss):  # the server will not take it
+            let_go(self._keeps)
         self.note = Note(loss=loss, tokens=sums.weight, **held.note)
         return flat_gradients(self._parameters), self.note
 
