@@ -321,7 +321,7 @@ def test_a_start_says_what_is_learned_from_what(
     assert "samples, " in said and "held out" in said and "parameters: " in said
     assert "! data are cut at 2,000 bytes" in said
     assert "! 2 ranks of 1 threads take turns on 1 cores" in said
-    checkpoints = single.checkpoints_of(job)
+    checkpoints = single.record_of(job)
     assert beside(job, checkpoints) is None
     (checkpoints.with_name("job-before") / "step-00000007-abcd").mkdir(parents=True)
     assert "job-before (step 7)" in str(beside(job, checkpoints))

@@ -21,10 +21,15 @@ from click.core import ParameterSource
 from paceline.cli.options import json_option, profile_options, read_profile, state_option
 from paceline.cli.training_facts import beside, facts, summary
 from paceline.cli.training_lines import Lines, preparing, say, warnings_told
+from paceline.cli.training_mlflow import TrainingLog, location
 from paceline.errors import Cancelled, InvalidInput
+from paceline.relay.lifetime import SignalEvent
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from paceline.profile import Profile
+    from paceline.wire.training import RankEvent
 
 
 @click.command()
@@ -74,6 +79,21 @@ if TYPE_CHECKING:
     show_default=True,
     help="Here: where data, checkpoints, figures and the model go.",
 )
+@click.option(
+    "--checkpoints",
+    metavar="URL",
+    default=None,
+    help="Here: keep checkpoints and the model below s3://bucket/prefix (credentials as for "
+    "`publish`) or another directory; the same command goes on from there on any machine.",
+)
+@click.option(
+    "--mlflow",
+    metavar="URI",
+    envvar="MLFLOW_TRACKING_URI",
+    show_envvar=True,
+    default=None,
+    help="Here: log to this MLflow, too (http://…, sqlite:///…); '' for none.",
+)
 @profile_options
 @state_option
 @json_option
@@ -90,6 +110,8 @@ def train(
     text: Path | None,
     model: Path | None,
     output: Path,
+    checkpoints: str | None,
+    mlflow: str | None,
     profile: str,
     overrides: tuple[str, ...],
     state: Path | None,
@@ -108,7 +130,7 @@ def train(
     """
     given = {
         name
-        for name in ("output", "profile", "state")
+        for name in ("output", "checkpoints", "mlflow", "profile", "state")
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
     if model_id is None:
@@ -119,10 +141,17 @@ def train(
                 wanted="MODEL_ID VERSION --snapshot URL, or no --state",
                 do="Training on this machine alone keeps everything below --output.",
             )
+        if str(output).startswith(("s3:/", "file:/")):
+            raise InvalidInput(
+                "--output is a directory of this machine",
+                got=str(output).replace(":/", "://", 1),
+                wanted="a directory, and --checkpoints s3://bucket/prefix beside it",
+                do="Data, figures and locks stay here; checkpoints and the model go there.",
+            )
         settings = read_profile(profile, _with(overrides, steps, ranks))
         return train_here(
             settings, output, text=text, snapshot=snapshot, model=model, labels=labels,
-            run_id=run_id, as_json=as_json,
+            run_id=run_id, as_json=as_json, checkpoints=checkpoints, mlflow=mlflow or None,
         )  # fmt: skip
     if version is None or snapshot is None:
         raise InvalidInput(
@@ -131,10 +160,10 @@ def train(
             wanted="MODEL_ID VERSION --snapshot URL",
             do="Leave out MODEL_ID to train on this machine alone.",
         )
-    if text or model or ranks or overrides or given & {"output", "profile"}:
+    if text or model or ranks or overrides or given - {"state"}:
         raise InvalidInput(
-            "--text, --model, --ranks, --output, --profile and --set are for training on this "
-            "machine alone",
+            "--text, --model, --ranks, --output, --checkpoints, --mlflow, --profile and --set are "
+            "for training on this machine alone",
             got=f"MODEL_ID {model_id}",
             do="An installation's profile decides them there.",
         )
@@ -170,6 +199,8 @@ def train_here(
     labels: str,
     run_id: str | None,
     as_json: bool,
+    checkpoints: str | None = None,
+    mlflow: str | None = None,
 ) -> int:
     """Train on this machine and print what came of it."""
     from paceline.training import single
@@ -186,28 +217,42 @@ def train_here(
         source=None if text is None else str(text.absolute()),
         snapshot_url=snapshot,
         model=model,
+        checkpoints=checkpoints,
+        labels="shuffled" if labels == "shuffled" else "true",
     )
-    cancel = threading.Event()
+    if mlflow is not None:
+        location(mlflow)  # before any data are read
+    cancel = SignalEvent()
     with warnings_told() as told, single.held(output), _stopping_gently(cancel) as signals:
         with preparing(output):
             job = single.prepare(asked, run_id, lambda line: say(f"  {line}"))
-        if labels == "shuffled":
-            job = job.model_copy(update={"labels": "shuffled", "job_id": f"{job.job_id}-shuffled"})
-        checkpoints = single.checkpoints_of(job)
-        lines = Lines(job, checkpoints)
+        record, place = single.record_of(job), single.shown(single.checkpoints_of(job))
+        lines = Lines(job, record)
         told.addFilter(lines.is_news)
         lines.begin(output)
-        for line in (*facts(job, *single.parts_of(job)), beside(job, checkpoints)):
+        for line in (*facts(job, *single.parts_of(job)), beside(job, record)):
             if line:
                 say(line)
-        signals.running = True
-        try:
-            with lines.watched():
-                result = single.run(job, on_event=lines, cancel=cancel)
-        except Cancelled as error:
-            raise lines.stopped(checkpoints) from error
+        followers: list[Callable[[RankEvent], None]] = [lines]
+        with contextlib.ExitStack() as stack:
+            logged: TrainingLog | None = None
+            if mlflow is not None:
+                logged = TrainingLog(
+                    mlflow, job, experiment=profile.model.model_id, record=record, tell=say
+                )
+                followers.append(stack.enter_context(logged))
+            signals.running = True
+            try:
+                with lines.watched():
+                    result = single.run(job, on_event=_to_all(followers), cancel=cancel)
+            except Cancelled as error:
+                raise lines.stopped(place) from error
+            if logged is not None:
+                logged.done(result)
     if as_json:
         answer = {"status": "complete", "run_id": job.run_id, "notes": lines.notes}
+        if logged is not None:
+            answer["mlflow_run_id"] = logged.run_id
         click.echo(json.dumps(answer | result.model_dump(mode="json")))
     else:
         if not lines.heard:
@@ -216,7 +261,19 @@ def train_here(
                 "(another mesh or number of ranks is the same training; --output DIR starts anew)"
             )
         click.echo("\n".join(summary(job, result)))
+        if logged is not None and logged.run_id:
+            click.echo(f"  mlflow        {logged.uri}, run {logged.run_id}")
     return 0
+
+
+def _to_all(followers: list[Callable[[RankEvent], None]]) -> Callable[[RankEvent], None]:
+    """Return what gives each event to every follower."""
+
+    def on_event(event: RankEvent) -> None:
+        for each in followers:
+            each(event)
+
+    return on_event
 
 
 class _stopping_gently:  # noqa: N801 - reads as what it does

@@ -72,9 +72,9 @@ def beside(job: TrainJob, checkpoints: Path) -> str | None:
 
 def summary(job: TrainJob, result: TrainResult) -> list[str]:
     """Return the one screen that ends a run."""
-    from paceline.training.single import checkpoints_of, directory_of
+    from paceline.training.single import checkpoints_of, record_of, shown
 
-    checkpoints = checkpoints_of(job)
+    record = record_of(job)
     lines = [
         f"done: {result.steps} steps on {result.ranks} ranks in {result.seconds:.1f} s, "
         f"{result.tokens_per_second:,.0f} tokens/s",
@@ -85,13 +85,13 @@ def summary(job: TrainJob, result: TrainResult) -> list[str]:
     lines += [
         f"  waiting       data {result.data_wait_share:.1%}, "
         f"checkpoints {result.checkpoint_stall_share:.1%}",
-        f"  checkpoints   {len(result.checkpoints)} in {checkpoints}",
+        f"  checkpoints   {len(result.checkpoints)} in {shown(checkpoints_of(job))}",
     ]
-    if (checkpoints / METRICS_FILE).exists():
-        lines.append(f"  each step     {checkpoints / METRICS_FILE}")
-    if (checkpoints / "traces").exists():
-        lines.append(f"  traces        {checkpoints / 'traces'} (for Perfetto)")
-    lines.append(f"  model         {directory_of(result.export_url)}")
+    if (record / METRICS_FILE).exists():
+        lines.append(f"  each step     {record / METRICS_FILE}")
+    if (record / "traces").exists():
+        lines.append(f"  traces        {record / 'traces'} (for Perfetto)")
+    lines.append(f"  model         {shown(result.export_url)}")
     if result.ledger is not None:
         ledger = result.ledger
         parts = {name: getattr(ledger, name) for name in type(ledger).model_fields}

@@ -219,7 +219,7 @@ class Lines:
         seconds = (now - since) / (step - first) * (self._job.settings.steps - step)
         return f"  {_span(seconds)} left" if seconds >= SILENCE_S else ""
 
-    def stopped(self, checkpoints: Path) -> Cancelled:
+    def stopped(self, checkpoints: object) -> Cancelled:
         """Return the error that says what is saved of a training that was asked to stop."""
         reached = f"step {self.step} of {self._job.settings.steps}"
         if self.saved and self.saved >= self.step:

@@ -32,7 +32,7 @@ from paceline.errors import (
 )
 from paceline.objects.store import ObjectStore
 from paceline.objects.url import MAX_URL, ObjectInfo
-from paceline.profile import Runtime
+from paceline.profile import Runtime, object_access
 
 MIB = 1024 * 1024
 BLOCK = 4 * MIB
@@ -313,5 +313,16 @@ def _translated(url: str) -> Iterator[None]:
 
 
 def open_store(runtime: Runtime) -> ObjectStore:
-    """Return the installation's S3, or this machine's disk where it has no S3 server."""
-    return ObjectStore.from_runtime(runtime) if runtime.endpoints.s3_url else DiskStore()
+    """Return the installation's S3, or this machine's disk where it has no S3 server.
+
+    Where the server is somebody else's, its credentials are never written down with the runtime:
+    they are the environment's, as the profile names them. Raises AccessDenied without.
+    """
+    if not runtime.endpoints.s3_url:
+        return DiskStore()
+    if runtime.secrets.s3_access_key:
+        return ObjectStore.from_runtime(runtime)
+    access = object_access(runtime.profile)
+    return ObjectStore.from_access(
+        access.model_copy(update={"endpoint_url": runtime.endpoints.s3_url})
+    )

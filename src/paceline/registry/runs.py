@@ -148,6 +148,10 @@ class RunLog(Adapter):
         """Mark the run as ended with ``status``."""
         self.call("set_terminated", mlflow_run_id, status=status)
 
+    def resume_run(self, mlflow_run_id: str) -> None:
+        """Mark the run as under way, also where it had ended."""
+        self.call("update_run", mlflow_run_id, status="RUNNING")
+
     def run_url(self, mlflow_run_id: str) -> str:
         """Return where a browser shows the run."""
         experiment_id = self.call("get_run", mlflow_run_id).info.experiment_id

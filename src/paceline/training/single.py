@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from paceline.data import Snapshot, build_snapshot, load_snapshot, require_purpose, transform
 from paceline.data.splits import require_columns
@@ -29,9 +29,10 @@ from paceline.errors import (
     StateLocked,
 )
 from paceline.models import ModelConfig, read_config
-from paceline.objects import DiskStore, ObjectStore, join_url
-from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
+from paceline.objects import DiskStore, ObjectStore, join_url, open_store
+from paceline.profile import Profile, Runtime, Secrets, load_runtime, save_runtime
 from paceline.training import code_ref, starting
+from paceline.training import local_remote as remote
 from paceline.training.driver import run_job
 from paceline.training.identity import own_task, with_own_id
 from paceline.training.local import LocalLauncher
@@ -58,7 +59,9 @@ class Single:
     profile: Profile
     source: str | None = None  # a directory of text; None: the profile's
     snapshot_url: str | None = None  # or a snapshot that was built before
-    model: Path | None = None  # safetensors and config to start from; None: a new one
+    model: Path | None = None  # to start from (see ``starting``); None: a new one
+    labels: Literal["true", "shuffled"] = "true"  # "shuffled": the control, a job of its own
+    checkpoints: str | None = None  # s3://bucket/prefix or a directory; None: below ``output``
 
 
 @contextlib.contextmanager
@@ -123,19 +126,19 @@ def prepare(
     _require_possible(asked.profile)
     if asked.model is not None:
         starting.require_model(asked.model, asked.profile.training.code_ref)
-    _require_here(asked.snapshot_url or "", "--snapshot")
+    if not remote.is_remote(asked.checkpoints):
+        _require_here(asked.snapshot_url or "", "--snapshot")
     _require_here(asked.source or asked.profile.data.source, "data.source")
     output = asked.output.absolute()
     output.mkdir(parents=True, exist_ok=True)
+    checkpoint_url, endpoints = remote.place_of(asked.checkpoints, output, asked.profile)
     runtime = Runtime(
-        profile=asked.profile,
-        state_dir=output / "state",
-        endpoints=Endpoints(),  # none: objects are files of this disk
-        secrets=Secrets(),
+        profile=asked.profile, state_dir=output / "state", endpoints=endpoints, secrets=Secrets()
     )
+    store = open_store(runtime)
+    remote.require_writable(checkpoint_url, store)
     runtime.state_dir.mkdir(exist_ok=True)
     save_runtime(runtime)
-    store = DiskStore()
     snapshot = _snapshot(asked, output, store)
     manifest_digest, start = _base(asked, runtime, snapshot)
     if asked.model is not None and starting.is_checkpoint(asked.model):
@@ -152,12 +155,16 @@ def prepare(
         snapshot_url=snapshot.url,
         snapshot_digest=snapshot.digest,
         purpose=asked.profile.data.purpose,
-        checkpoint_url=DiskStore.url_of(output / "checkpoints"),
+        checkpoint_url=checkpoint_url,
         settings=settings,
         data=asked.profile.data,
         task=own_task(asked.profile),
     )
     job = with_own_id(job)
+    if asked.labels == "shuffled":
+        job = job.model_copy(update={"labels": "shuffled", "job_id": f"{job.job_id}-shuffled"})
+    if run_id is None and (earlier := remote.earlier_run(job, store)):
+        job = job.model_copy(update={"run_id": earlier})  # it is the same training that goes on
     if start is not None and start.seed(job, store):
         tell(f"optimizer state of {start.trained} of {start.of} parameters is taken over")
     return job
@@ -183,7 +190,8 @@ def _require_here(url: str, where: str) -> None:
             got=url,
             wanted="a directory",
             where=where,
-            do="Copy it here, or train on an installation, which has an object store.",
+            do="Copy it here, or keep --checkpoints on S3 too (then --snapshot may be there), or "
+            "train on an installation, which has an object store.",
         )
 
 
@@ -194,23 +202,27 @@ def run(
     cancel: threading.Event | None = None,
 ) -> TrainResult:
     """Run ``job`` on this machine; see ``run_job``."""
-    return run_job(
-        job, [WORKER], LocalLauncher(), on_event=on_event, store=DiskStore(), cancel=cancel
-    )
+    store = open_store(load_runtime(job.state_dir))
+    with remote.recorded(job, store, record_of(job)) as keep:
+        result = run_job(
+            job, [WORKER], LocalLauncher(), on_event=on_event, store=store, cancel=cancel
+        )
+        keep(result)
+    return result
 
 
 def parts_of(job: TrainJob) -> tuple[Snapshot, ModelConfig | None]:
     """Return what ``job`` learns from, and its base model's shape (None: a model of one's own)."""
-    snapshot = load_snapshot(job.snapshot_url, DiskStore())
+    snapshot = load_snapshot(job.snapshot_url, open_store(load_runtime(job.state_dir)))
     if job.settings.code_ref:
         return snapshot, None
     node = Path(job.state_dir) / "nodes" / WORKER
     return snapshot, read_config(node / "store" / "models" / job.model_id / job.version)
 
 
-def directory_of(url: str) -> Path:
-    """Return the directory that a result's ``file://`` URL names."""
-    return DiskStore.path_of(url)
+def shown(url: str) -> str:
+    """Return where a job's URL is, as people read it: a directory, or an object store's URL."""
+    return str(DiskStore.path_of(url)) if url.startswith("file://") else url
 
 
 def _snapshot(asked: Single, output: Path, store: ObjectStore) -> Snapshot:
@@ -317,6 +329,14 @@ def _copy_model(source: Path, directory: Path) -> None:
             shutil.copyfile(each, directory / each.name)
 
 
-def checkpoints_of(job: TrainJob) -> Path:
-    """Return the directory that holds the job's generations."""
-    return DiskStore.path_of(join_url(job.checkpoint_url, job.job_id))
+def checkpoints_of(job: TrainJob) -> str:
+    """Return the URL that the job's generations lie below."""
+    return join_url(job.checkpoint_url, job.job_id)
+
+
+def record_of(job: TrainJob) -> Path:
+    """Return the directory of what is kept here of the job: itself, each step, its result.
+
+    Where checkpoints lie below the output directory, beside them.
+    """
+    return Path(job.state_dir).parent / "checkpoints" / job.job_id
