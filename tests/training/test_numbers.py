@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +21,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.errors import ServiceUnavailable
+from paceline.data.columns import tokens_seen
+from paceline.errors import AccessDenied, PacelineError, ServiceUnavailable
 from paceline.models import config_for, new_model
 from paceline.objects import DiskStore
+from paceline.profile import DataSettings, TrainingSettings
 from paceline.training.group import Group
 from paceline.training.loop import StepReport
 from paceline.training.numbers import (
@@ -155,6 +158,18 @@ def test_operations_are_those_that_torch_counts() -> None:
     assert flops_per_token(config, 64) > flops_per_token(config, 32)
 
 
+def test_attention_that_documents_apart_do_not_need_is_no_work() -> None:
+    config, shard = config_for(50_000, 32), SimpleNamespace(samples=10, stream_bytes=71)
+    seen = {
+        batching: tokens_seen(DataSettings(batching=batching), [shard, shard], 32)
+        for batching in ("windows", "packed", "bucketed", "carried")
+    }
+    assert seen == {"windows": 32, "packed": 8, "bucketed": 8, "carried": 32}
+    parallel = SimpleNamespace(modules=(), bytes_reduced=0)
+    found = Numbers.of(TrainingSettings(), parallel, Group(), CPU, config=config, seen=8)
+    assert found.flops_per_token == flops_per_token(config, 8) < flops_per_token(config)
+
+
 def test_the_peak_is_measured_once_and_leaves_the_threads_alone() -> None:
     before = torch.get_num_threads()
     first = matmul_peak("cpu", torch.float32, 1)
@@ -202,6 +217,21 @@ def test_a_trace_is_written_for_the_steps_that_were_asked_for(tmp_path: Path) ->
     tracer.begin(1)
     tracer.close()
     assert len(told) == 1, "a step that did not end has no trace"
+
+
+def test_a_trace_that_cannot_be_made_or_taken_costs_itself_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    tracer = Tracer([1, 3], tmp_path / "file" / "below", 0, lambda *_: None)
+    other = Tracer([3], tmp_path, 1, lambda *_: None)
+    tracer.begin(1)
+    tracer.begin(1)  # what was pushed too late is computed again
+    tracer.end(1)
+    assert "no trace of step 1" in caplog.text
+    other.begin(3)
+    other.end(3)
+    assert (tmp_path / "trace-step-3-rank-1.json").exists(), "the profiler is free again"
 
 
 def test_a_trace_is_made_of_the_next_step_whenever_it_is_asked_for(tmp_path: Path) -> None:
@@ -333,10 +363,13 @@ def test_a_cleared_alert_is_no_longer_shown() -> None:
     assert alert.samples == []
 
 
-def test_a_trace_stays_on_the_disk_while_storage_is_away(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [ServiceUnavailable("S3 is away"), AccessDenied("not yours")])
+def test_a_trace_stays_on_the_disk_while_storage_takes_none(
+    tmp_path: Path, error: PacelineError
+) -> None:
     class Away:
         def upload_file(self, path: Path, url: str) -> None:
-            raise ServiceUnavailable("S3 does not answer")
+            raise error
 
     path = tmp_path / "trace.json"
     path.write_text("{}")

@@ -121,6 +121,15 @@ def _divisors(number: int, most: int) -> list[int]:
     return [each for each in range(1, max(1, min(most, number)) + 1) if number % each == 0]
 
 
+def tokens_seen(settings: DataSettings, shards: Sequence[Shard], context: int) -> int:
+    """Return how many tokens a token may see at most, its own document's where documents are apart:
+    their mean length, which counts long ones, whose tokens see more, too little."""
+    if settings.batching not in ("packed", "bucketed"):
+        return context
+    documents = max(1, sum(each.samples for each in shards))
+    return min(context, -(-sum(each.stream_bytes for each in shards) // documents))
+
+
 def columns_by(
     settings: DataSettings,
     shards: Sequence[Shard],

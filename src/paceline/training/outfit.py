@@ -177,11 +177,20 @@ def numbers_of(
     its: Loaded, parallel: Parallel, group: Group, device: torch.device, rank: int, voice: Voice
 ) -> Numbers:
     """Return this rank's figures, with a profiler (``tracer_of``)."""
+    from paceline.data.columns import tokens_seen
     from paceline.training.numbers import Numbers
 
     tracer = tracer_of(its, device, rank, uploaded_traces(its, voice))
-    settings = its.job.settings
-    return Numbers.of(settings, parallel, group, device, config=its.config, tracer=tracer)
+    seen = tokens_seen(its.job.data, its.snapshot.of_split("train"), its.context)
+    return Numbers.of(
+        its.job.settings,
+        parallel,
+        group,
+        device,
+        config=its.config,
+        seen=seen,
+        tracer=tracer,
+    )
 
 
 def tracer_of(

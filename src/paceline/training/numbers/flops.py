@@ -1,9 +1,10 @@
 """Floating-point operations of a transformer, and the most that this device can do: MFU's halves.
 
 Counted as in PaLM (arXiv 2204.02311, appendix B): two operations a weight of each matrix product
-and token, attention over the whole context without the discount for causality, and backward twice
-as much as forward. What is recomputed for activation checkpointing does not count: it is no
-progress. Embedding look-ups and norms are left out.
+and token, attention over all that a token may see (the context, or its document where documents are
+apart) without the discount for causality, and backward twice as much as forward. What is recomputed
+for activation checkpointing does not count: it is no progress. Embedding look-ups and norms are
+left out.
 """
 
 from __future__ import annotations

@@ -81,9 +81,11 @@ class Numbers:
         device: torch.device,
         *,
         config: ModelConfig | None = None,
+        seen: int | None = None,
         tracer: Tracer | None = None,
     ) -> Numbers:
-        """Return the figures of one rank of a job; ``config`` is our transformer's, if it is ours.
+        """Return the figures of one rank of a job; ``config`` is our transformer's, if it is ours,
+        and ``seen`` how many tokens each may see (None: the context).
 
         Compiled modules are not hooked: a hook would cut the graph.
         """
@@ -93,7 +95,7 @@ class Numbers:
             group,
             () if settings.compile else parallel.modules,
             device,
-            flops_per_token=flops_per_token(config) if config is not None else 0.0,
+            flops_per_token=flops_per_token(config, seen) if config is not None else 0.0,
             peak=lambda: matmul_peak(device.type, dtype, threads),
             alerts=Alerts(settings.checkpoints.max_stall_share),
             tracer=tracer,
