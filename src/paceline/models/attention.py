@@ -8,7 +8,6 @@ Both ways give the same numbers. Shapes in names: see ``transformer``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,9 +107,15 @@ def _attend_apart(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, spans: Spans) 
     return torch.cat(rows)
 
 
-# Stretches differ from batch to batch: a compiler would compile each of them.
-_disable: Any = torch.compiler.disable  # which is not typed
-_apart: Callable[[Tensor, Tensor, Tensor, Spans], Tensor] = _disable(_attend_apart)
+_apart = _attend_apart
+
+
+def keep_out_of_graphs() -> None:
+    """Have compilers leave attention apart alone: stretches are others in each batch, and each of
+    them would be compiled. For whoever compiles; it imports torch's compiler (2 s)."""
+    global _apart  # noqa: PLW0603 - once a process, and nothing else changes
+    disable: Any = torch.compiler.disable  # which is not typed
+    _apart = disable(_attend_apart)
 
 
 def _attend_at_once(
