@@ -74,6 +74,7 @@ class TrainingLog:
         self._job, self._experiment, self._record, self._tell = job, experiment, record, tell
         self._registry = registry or Registry(self.uri, auth)
         self._opening = threading.Lock()
+        self._is_away = False
         self._result: TrainResult | None = None
         self._figures = Figures(self._send, lambda _: None)
 
@@ -81,8 +82,10 @@ class TrainingLog:
         try:
             self._open()
             self._tell(f"  figures go to MLflow at {self.uri}, run {self.run_id}")
-        except TemporaryError as error:
-            self._tell(f"! MLflow: {error.one_line()} Training goes on, its figures wait.")
+        except TemporaryError:
+            self._away()
+        # What it would log of each failed delivery is told here, once.
+        logging.getLogger(Figures.__module__).addHandler(logging.NullHandler())
         self._figures.__enter__()
         return self
 
@@ -96,8 +99,10 @@ class TrainingLog:
         try:
             self._close(kind)
         except PacelineError as caught:
-            self._tell(f"! MLflow does not have all of this run: {caught.one_line()}")
-            self._tell(f"  the same command sends it what is missing, from {self._record}")
+            self._tell(
+                f"! MLflow at {self.uri} does not have all of this run: {caught.what}; the same "
+                f"command sends what is missing, from {self._record}"
+            )
 
     def __call__(self, event: RankEvent) -> None:
         """Take in one event; never waits."""
@@ -117,8 +122,23 @@ class TrainingLog:
         self._result = result
 
     def _send(self, points: Sequence[MetricPoint]) -> None:
-        self._open()
-        self._registry.log_metrics(self.run_id, points)
+        try:
+            self._open()
+            self._registry.log_metrics(self.run_id, points)
+        except TemporaryError:
+            self._away()
+            raise
+        except PacelineError as error:
+            self._tell(f"! MLflow takes no figures: {error.one_line()}")
+            raise
+        if self._is_away:
+            self._is_away = False
+            self._tell(f"  MLflow answers again: figures go to run {self.run_id}")
+
+    def _away(self) -> None:
+        if not self._is_away:
+            self._is_away = True
+            self._tell(f"! MLflow at {self.uri} does not answer: training goes on, figures wait")
 
     def _open(self) -> None:
         """Find or make the run and say what it is about; once."""
