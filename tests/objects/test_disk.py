@@ -56,7 +56,9 @@ def test_files_go_in_and_out_whole(store: DiskStore, root: str, tmp_path: Path) 
     data = os.urandom(9 * 1024 * 1024)
     (tmp_path / "in").write_bytes(data)
     url = join_url(root, "deep", "er", "object")
-    assert store.upload_file(tmp_path / "in", url).size == len(data)
+    told: list[int] = []
+    info = store.upload_file(tmp_path / "in", url, on_bytes=told.append)
+    assert (info.size, sum(told)) == (len(data), len(data))
     store.download_file(url, tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == data
     part = bytearray(1000)

@@ -150,6 +150,41 @@ def test_what_arrives_is_told_before_the_range_is_complete() -> None:
     assert 30_000 in told  # what came before the cut, and again after the failed attempt
 
 
+def test_a_silent_server_is_left_for_a_new_connection_and_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "HASTE_S", 0.2)
+    over = threading.Event()
+
+    def frozen_twice(handler: BaseHTTPRequestHandler, n: int, first: int, last: int) -> None:
+        if n == 1:  # before it says a word
+            over.wait(10)
+        elif n == 3:  # in the middle of its answer
+            send(handler, first, last, cut=(last - first + 1) // 2)
+            handler.wfile.flush()
+            over.wait(10)
+        else:
+            send(handler, first, last, cut=30_000 if n == 2 else 0)
+
+    told: list[tuple[str, float]] = []
+    into = bytearray(50_000)
+    with serving(frozen_twice) as (store, asked):
+        for _ in store.stream_range(
+            "s3://bucket/key",
+            1000,
+            memoryview(into),
+            etag="e",
+            on_socket=lambda sock: sock.settimeout(0.2),
+            on_failed=lambda error, silent_s: told.append((error.where or "", silent_s)),
+        ):
+            pass
+        over.set()
+    assert into == DATA[1000:51_000]
+    assert len(asked) == len(told) + 1 == 4
+    assert all("s3://bucket/key on http://127.0.0.1" in where for where, _ in told)
+    assert told[0][1] >= 0.2
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_server_on_a_bad_day_is_read_whole(seed: int) -> None:
     draw = Random(seed)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,8 +44,9 @@ from paceline.manifest import (
     verify_directory,
     write_manifest,
 )
+from paceline.objects import client
 from paceline.plan import origin_cap_bytes
-from paceline.relay import onecall
+from paceline.relay import onecall, origin
 from paceline.relay.disk.staging import Staging
 from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
@@ -158,6 +161,66 @@ def test_the_model_comes_from_s3_signed_and_once(tmp_path: Path, model: Path, s3
     assert not into(tmp_path).exists()
     publish_model(model, url, store=store, key=key, **names)  # type: ignore[arg-type]
     check(distribute(url, into(tmp_path), 3, objects=store, trust=trust), model)
+
+
+def frozen(process: subprocess.Popen[bytes], *, freeze: bool) -> None:
+    os.kill(process.pid, signal.SIGSTOP if freeze else signal.SIGCONT)
+
+
+@pytest.fixture
+def bucket(s3: RcloneS3, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RcloneS3]:
+    """The session's server with the model, to be frozen; patience with it is short."""
+    monkeypatch.setattr(client, "HASTE_S", 0.3)
+    monkeypatch.setattr(origin, "LEAST_SILENCE_S", 0.3)
+    s3.store().ensure_bucket("frozen")
+    names = {"model_id": "m", "version": "1", "link_mbit": 1000.0}
+    publish_model(model, "s3://frozen/m/1", store=s3.store(), **names)  # type: ignore[arg-type]
+    yield s3
+    frozen(s3.process, freeze=False)
+
+
+def test_a_source_that_is_frozen_is_named_asked_anew_and_read_on(
+    tmp_path: Path, model: Path, bucket: RcloneS3
+) -> None:
+    said: list[str] = []
+
+    def notice(text: str) -> None:
+        said.append(text)
+        frozen(bucket.process, freeze=False)
+
+    def progress(held: int, _all: int) -> None:
+        if held and not said:
+            frozen(bucket.process, freeze=True)
+
+    done = distribute(
+        "s3://frozen/m/1",
+        into(tmp_path),
+        2,
+        objects=bucket.store(),
+        link_mbit=2,
+        on_progress=progress,
+        on_notice=notice,
+    )
+    check(done, model)
+    assert done.notices == tuple(said)
+    assert "s3://frozen/m/1/" in said[0]
+    assert f"on {bucket.endpoint_url}" in said[0]
+    assert "asked again on a new connection" in said[0]
+    assert any("answers again after" in each for each in said)
+
+
+def test_a_source_that_is_frozen_from_the_start_is_an_error_within_three_tries(
+    tmp_path: Path, bucket: RcloneS3
+) -> None:
+    said: list[str] = []
+    frozen(bucket.process, freeze=True)
+    with pytest.raises(ServiceUnavailable, match=r"does not answer.*3 times"):
+        distribute(
+            "s3://frozen/m/1", into(tmp_path), 2, objects=bucket.store(), on_notice=said.append
+        )
+    assert said
+    assert all(f"s3://frozen/m/1/manifest.json on {bucket.endpoint_url}" in each for each in said)
+    assert not into(tmp_path).exists()
 
 
 # ── what cannot work: a named error, and nothing left ────────────────────────────────────────────

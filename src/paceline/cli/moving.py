@@ -263,6 +263,7 @@ def distribute(
             first_port=port,
             policy=StorePolicy.of(settings.store),
             on_progress=_progress(),
+            on_notice=lambda said: click.echo(f"! {said}", err=True),
         )
     if as_json:
         click.echo(done.model_dump_json())

@@ -30,6 +30,7 @@ from paceline.errors import (
     StorageFailed,
     StorageFull,
 )
+from paceline.objects.ranges import Failed
 from paceline.objects.store import ObjectStore
 from paceline.objects.url import MAX_URL, ObjectInfo
 from paceline.profile import Runtime, object_access
@@ -93,6 +94,9 @@ class DiskStore(ObjectStore):
                 raise IsADirectoryError(errno.ENOENT, "is a directory", str(path))
             return _info(url, path.stat())
 
+    def require_answer(self, url: str, on_failed: Failed) -> None:
+        """Do nothing: a disk answers, or its errors do."""
+
     def holds(self, url: str, size: int, sha256: str) -> bool:
         """Return False: no digest is kept beside a file, so nothing is known of what it holds."""
         self.path_of(url)
@@ -123,6 +127,7 @@ class DiskStore(ObjectStore):
         sha256: str = "",
         *,
         stopping: threading.Event | None = None,
+        on_bytes: Callable[[int], None] = lambda _count: None,
     ) -> ObjectInfo:
         """Write the file as one object. ``sha256`` is not kept; nothing is once it is stopped."""
         source = Path(path)
@@ -134,6 +139,7 @@ class DiskStore(ObjectStore):
                 at = 0
                 while sent := os.sendfile(descriptor, file.fileno(), at, BLOCK):
                     at += sent
+                    on_bytes(sent)
                     if stopping is not None and stopping.is_set():
                         raise Cancelled("the upload was stopped", where=source)
 
@@ -158,6 +164,7 @@ class DiskStore(ObjectStore):
         size: int | None = None,
         version_id: str | None = None,
         on_socket: Callable[[socket.socket], None] | None = None,
+        on_failed: Failed | None = None,
     ) -> Iterator[int]:
         """Do what ``read_range_into`` does, and yield how much of ``view`` is there as it comes.
 

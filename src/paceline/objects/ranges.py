@@ -27,6 +27,8 @@ LEAST_STEP = 32 * 1024
 MOST_STEP = 256 * 1024
 STEP_S = 0.02
 
+Failed = Callable[[ServiceUnavailable, float], None]  # why, and seconds since bytes last came
+
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -41,30 +43,39 @@ class PinnedObject:
 
 
 def stream_range(
-    client: Any,
+    clients: tuple[Any, Any],
     endpoint_url: str,
     pinned: PinnedObject,
     offset: int,
     view: memoryview,
     on_socket: Callable[[socket.socket], None] | None = None,
+    on_failed: Failed | None = None,
 ) -> Iterator[int]:
     """Fill ``view`` with the object's bytes from ``offset`` on, and yield how many bytes of it are
     there after every step (and after every failed attempt, so that a caller can stop).
-    ``on_socket`` is given the connection of each answer before its body is read.
+    ``on_socket`` is given the connection of each answer before its body is read; ``on_failed``
+    hears of each failed attempt. The first of ``clients`` is asked while bytes come, the second
+    after an attempt that failed.
 
     Raises SourceChanged, SourceMissing, AccessDenied at once; ServiceUnavailable when the server
     gave no byte for as long as ``Patience`` allows.
     """
     target = view.cast("B")
     patience = Patience()
-    done = 0
+    done, failed, moved_s = 0, False, time.monotonic()
     while done < len(target):
         try:
-            answer = _one_answer(client, endpoint_url, pinned, offset, target, done, on_socket)
+            answer = _one_answer(
+                clients[failed], endpoint_url, pinned, offset, target, done, on_socket
+            )
             for done in answer:
                 patience.progressed()
+                failed, moved_s = False, time.monotonic()
                 yield done
         except ServiceUnavailable as error:
+            failed = True
+            if on_failed is not None:
+                on_failed(error, time.monotonic() - moved_s)
             patience.failed(error)
             yield done
 

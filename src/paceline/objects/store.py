@@ -15,9 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CorruptData, InvalidInput, SourceMissing
+from paceline.errors import (
+    CorruptData,
+    InvalidInput,
+    PacelineError,
+    ServiceUnavailable,
+    SourceMissing,
+)
 from paceline.objects.client import make_client
-from paceline.objects.ranges import PinnedObject, stream_range
+from paceline.objects.ranges import Failed, PinnedObject, stream_range
 from paceline.objects.translate import from_client_error, translated
 from paceline.objects.uploads import DIGEST_KEY, Uploader
 from paceline.objects.url import ObjectInfo, parse_url
@@ -26,6 +32,7 @@ from paceline.profile import ObjectAccess, Runtime
 MIB = 1024 * 1024
 PART_BYTES = 16 * MIB
 PARALLEL = 4  # parts of one transfer at once
+SILENT_ATTEMPTS = 3  # of a server that says nothing before anything moves
 
 
 class ObjectStore:
@@ -45,6 +52,7 @@ class ObjectStore:
         self._credentials = (access_key, secret_key, region)
         self._lock = threading.Lock()
         self._made: Any = None
+        self._made_hasty: Any = None
         self.uploaded_files = 0
         self.reused_bytes = 0  # of uploads that went on with what an earlier attempt left
 
@@ -77,9 +85,16 @@ class ObjectStore:
                 self._made = make_client(self.endpoint_url, *self._credentials)
             return self._made
 
+    @property
+    def _hasty(self) -> Any:
+        with self._lock:
+            if self._made_hasty is None:
+                self._made_hasty = make_client(self.endpoint_url, *self._credentials, hasty=True)
+            return self._made_hasty
+
     def warm_up(self) -> None:
-        """Make the client now (0.4 s and 25 MB), so that nobody waits for it later."""
-        _ = self._client
+        """Make the clients now (0.4 s and 25 MB), so that nobody waits for them later."""
+        _ = self._client, self._hasty
 
     def ensure_bucket(self, bucket: str) -> None:
         """Make ``bucket`` unless it exists."""
@@ -102,6 +117,35 @@ class ObjectStore:
         bucket, key = _object(url)
         with translated(self.endpoint_url, url):
             return _info(url, self._client.head_object(Bucket=bucket, Key=key), "ContentLength")
+
+    def require_answer(self, url: str, on_failed: Failed) -> None:
+        """Raise ServiceUnavailable where the server says nothing at all about the object, several
+        times in a row; ``on_failed`` hears of each. Whatever else it says is for who asks next.
+        """
+        from botocore.exceptions import ConnectTimeoutError, ReadTimeoutError
+
+        bucket, key = _object(url)
+        began_s = time.monotonic()
+        for left in reversed(range(SILENT_ATTEMPTS)):
+            try:
+                with translated(self.endpoint_url, url):
+                    self._hasty.head_object(Bucket=bucket, Key=key)
+            except ServiceUnavailable as error:
+                if not isinstance(error.__cause__, ConnectTimeoutError | ReadTimeoutError):
+                    return
+                silent_s = time.monotonic() - began_s
+                if not left:
+                    raise ServiceUnavailable(
+                        "S3 does not answer",
+                        got=f"nothing, {SILENT_ATTEMPTS} times in {silent_s:.0f} s",
+                        where=error.where,
+                        do=error.do,
+                    ) from error
+                on_failed(error, silent_s)
+            except PacelineError:
+                return
+            else:
+                return
 
     def exists(self, url: str) -> bool:
         """Return whether the object exists."""
@@ -159,11 +203,17 @@ class ObjectStore:
         size: int | None = None,
         version_id: str | None = None,
         on_socket: Callable[[socket.socket], None] | None = None,
+        on_failed: Failed | None = None,
     ) -> Iterator[int]:
-        """Do what ``read_range_into`` does, and yield how much of ``view`` is there as it comes."""
+        """Do what ``read_range_into`` does, and yield how much of ``view`` is there as it comes.
+
+        With ``on_failed``, who hears of each attempt that failed, a server that says nothing is
+        left after HASTE_S for a new connection, which is given more time.
+        """
         _object(url)
         pinned = PinnedObject(url, etag, size, version_id)
-        return stream_range(self._client, self.endpoint_url, pinned, offset, view, on_socket)
+        clients = self._client if on_failed is None else self._hasty, self._client
+        return stream_range(clients, self.endpoint_url, pinned, offset, view, on_socket, on_failed)
 
     def upload_file(
         self,

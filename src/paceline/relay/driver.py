@@ -368,6 +368,7 @@ class RelayDriver:
             pacer=self.nic_in,
             counters=share.counters,
             report=self._reporter(share),
+            deadline=lambda: share.lanes.piece_deadline_s,
             expected_rate=lambda: share.expected_rate(source),
             portion=lambda: share.portion(source),
         )

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.25
 STALL_S = 120.0  # nothing verified anywhere for so long: something hangs
+MOST_NOTICES = 100
 ENDED = (WorkerStatus.COMPLETE, WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
 
 
@@ -82,6 +83,7 @@ def distribute(
     policy: StorePolicy | None = None,
     limits: SessionLimits | None = None,
     on_progress: Callable[[int, int], None] = lambda _held, _all: None,
+    on_notice: Callable[[str], None] = lambda _said: None,
 ) -> Distribution:
     """Bring the model at ``source`` (a directory or ``s3://bucket/prefix``) to ``workers`` below
     ``into`` and return their receipts and what it took.
@@ -89,11 +91,12 @@ def distribute(
     ``workers`` is their number or their names; ``targets`` picks some of them. A directory without
     a manifest gets one (``model_id`` and ``version`` name it); where there is one they, and
     ``digest``, must agree with it. ``link_mbit`` limits each worker, both ways. ``on_progress`` is
-    told pieces held and wanted, over all workers. Everything is checked before a byte moves; what
-    cannot work leaves nothing behind. Raises InvalidInput, InvalidPlan, SourceMissing,
-    UntrustedManifest, CorruptData (another digest), Conflict (a newer version is there),
-    StorageFull, PortInUse, StateLocked, and DeploymentFailed, or the workers' own error where all
-    failed of the same.
+    told pieces held and wanted, over all workers; ``on_notice`` hears, from threads, who fell
+    silent and what is done about it (the result has it as ``notices``). Everything is checked
+    before a byte moves; what cannot work leaves nothing behind. Raises InvalidInput, InvalidPlan,
+    SourceMissing, ServiceUnavailable, UntrustedManifest, CorruptData (another digest), Conflict (a
+    newer version is there), StorageFull, PortInUse, StateLocked, and DeploymentFailed, or the
+    workers' own error where all failed of the same.
     """
     names = names_of(workers, targets)
     request = Request(
@@ -108,8 +111,16 @@ def distribute(
         policy=policy or StorePolicy(),
         limits=limits,
         on_progress=on_progress,
+        on_notice=on_notice,
     )
-    manifest = manifest_of(source, objects, model_id, version, trust)
+    notices: dict[str, None] = {}  # each once: several workers read the same server
+
+    def notice(said: str) -> None:
+        if said not in notices and len(notices) < MOST_NOTICES:
+            notices[said] = None
+            request.on_notice(said)
+
+    manifest = manifest_of(source, objects, model_id, version, trust, notice)
     if digest and manifest.digest != digest:
         raise CorruptData(
             "the source holds another model",
@@ -118,7 +129,7 @@ def distribute(
             where=source,
             do="Check the URL and the digest; a published version never changes.",
         )
-    open_source = opener_of(objects)
+    open_source = opener_of(objects, notice)
     url = str(source) if is_s3(source) else str(Path(source).resolve())
     new = [name for name in names if not (request.into / name).exists()]
     whole = not request.into.exists()
@@ -127,7 +138,7 @@ def distribute(
         with _Crew(request, manifest, url, open_source) as crew:
             if not allow_older:
                 crew.refuse_older()
-            return crew.work()
+            return crew.work().model_copy(update={"notices": tuple(notices)})
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt | errors.TemporaryError):
             clear(request.into, new, whole=whole)

@@ -48,6 +48,7 @@ MAX_RANGE = 16 * MIB
 # order: of ranges that span more it would see one, at a fraction of the link.
 SPREAD_S = 0.5
 AHEAD = 3  # files whose objects are looked up before a range of them is wanted
+LEAST_SILENCE_S = 4.0  # in the middle of a range; longer where a piece may take longer by plan
 ALIVE_S = 0.2  # how often a range under way is said to move
 
 
@@ -67,6 +68,7 @@ class OriginStream:
         report: Callable[[SessionEvent], None],
         expected_rate: Rate = no_limit,
         portion: Rate = no_limit,
+        deadline: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._source = source
         self._stream = stream
@@ -78,6 +80,7 @@ class OriginStream:
         self._report = report
         self._expected_rate = expected_rate  # bytes per second that the plan counts on; 0: unknown
         self._portion = Portion(portion)
+        self._deadline = deadline  # in which the plan counts on a piece
         self._queue: deque[Extent] = deque()
         self._ready = threading.Condition()
         self._closed = False
@@ -203,6 +206,7 @@ class OriginStream:
                     self._report(SourceAlive(self._source.key, self._stream, moving=True))
 
     def _limit(self, sock: socket.socket) -> None:
+        sock.settimeout(max(LEAST_SILENCE_S, self._deadline()))
         with self._ready:
             self._portion.apply(sock, self._width.now)
 

@@ -22,6 +22,7 @@ from paceline.manifest import (
     fetch_manifest,
     verify_signature,
 )
+from paceline.objects import join_url
 from paceline.relay.disk.room import Room, StorePolicy, reclaimable, room_lacking
 from paceline.relay.session.limits import SessionLimits
 from paceline.relay.settings import LINK_MBIT, MOST_PORT
@@ -51,6 +52,7 @@ class Request:
     policy: StorePolicy = field(default_factory=StorePolicy)
     limits: SessionLimits | None = None
     on_progress: Callable[[int, int], None] = lambda _held, _all: None
+    on_notice: Callable[[str], None] = lambda _said: None
 
     def __post_init__(self) -> None:
         least, most = LINK_MBIT
@@ -121,6 +123,7 @@ def manifest_of(
     model_id: str,
     version: str,
     trust: TrustPolicy | None,
+    tell: Callable[[str], None],
 ) -> Manifest:
     trust = trust or TrustPolicy()
     here = None if is_s3(source) else Path(source)
@@ -141,6 +144,12 @@ def manifest_of(
         )
         verify_signature(built, trust, where=str(here))
         return built
+    if here is None and objects is not None:
+        # Nothing moves yet: who is silent now is named within seconds, and not waited for long.
+        objects.require_answer(
+            join_url(str(source), MANIFEST_FILE),
+            lambda error, s: tell(f"{error.where} gave nothing for {s:.0f} s: asked again"),
+        )
     manifest = fetch_manifest(str(source), objects, trust)
     for what, got, wanted in (
         ("model", manifest.model_id, model_id),
@@ -151,13 +160,15 @@ def manifest_of(
     return manifest
 
 
-def opener_of(objects: ObjectStore | None) -> Callable[[str], RangeReader]:
+def opener_of(
+    objects: ObjectStore | None, tell: Callable[[str], None]
+) -> Callable[[str], RangeReader]:
     def open_source(url: str) -> RangeReader:
         if not is_s3(url):
             return DirectoryReader(Path(url))
         if objects is None:
             raise InvalidInput("no object store for this URL", got=url, wanted="a store")
-        return S3Reader(url, objects)
+        return S3Reader(url, objects, tell)
 
     return open_source
 

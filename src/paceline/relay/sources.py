@@ -6,19 +6,23 @@ versions never mix. Pieces, digests and pacing are the business of who reads.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from paceline.errors import AccessDenied, SourceChanged, SourceMissing
+from paceline.errors import AccessDenied, ServiceUnavailable, SourceChanged, SourceMissing
 from paceline.manifest import FileEntry
 from paceline.profile import Runtime
 
 if TYPE_CHECKING:
     from paceline.objects import ObjectStore
+
+log = logging.getLogger(__name__)
 
 STEP = 1024 * 1024  # of a local file
 
@@ -79,9 +83,15 @@ class DirectoryReader:
 
 
 class S3Reader:
-    """A model below an S3 prefix; ``store`` is an ObjectStore."""
+    """A model below an S3 prefix; ``store`` is an ObjectStore. ``tell`` hears in words when the
+    server falls silent, what is done about it, and when it answers again.
+    """
 
-    def __init__(self, url: str, store: S3Ranges) -> None:
+    def __init__(
+        self, url: str, store: S3Ranges, tell: Callable[[str], None] = log.warning
+    ) -> None:
+        self._tell = tell
+        self._away_s: float | None = None  # since when the server gives nothing
         self._url = url
         self._store = store
         self._lock = threading.Lock()
@@ -97,7 +107,8 @@ class S3Reader:
     ) -> Iterator[int]:
         """Fill ``view``; see RangeReader."""
         pinned = self._head(file)
-        return self._store.stream_range(
+        before = 0
+        for done in self._store.stream_range(
             self._object(file),
             offset,
             view,
@@ -105,7 +116,29 @@ class S3Reader:
             size=file.size,
             version_id=pinned.version_id,
             on_socket=on_socket,
-        )
+            on_failed=self._failed,
+        ):
+            if done > before and self._away_s is not None:
+                self._is_back()
+            before = done
+            yield done
+
+    def _failed(self, error: ServiceUnavailable, silent_s: float) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            first, self._away_s = self._away_s is None, self._away_s or now_s - silent_s
+        if first:
+            said = f"gave nothing for {silent_s:.0f} s" if silent_s >= 1 else "broke off"
+            self._tell(
+                f"{error.where} {said}: asked again on a new connection; "
+                "the workers go on with what they have"
+            )
+
+    def _is_back(self) -> None:
+        with self._lock:
+            since_s, self._away_s = self._away_s, None
+        if since_s is not None:
+            self._tell(f"{self._url} answers again after {time.monotonic() - since_s:.0f} s")
 
     def _head(self, file: FileEntry) -> ObjectHead:
         url = self._object(file)
@@ -174,6 +207,7 @@ class S3Ranges(Protocol):
         size: int | None = None,
         version_id: str | None = None,
         on_socket: OnSocket | None = None,
+        on_failed: Callable[[ServiceUnavailable, float], None] | None = None,
     ) -> Iterator[int]: ...
 
 

@@ -60,3 +60,4 @@ class Distribution(Record):
     cross_rack_bytes: int = Field(ge=0)
     activated: bool = False
     receipts: tuple[Receipt, ...]
+    notices: tuple[str, ...] = ()  # who fell silent, and what was done about it
