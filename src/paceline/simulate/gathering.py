@@ -14,7 +14,7 @@ from paceline.simulate.hosts import Flow
 AWAY_EXTENTS = 128  # of the longest extent, on a spare: whether to go back is judged by pieces
 LEAST_EXTENTS = 8  # extents shrink towards a host's end, to this part of the longest
 EARLIEST, LATEST = 0.1, 0.75  # corrupt runs begin in this part of their extent
-MARKS = 16  # of an extent, at which they do: everywhere at the same pieces
+MARKS = 8  # of an extent, at which they do: everywhere at the same pieces
 MUCH_CORRUPT = 0.05  # beyond it, rejections are not gathered
 
 
@@ -58,6 +58,10 @@ class Gathering:
             if flow.base >= drawn.stop:
                 flow.drawn, flow.drawn_bad = Extent(flow.base, stop), flow.bad
                 flow.drawn_pieces = flow.bad.size if flow.bad is not None else 0
+
+    def mark(self, flow: Flow) -> int:
+        """Return how many pieces of the present extent are between two marks, 0 for none."""
+        return (flow.extent_stop - flow.drawn.first) // MARKS
 
     def unspread(self, flow: Flow, reached: int) -> int:
         """Return how many more corrupt pieces would have come by now, had they been spread."""

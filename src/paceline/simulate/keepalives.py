@@ -55,6 +55,8 @@ class Keepalives:
         going = self._network.moved_since(self._clock.now_s - WATCH_S)
         slots = np.flatnonzero(self._network.used & ~(going & self._network.noted))
         streams: dict[tuple[Host, str, int], None] = {}
+        # Those ahead first: what is flushed takes everybody above along.
+        slots = slots[np.argsort(-self._network.pos[slots], kind="stable")]
         for slot in slots.tolist():
             flow = self._runs.by_slot.get(slot)
             if flow is not None and flow.open and flow.wanted:

@@ -260,8 +260,12 @@ class Runs:
         """A flow is at an edge, at its run's end, or has caught up with a source that waits."""
         at = float(self.network.pos[flow.slot])
         reached = self.reached(flow)
-        self._arrive(flow, reached)
         ended = at >= self.network.stop[flow.slot] - NEAR
+        dry = flow.leader is None and at >= self.network.static[flow.slot] - NEAR
+        # A step ends somewhere, edges are everywhere the same: the little beyond one is taken with
+        # what follows, or everybody above would be looked at for it.
+        edge = reached if ended or dry else self._edge(flow, reached)
+        self._arrive(flow, edge)
         if reached >= flow.extent_stop or ended:
             self.report(flow)
             self._settled()
@@ -286,6 +290,12 @@ class Runs:
             self._next_edge(flow)
         elif flow.bad is None:
             self.network.edge[flow.slot] = self._offset(flow.extent_stop)
+
+    def _edge(self, flow: Flow, reached: int) -> int:
+        """Return the edge that a flow has just passed, or ``reached`` where that is well behind."""
+        bad, stop = flow.bad, flow.extent_stop
+        edge = bad.stop if bad is not None and bad.stop <= reached < stop else stop
+        return edge if 0 <= reached - edge < self._gathering.mark(flow) else reached
 
     def reached(self, flow: Flow) -> int:
         """Return before which piece everything of the present run has arrived."""
