@@ -25,6 +25,7 @@ from paceline.profile import Profile, load_profile
 from paceline.registry import Registry
 from paceline.training import local_remote, single
 from paceline.training.checkpoint import Generations
+from paceline.training.checkpoint.places import generation_at
 from paceline.training.rank import run_rank
 from paceline.training.voice import Place
 from paceline.training.watch import StopFlag
@@ -144,6 +145,7 @@ def test_another_machine_goes_on_from_s3_in_the_same_mlflow_run(
     generations = Generations(credentials, single.checkpoints_of(first))
     assert generations.steps()[0] == made < STEPS
     assert not list(tmp_path.glob("first/checkpoints/*/step-*")), "nothing of it is here"
+    assert generation_at(tmp_path / "first")[0].url == single.checkpoints_of(first)
 
     second = single.prepare(ask(tmp_path / "second", text, place))
     assert (second.job_id, second.run_id) == (first.job_id, first.run_id)

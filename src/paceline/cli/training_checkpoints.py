@@ -48,9 +48,9 @@ def list_checkpoints(
     """List the checkpoints at PLACE, newest first. With --verify, exit code 1 where one is damaged;
     it is named, and left as it is.
     """
-    from paceline.training.checkpoint.places import generations_at, store_for
+    from paceline.training.checkpoint.places import generations_at
 
-    generations = generations_at(place, store_for(place, read_profile(profile, overrides)))
+    generations = generations_at(place, profile=read_profile(profile, overrides))
     found = generations.find()
     shown: list[CheckpointShown] = []
     job_id: str | None = None
@@ -112,11 +112,11 @@ def export_checkpoint(
     """
     from paceline.training.checkpoint.dcp import Names
     from paceline.training.checkpoint.dcp_files import export_dcp
-    from paceline.training.checkpoint.places import generation_at, store_for
+    from paceline.training.checkpoint.places import generation_at
 
     began = time.monotonic()
-    store = store_for(place, read_profile(profile, overrides))
-    generations, generation = generation_at(place, step, store)
+    settings = read_profile(profile, overrides)
+    generations, generation = generation_at(place, step, profile=settings)
     commit, tensors = export_dcp(
         generations,
         generation,

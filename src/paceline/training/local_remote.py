@@ -92,15 +92,15 @@ def earlier_run(job: TrainJob, store: ObjectStore) -> str | None:
 def recorded(
     job: TrainJob, store: ObjectStore, here: Path
 ) -> Iterator[Callable[[TrainResult], None]]:
-    """Keep the job beside its checkpoints in an object store, and its result in ``here`` too.
+    """Keep the job beside its checkpoints, and its result in ``here`` too, where these are two.
 
-    On a disk both are there anyway. Meanwhile says every few seconds in the store that this machine
-    trains the job, and warns where another one seems to.
+    Meanwhile says every few seconds beside them that this machine trains the job, and warns where
+    another one seems to.
     """
-    if isinstance(store, DiskStore):
+    top = join_url(job.checkpoint_url, job.job_id)
+    if top == DiskStore.url_of(here):  # locked, and whoever follows the ranks keeps the job there
         yield lambda _: None
         return
-    top = join_url(job.checkpoint_url, job.job_id)
     store.put_bytes(join_url(top, JOB_FILE), canonical_json(job))
 
     def keep(result: TrainResult) -> None:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from paceline.errors import InvalidInput, SourceMissing
-from paceline.objects import DiskStore, ObjectStore
+from paceline.objects import DiskStore, ObjectStore, join_url
 from paceline.profile import Profile, object_access
 from paceline.training.checkpoint.generations import Generation, Generations
+from paceline.wire.training import TrainJob
 
 
 def store_for(place: str, profile: Profile | None = None) -> ObjectStore:
@@ -23,28 +26,34 @@ def store_for(place: str, profile: Profile | None = None) -> ObjectStore:
     return ObjectStore.from_access(object_access(profile or Profile()))
 
 
-def generations_at(place: Path | str, store: ObjectStore | None = None) -> Generations:
+def generations_at(
+    place: Path | str, store: ObjectStore | None = None, profile: Profile | None = None
+) -> Generations:
     """Return the generations of the job at ``place``: its directory or URL, that of one of its
-    generations, or the output directory of a training on this machine.
+    generations, or the output directory of a training on this machine (also of one that keeps its
+    checkpoints elsewhere).
 
     Raises SourceMissing where there is none, InvalidInput where there are several jobs.
     """
     text = str(place)
     if "://" not in text:
-        text = DiskStore.url_of(_job_below(Path(text)))
-    store = store or store_for(text)
+        text = _job_below(Path(text))
+    store = store or store_for(text, profile)
     above, _, last = text.rstrip("/").rpartition("/")
     return Generations(store, above if Generation.named(last) else text.rstrip("/"))
 
 
 def generation_at(
-    place: Path | str, step: int | None = None, store: ObjectStore | None = None
+    place: Path | str,
+    step: int | None = None,
+    store: ObjectStore | None = None,
+    profile: Profile | None = None,
 ) -> tuple[Generations, Generation]:
     """Return the generation that ``place`` is, else that of ``step``, else the newest committed.
 
     Nothing of it was verified yet. Raises SourceMissing where there is none.
     """
-    generations = generations_at(place, store)
+    generations = generations_at(place, store, profile)
     named = Generation.named(str(place).rstrip("/").rpartition("/")[2])
     committed = generations.find().committed
     if named is not None and (step is None or step == named.step):
@@ -63,25 +72,41 @@ def generation_at(
     return generations, found[0]
 
 
-def _job_below(place: Path) -> Path:
-    """Return the job's directory that ``place`` is or, as a training's output, holds."""
+def _job_below(place: Path) -> str:
+    """Return the URL of the job that ``place`` is or, as a training's output, tells of."""
     if not place.is_dir():
         raise SourceMissing("no such directory", got=place, wanted="checkpoints of a training")
     if not (place / "checkpoints").is_dir():
-        return place
-    jobs = sorted(
-        each
-        for each in (place / "checkpoints").iterdir()
-        if each.is_dir() and any(Generation.named(one.name) for one in each.iterdir())
-    )
-    if not jobs:
+        return _kept_at(place) or DiskStore.url_of(place)
+    found = {
+        each: where
+        for each in sorted((place / "checkpoints").iterdir())
+        if each.is_dir() and (where := _kept_at(each)) is not None
+    }
+    if not found:
         raise SourceMissing("no checkpoints here", got="none", where=place / "checkpoints")
-    if len(jobs) > 1:
+    if len(found) > 1:
         raise InvalidInput(
             "several trainings here",
-            got=", ".join(each.name for each in jobs),
+            got=", ".join(each.name for each in found),
             wanted="one of them",
             where=place / "checkpoints",
-            do=f"Name one: {jobs[0]}",
+            do=f"Name one: {next(iter(found))}",
         )
-    return jobs[0]
+    (where,) = found.values()
+    return where
+
+
+def _kept_at(record: Path) -> str | None:
+    """Return where the generations lie of the job whose directory this is; None without any.
+
+    A training that keeps them elsewhere has its job there alone.
+    """
+    if any(Generation.named(each.name) for each in record.iterdir()):
+        return DiskStore.url_of(record)
+    try:
+        job = TrainJob.model_validate_json((record / "job.json").read_bytes())
+    except (OSError, ValidationError):
+        return None
+    where = join_url(job.checkpoint_url, job.job_id)
+    return None if where == DiskStore.url_of(record) else where
