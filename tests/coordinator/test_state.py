@@ -398,6 +398,26 @@ def test_origin_bytes_of_one_process_are_counted_once_over_its_incarnations(worl
     assert world.state.view(d).deployment.origin_bytes == 40 * mib
 
 
+def test_a_restarted_container_counts_anew_though_its_pid_and_port_are_the_same(world):
+    d = started(world, "node-0", "node-1")
+    mib = 1024 * 1024
+    for incarnation, process in ((1, "first"), (2, "second")):
+        call = RegisterWorker(
+            worker_id="node-0",
+            hostname="h",
+            rack="r",
+            available_storage=1,
+            address="127.0.0.1:7",
+            pid=7,
+            process=process,
+            incarnation=incarnation + 1,
+        )
+        world.give(Register(call=call))
+        world.incarnations["node-0"] = incarnation + 1
+        world.receive(d, "node-0", 1, origin_bytes=10 * mib)
+    assert world.state.view(d).deployment.origin_bytes == 20 * mib
+
+
 def test_worker_out_of_origin_budget_gets_a_new_plan_before_anything_is_called_stalled(world):
     d = started(world, *NODES)
     for _ in range(8):

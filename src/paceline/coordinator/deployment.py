@@ -40,7 +40,7 @@ ORIGIN_STEP = 0.05  # origin bytes are kept each time they grew by this share of
 
 def process_of(worker: Worker) -> str:
     """Return what names a worker's present process where bytes are counted by it."""
-    return f"{worker.worker_id} {worker.address} {worker.pid}"
+    return f"{worker.worker_id} {worker.process or f'{worker.address} {worker.pid}'}"
 
 
 class DeploymentRun:

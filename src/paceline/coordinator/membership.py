@@ -144,6 +144,7 @@ class Membership:
             incarnation=call.incarnation,
             last_heartbeat=at,
             pid=call.pid,
+            process=call.process,
         )
         self._enter(worker, now_s)
         return worker
@@ -237,7 +238,8 @@ class Membership:
 
 
 def _refuse_stale(call: RegisterWorker, known: Worker) -> None:
-    same_process = (call.pid, call.address) == (known.pid, known.address)
+    mine, theirs = (call.pid, call.address, call.process), (known.pid, known.address, known.process)
+    same_process = mine == theirs
     if call.incarnation > known.incarnation:
         return
     if call.incarnation == known.incarnation and same_process:

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import random
+import secrets
 import shutil
 import socket
 import sys
@@ -97,6 +98,7 @@ class Agent:
         self._renewal = Renewal.of(runtime, on_renewed=self._go_on_as)
         self._link_mbit = config.link_mbit or runtime.profile.cluster.link_mbit
         self._sources = Sources(runtime)
+        self._process = secrets.token_hex(8)
         self._news = threading.Event()
         self._interval_s = 0.0  # between beats, as the coordinator said last
         self._node_dir = runtime.node_dir(config.worker_id)
@@ -269,6 +271,7 @@ class Agent:
             link_mbit=self._link_mbit,
             incarnation=self.incarnation,
             pid=os.getpid(),
+            process=self._process,
         )
         self._client.register(call)
         self._report.forget()

@@ -151,6 +151,7 @@ class RegisterWorker(Record):
     link_mbit: float = Field(default=10_000, ge=1e-3, le=1e9)  # what plans can be made with
     incarnation: int = Field(default=1, ge=1, le=COUNT_MAX)
     pid: int = Field(default=0, ge=0, le=2**32)
+    process: str = Field(default="", max_length=64)  # random: in containers pids come again
 
 
 class Registered(Record):

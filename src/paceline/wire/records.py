@@ -125,6 +125,7 @@ class Worker(Record):
     bandwidth_in: float = 0.0  # bytes per second
     bandwidth_out: float = 0.0
     pid: int = 0
+    process: str = ""  # what it calls its process; "": pid and address have to do
 
 
 class StageRecord(Record):
