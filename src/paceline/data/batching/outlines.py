@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 # A first group is wanted at once: a plan of 2 million documents takes 10 s on a busy core. All
 # later ones are planned a group ahead.
 WAIT_S = 20.0
+VERSION = 1  # of how rows are planned: an outline that older code left is not this plan's
 LOOK_S = (0.1, 2.0)  # between two looks: the first, and the longest
 
 
@@ -99,7 +100,7 @@ class Outlines:
             log.warning("outline cannot be left name=%s: %s", name, error)
 
     def _name_of(self, plan: Plan, epoch: int, group: int) -> str:
-        said: dict[str, Any] = identity(plan) | {"data": self._data}
+        said: dict[str, Any] = identity(plan) | {"data": self._data, "version": VERSION}
         digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
         return f"{digest[:16]}-{epoch}-{group}.outline"
 
