@@ -183,6 +183,8 @@ def test_a_damaged_file_is_named_to_every_rank_and_nothing_of_it_is_given_out(
     with pytest.raises(CorruptData, match="does not match its hash") as caught:
         export_dcp(*generation_at(root / "damaged"), tmp_path / "out")
     assert "rank-00000-of-00001" in str(caught.value.where)
+    assert caught.value.got != caught.value.wanted
+    assert caught.value.do
     assert list(tmp_path.iterdir()) == [], "half an export is none"
 
 

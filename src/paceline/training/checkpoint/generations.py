@@ -146,9 +146,10 @@ class Generations:
         try:
             raw = self.store.get_bytes(where, max_bytes=min(MAX_INDEX_BYTES, 2 * saved.bytes))
         except (SourceMissing, StorageFailed) as error:
-            raise CorruptData("checkpoint file is missing", where=where) from error
-        if SavedFile(sha256=hashlib.sha256(raw).hexdigest(), bytes=max(1, len(raw))) != saved:
-            raise CorruptData("checkpoint file does not match its hash", where=where)
+            raise _damaged("is missing", "no such object", f"{saved.bytes} bytes", where) from error
+        digest = hashlib.sha256(raw).hexdigest()
+        if digest != saved.sha256 or len(raw) != saved.bytes:
+            raise _damaged("does not match its hash", digest, saved.sha256, where)
         index = Index.model_validate_json(raw)
         for name, tensor in index.tensors.items():
             for chunk in tensor.chunks:
@@ -172,17 +173,15 @@ class Generations:
                 if size == saved.bytes:
                     self.store.download_file(where, path)
             if size != saved.bytes:
-                raise CorruptData(
-                    "checkpoint file has another size", got=size, wanted=saved.bytes, where=where
-                )
+                raise _damaged("has another size", size, saved.bytes, where)
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except SourceMissing as error:
-            raise CorruptData("checkpoint file is missing", where=where) from error
+            raise _damaged("is missing", "no such object", f"{saved.bytes} bytes", where) from error
         except OSError as error:
             raise CorruptData("checkpoint file cannot be read", got=error, where=where) from error
         if digest != saved.sha256:
-            raise CorruptData("checkpoint file does not match its hash", where=where)
+            raise _damaged("does not match its hash", digest, saved.sha256, where)
         return path
 
     def verify(self, generation: Generation, directory: Path) -> Commit:
@@ -287,3 +286,13 @@ class Generations:
             if loss is not None:
                 losses.append((loss, -each.step, each))
         return [each for _, _, each in sorted(losses)[:count]]
+
+
+def _damaged(how: str, got: object, wanted: object, where: str) -> CorruptData:
+    return CorruptData(
+        f"checkpoint file {how}",
+        got=got,
+        wanted=wanted,
+        where=where,
+        do="`paceline checkpoints list --verify` names the sound ones.",
+    )
