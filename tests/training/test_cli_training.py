@@ -24,7 +24,7 @@ from paceline.cli.training_checkpoints import checkpoints
 from paceline.cli.training_facts import beside, facts
 from paceline.cli.training_lines import Lines
 from paceline.errors import InvalidInput, PacelineError, StateLocked
-from paceline.models import config_for, load_model, new_model, save_model
+from paceline.models import config_for, load_model, new_model, read_config, save_model
 from paceline.objects import DiskStore
 from paceline.profile import TrainingSettings, load_profile
 from paceline.training import LocalLauncher, single
@@ -471,9 +471,12 @@ def test_checkpoints_are_listed_exported_and_imported(tmp_path: Path, text: Path
     shown = run("list", str(job), "--verify")
     assert [each["status"] for each in shown["checkpoints"]] == ["damaged", "verified"]
     assert file.name in shown["checkpoints"][0]["why"]
+    (job / "export").mkdir()
+    (job / "export" / "config.json").write_bytes((tmp_path / "model" / "config.json").read_bytes())
     done = run("export", str(job / str(generations.find().committed[1])), str(tmp_path / "out"))
     assert done["tensors"] == len(tensors)
     found = {"model": {n: torch.zeros_like(t) for n, t in model.state_dict().items()}}
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(found, checkpoint_id=tmp_path / "out")
+    assert read_config(tmp_path / "out") == read_config(tmp_path / "model")
     assert all(torch.equal(found["model"][n], t) for n, t in model.state_dict().items())

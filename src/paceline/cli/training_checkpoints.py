@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.cli.options import json_option, profile_options, read_profile
-from paceline.errors import Conflict, CorruptData
+from paceline.errors import Conflict, CorruptData, SourceMissing
 from paceline.wire.checkpoints import (
     CheckpointExported,
     CheckpointShown,
@@ -123,7 +123,7 @@ def export_checkpoint(
         directory,
         names=Names(model_prefix, optimizer_prefix),
         weights_only=weights_only,
-        config=_config_near(place),
+        config=_config_of(place, generations),
     )
     done = CheckpointExported(
         url=generations.url_of(generation),
@@ -221,12 +221,19 @@ def _shown(
     )
 
 
-def _config_near(place: str) -> Path | None:
-    """Return the model's config.json, where PLACE belongs to a training on this machine."""
-    if "://" in place:
-        return None
-    base = "state/nodes/local/store/models/model/v1/config.json"
-    here = Path(place).absolute()
-    return next(
-        (each / base for each in (here, *here.parents[:3]) if (each / base).is_file()), None
-    )
+def _config_of(place: str, generations: Generations) -> bytes:
+    """Return the model's config.json: a finished job's export has one, and the output directory of
+    a training on this machine; b"" where nobody knows.
+    """
+    from paceline.objects import join_url
+
+    if "://" not in place:
+        base = "state/nodes/local/store/models/model/v1/config.json"
+        here = Path(place).absolute()
+        for each in (here, *here.parents[:3]):
+            if (each / base).is_file():
+                return (each / base).read_bytes()
+    try:
+        return generations.store.get_bytes(join_url(generations.url, "export", "config.json"))
+    except SourceMissing:
+        return b""

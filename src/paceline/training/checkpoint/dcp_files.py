@@ -55,13 +55,13 @@ def export_dcp(
     *,
     names: Names | None = None,
     weights_only: bool = False,
-    config: Path | None = None,
+    config: bytes = b"",
 ) -> tuple[Commit, int]:
     """Write ``generation`` into the new ``directory``, every byte checked; return its marker, and
     how many tensors there are.
 
-    ``config``: a model's config.json to put beside it. Raises CorruptData where a file is not what
-    was committed, Conflict where something is in ``directory`` already.
+    ``config``: a model's config.json to put beside it, b"" for none. Raises CorruptData where a
+    file is not what was committed, Conflict where something is in ``directory`` already.
     """
     directory = directory.absolute()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -80,8 +80,8 @@ def export_dcp(
             writer = FileSystemWriter(making)
             save({}, storage_writer=writer, planner=_Planner(contents, files), no_dist=True)
         with _disk(directory):
-            if config is not None:
-                shutil.copyfile(config, making / CONFIG_FILE)
+            if config:
+                (making / CONFIG_FILE).write_bytes(config)
             _sum(making)
             if directory.exists():
                 directory.rmdir()
