@@ -11,6 +11,7 @@ import pytest
 from paceline.errors import DeploymentFailed, NotReady
 from paceline.manifest import FileEntry, Manifest, verify_directory
 from paceline.relay.local import LocalFleet
+from paceline.relay.origin import FIRST_RANGE
 from paceline.relay.session.extents import Extent
 from paceline.relay.session.feeds import Feed
 from paceline.relay.session.flights import Flights
@@ -140,7 +141,7 @@ def test_new_lanes_midway_lose_nothing(paced: LocalFleet, manifest: Manifest, mo
     paced.deploy(manifest, chain(manifest, model, link_mbit=6, epoch=2, seed=5)(paced.addresses))
     receipts = paced.receipts(DEPLOYMENT)
     for name, receipt in receipts.items():
-        assert receipt.refetched_bytes <= 4 * manifest.piece_bytes
+        assert receipt.refetched_bytes <= FIRST_RANGE  # one that was on its way may come twice
         assert (beat := paced.beat(name, DEPLOYMENT)) is not None
         assert beat.epoch == 2
 

@@ -36,6 +36,7 @@ from paceline.manifest import (
     Manifest,
     Piece,
     TrustPolicy,
+    fetch_manifest,
     load_key,
     new_key,
     public_key,
@@ -51,7 +52,7 @@ from paceline.relay.disk.staging import Staging
 from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
 from paceline.relay.onecall import distribute
-from paceline.relay.sources import DirectoryReader
+from paceline.relay.sources import DirectoryReader, S3Reader
 from paceline.wire.local import Distribution
 from paceline.wire.plan import WorkerLanes
 from tests.relay.kit import damage, manifest_of, write_model
@@ -207,6 +208,22 @@ def test_a_source_that_is_frozen_is_named_asked_anew_and_read_on(
     assert f"on {bucket.endpoint_url}" in said[0]
     assert "asked again on a new connection" in said[0]
     assert any("answers again after" in each for each in said)
+
+
+def test_a_source_that_is_frozen_when_it_is_looked_up_is_named_too(bucket: RcloneS3) -> None:
+    said: list[str] = []
+
+    def notice(text: str) -> None:
+        said.append(text)
+        frozen(bucket.process, freeze=False)
+
+    store = bucket.store()
+    file = fetch_manifest("s3://frozen/m/1", store).files[0]
+    frozen(bucket.process, freeze=True)
+    S3Reader("s3://frozen/m/1", store, notice).pin(file)
+    assert len(said) == 2
+    assert f"s3://frozen/m/1/{file.path} on {bucket.endpoint_url} " in said[0]
+    assert "answers again" in said[1]
 
 
 def test_a_source_that_is_frozen_from_the_start_is_an_error_within_three_tries(

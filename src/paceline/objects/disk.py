@@ -86,7 +86,11 @@ class DiskStore(ObjectStore):
     def ensure_bucket(self, bucket: str) -> None:
         """Do nothing: directories are made as they are needed."""
 
-    def head(self, url: str) -> ObjectInfo:
+    def head(
+        self,
+        url: str,
+        on_failed: Failed | None = None,
+    ) -> ObjectInfo:
         """Return size and tag of the object; raises SourceMissing where there is none."""
         path = self.path_of(url)
         with _translated(url):

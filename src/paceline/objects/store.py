@@ -112,9 +112,20 @@ class ObjectStore:
                 ):
                     raise from_client_error(error.response, self.endpoint_url, url) from error
 
-    def head(self, url: str) -> ObjectInfo:
-        """Return size and ETag of the object; raises SourceMissing where there is none."""
+    def head(self, url: str, on_failed: Failed | None = None) -> ObjectInfo:
+        """Return size and ETag of the object; raises SourceMissing where there is none.
+
+        With ``on_failed`` a server that says nothing is asked again sooner; see ``stream_range``.
+        """
         bucket, key = _object(url)
+        if on_failed is not None:
+            began_s = time.monotonic()
+            try:
+                with translated(self.endpoint_url, url):
+                    answer = self._hasty.head_object(Bucket=bucket, Key=key)
+                return _info(url, answer, "ContentLength")
+            except ServiceUnavailable as error:
+                on_failed(error, time.monotonic() - began_s)
         with translated(self.endpoint_url, url):
             return _info(url, self._client.head_object(Bucket=bucket, Key=key), "ContentLength")
 

@@ -146,7 +146,8 @@ class S3Reader:
             one_by_one = self._pinning.setdefault(url, threading.Lock())
         with one_by_one:
             if (known := self._pinned.get(url)) is None:
-                known = self._store.head(url)
+                known = self._store.head(url, self._failed)
+                self._is_back()
                 if known.size != file.size:
                     raise _changed(url, known.size, file.size)
                 self._pinned[url] = known
@@ -196,7 +197,9 @@ class ObjectHead(Protocol):
 class S3Ranges(Protocol):
     """The two calls of ``objects.ObjectStore`` that reading needs."""
 
-    def head(self, url: str) -> ObjectHead: ...
+    def head(
+        self, url: str, on_failed: Callable[[ServiceUnavailable, float], None] | None = None
+    ) -> ObjectHead: ...
     def stream_range(
         self,
         url: str,
