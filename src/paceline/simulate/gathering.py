@@ -82,7 +82,8 @@ class Gathering:
         at = first + int((EARLIEST + self._random.random() * (LATEST - EARLIEST)) * (room + 1))
         # Whoever is above has to be looked at up to there: mostly somebody has done so before.
         marks = 1 << max(0, ((stop - first) // MARKS).bit_length() - 1)
-        at = max(at // marks * marks, first + 1) if marks > 1 else at
+        marked = -(-at // marks) * marks
+        at = marked if marked + bad < stop else at
         return Extent(at, at + bad)
 
     def _extent_pieces(self, flow: Flow, corrupt: float) -> int:
