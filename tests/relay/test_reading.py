@@ -88,8 +88,14 @@ def test_what_is_over_is_removed_and_still_counted_by_its_process(tmp_path: Path
 
 def test_readings_are_bounded(tmp_path: Path) -> None:
     readings = Readings(tmp_path)
-    for number in range(reading.MOST + 10):
+    long_one = readings.of("d-0")
+    for number in range(1, reading.MOST + 10):
         readings.of(f"d-{number}")
+        if number < 20:
+            readings.drop([f"d-{number}"])
+    assert readings.of("d-0") is long_one, "those that are over make room first"
+    for number in range(20, 40):
+        readings.of(f"e-{number}")
     readings.close()
     Readings(tmp_path)
     assert len(list(tmp_path.iterdir())) == reading.MOST

@@ -87,6 +87,11 @@ class Reading:
                     os.pwrite(self._descriptor, b"\1", _OTHERS_AT)
             self.had_readers = True
 
+    @property
+    def is_closed(self) -> bool:
+        """Return whether nothing of it is written down any more."""
+        return self._descriptor < 0
+
     def close(self) -> None:
         """Write down what was read in truth, and nothing more from here on."""
         with self._lock:
@@ -143,8 +148,9 @@ class Readings:
             if found is None:
                 path = self._path(deployment_id)
                 found = self._open[deployment_id] = Reading(path)
-                for oldest in list(self._open)[:-MOST]:
-                    self._open.pop(oldest).close()
+                while len(self._open) > MOST:  # those that are over go first
+                    over = (name for name, each in self._open.items() if each.is_closed)
+                    self._open.pop(next(over, next(iter(self._open)))).close()
             return found
 
     def heard(self, deployment_id: str, told: int) -> None:
