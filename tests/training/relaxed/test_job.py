@@ -130,9 +130,11 @@ def test_a_trace_that_is_asked_for_is_made_by_who_leads_and_by_every_worker(
     camp: Camp, struck: tuple[Struck, TrainResult]
 ) -> None:
     story, _ = struck
-    made = {each.rank: each for each in story.events if each.event == "trace"}
+    events = story.events
+    asked = next(n for n, e in enumerate(events) if (e.event, e.rank, e.step) == ("step", 0, 40))
+    made = {each.rank: each for each in events[asked:] if each.event == "trace"}
     assert {0, 2, 3, 4} <= set(made), "the server that took over speaks as rank 0"
-    assert min(each.step for each in made.values()) > 30, "shares are as far as staleness lets them"
+    assert made[0].step >= 40  # a worker's is its own share's, and one was replaced midway
     for rank, wanted in ((0, "Optimizer.step"), (2, "aten::mm"), (3, "aten::mm")):
         traced = camp.store.get_bytes(made[rank].data["url"]).decode()
         assert wanted in traced, "its own work"
