@@ -152,7 +152,9 @@ def _raise(error):
 
 
 def test_the_history_can_be_asked_for_a_part(rest):
-    make(rest, "one-more", Scope.READ)
+    for name in ("one-more", "another"):
+        make(rest, name, Scope.READ)
+    rows(rest, "installation", 2)
     every = call(rest, "GET", "/audit?limit=1000", rest.owner).json()["events"]
     seqs = [each["seq"] for each in every]
     assert seqs == sorted(set(seqs))

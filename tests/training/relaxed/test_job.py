@@ -133,11 +133,12 @@ def test_a_trace_that_is_asked_for_is_made_by_who_leads_and_by_every_worker(
     events = story.events
     asked = next(n for n, e in enumerate(events) if (e.event, e.rank, e.step) == ("step", 0, 40))
     made = {each.rank: each for each in events[asked:] if each.event == "trace"}
-    assert {0, 2, 3, 4} <= set(made), "the server that took over speaks as rank 0"
-    assert made[0].step >= 40  # a worker's is its own share's, and one was replaced midway
-    for rank, wanted in ((0, "Optimizer.step"), (2, "aten::mm"), (3, "aten::mm")):
+    assert made[0].step >= 40, "the server that took over speaks as rank 0"
+    workers = set(made) & {2, 3, 4}
+    assert len(workers) >= 2, "whoever is replaced midway may have no share left to trace"
+    for rank in (0, *workers):
         traced = camp.store.get_bytes(made[rank].data["url"]).decode()
-        assert wanted in traced, "its own work"
+        assert ("aten::mm" if rank else "Optimizer.step") in traced, "its own work"
 
 
 class StruckOften(Struck):
