@@ -379,20 +379,26 @@ def short_of_budget(world, d, worker_id):
     return world.receive(d, worker_id, 1, failure=reason)
 
 
+def register_again(world, incarnation, process=""):
+    """Register node-0 at the place and with the pid that it always has."""
+    call = RegisterWorker(
+        worker_id="node-0",
+        hostname="h",
+        rack="r",
+        available_storage=1,
+        address="127.0.0.1:7",
+        pid=7,
+        process=process,
+        incarnation=incarnation,
+    )
+    world.give(Register(call=call))
+
+
 def test_origin_bytes_of_one_process_are_counted_once_over_its_incarnations(world):
     d = started(world, "node-0", "node-1")
     mib = 1024 * 1024
     for incarnation in (1, 2, 3):  # thought lost and back, but the same process: one counter
-        call = RegisterWorker(
-            worker_id="node-0",
-            hostname="h",
-            rack="r",
-            available_storage=1,
-            address="127.0.0.1:7",
-            pid=7,
-            incarnation=incarnation + 1,
-        )
-        world.give(Register(call=call))
+        register_again(world, incarnation + 1)
         world.incarnations["node-0"] = incarnation + 1
         world.receive(d, "node-0", 1, origin_bytes=40 * mib)
     assert world.state.view(d).deployment.origin_bytes == 40 * mib
@@ -402,17 +408,7 @@ def test_a_restarted_container_counts_anew_though_its_pid_and_port_are_the_same(
     d = started(world, "node-0", "node-1")
     mib = 1024 * 1024
     for incarnation, process in ((1, "first"), (2, "second")):
-        call = RegisterWorker(
-            worker_id="node-0",
-            hostname="h",
-            rack="r",
-            available_storage=1,
-            address="127.0.0.1:7",
-            pid=7,
-            process=process,
-            incarnation=incarnation + 1,
-        )
-        world.give(Register(call=call))
+        register_again(world, incarnation + 1, process)
         world.incarnations["node-0"] = incarnation + 1
         world.receive(d, "node-0", 1, origin_bytes=10 * mib)
     assert world.state.view(d).deployment.origin_bytes == 20 * mib
