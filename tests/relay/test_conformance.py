@@ -385,6 +385,31 @@ def test_waiting_for_pieces_is_not_the_edges_time(pair: Pair) -> None:
     assert theirs.edges.tallies()[0].busy_s < 0.3  # it waited for 20 times 0.02 s
 
 
+def test_a_send_under_way_counts_as_busy_until_its_reader_leaves(
+    make: Make, tmp_path: Path
+) -> None:
+    pair = Pair(tmp_path, make, size=12_000_000, piece_bytes=4_194_304)
+    try:
+        theirs, mine = pair.open()
+        pair.hold_all(theirs)
+        reading = pair.reader.pull(mine, pair.address, Heard(), pacer=Pacer(8.0))
+        reading.request(pair.everything())
+        wait_until(lambda: bool(theirs.edges.tallies()))
+
+        def is_busier() -> bool:
+            (first,) = theirs.edges.tallies()
+            time.sleep(0.01)
+            (second,) = theirs.edges.tallies()
+            return first.bytes == second.bytes and first.busy_s < second.busy_s
+
+        wait_until(is_busier)
+        reading.close()
+        wait_until(lambda: not is_busier())
+        assert not is_busier()
+    finally:
+        pair.close()
+
+
 def test_a_slow_reader_holds_the_source_back(make: Make, tmp_path: Path) -> None:
     pair = Pair(tmp_path, make, size=12_000_000, piece_bytes=65_536)
     try:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import grpc
 
@@ -347,22 +347,23 @@ class _Call:
             on_rotten=self._server.on_rotten,
             barred=self._server.barred,
         )
-        for run in peer.runs(self._asked):
-            if run is None:
-                yield WAITING
-                continue
-            for index in range(*run):
-                piece = staging.manifest.piece_of(index)
-                for at, data, last in self._blocks(staging, piece):
-                    yield encode_data(
-                        data,
-                        chunk_id=piece.chunk_id,
-                        checksum=piece.sha256 if last else "",
-                        piece=index,
-                        offset=piece.stream_offset + at,
-                    )
-                    peer.carried(len(data), last=False)
-            peer.carried(0, last=True)
+        with closing(peer.runs(self._asked)) as runs:
+            for run in runs:
+                if run is None:
+                    yield WAITING
+                    continue
+                for index in range(*run):
+                    piece = staging.manifest.piece_of(index)
+                    for at, data, last in self._blocks(staging, piece):
+                        yield encode_data(
+                            data,
+                            chunk_id=piece.chunk_id,
+                            checksum=piece.sha256 if last else "",
+                            piece=index,
+                            offset=piece.stream_offset + at,
+                        )
+                        peer.carried(len(data), last=False)
+                peer.carried(0, last=True)
 
     def _serve_basic(self, first: ChunkRequest) -> Iterator[bytes]:
         reader = self._basic_reader()

@@ -17,7 +17,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from paceline.errors import (
     AccessDenied,
@@ -228,16 +228,17 @@ class PeerServer:
             barred=self._barred,
         )
         manifest = staging.manifest
-        for run in peer.runs(lambda wait_s: _asked(channel, wait_s)):
-            if run is None:
-                channel.send(encode(Kind.WAITING))
-                continue
-            for index in range(*run):
-                piece = manifest.piece_of(index)
-                descriptor = staging.descriptor(piece.file_index)
-                for sent in self._send_piece(channel, descriptor, piece):
-                    peer.carried(sent, last=False)
-            peer.carried(0, last=True)
+        with closing(peer.runs(lambda wait_s: _asked(channel, wait_s))) as runs:
+            for run in runs:
+                if run is None:
+                    channel.send(encode(Kind.WAITING))
+                    continue
+                for index in range(*run):
+                    piece = manifest.piece_of(index)
+                    descriptor = staging.descriptor(piece.file_index)
+                    for sent in self._send_piece(channel, descriptor, piece):
+                        peer.carried(sent, last=False)
+                peer.carried(0, last=True)
 
     def _send_piece(self, channel: Channel, descriptor: int, piece: Piece) -> Iterator[int]:
         # The header leaves in one segment with the first bytes.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 from paceline.errors import InvalidFrame, NotFound, PeerLost
@@ -62,13 +62,19 @@ class Serving:
         self._since_s = time.monotonic()
         self._counted = 0
 
-    def runs(self, asked: Callable[[float], Iterable[Asked]]) -> Iterator[Extent | None]:
+    def runs(self, asked: Callable[[float], Iterable[Asked]]) -> Generator[Extent | None]:
         """Yield what to send next, or None where the peer should hear that nothing is there yet.
 
         ``asked(wait_s)`` returns what the peer said meanwhile, and waits for it as long as that.
         Ends by PeerLost (closed, idle), NotFound (given up), AccessDenied (barred meanwhile) or
-        InvalidFrame.
+        InvalidFrame. To be closed by whoever leaves it early.
         """
+        try:
+            yield from self._runs(asked)
+        finally:
+            self._staging.edges.rests(self)  # what was under way has gone with the stream
+
+    def _runs(self, asked: Callable[[float], Iterable[Asked]]) -> Iterator[Extent | None]:
         heard_s = float("-inf")
         while True:
             self._barred.require(self._reader)
@@ -88,6 +94,7 @@ class Serving:
                 self._take(run)
                 self._sent.add(run)
                 self._since_s = time.monotonic()
+                self._staging.edges.sends(self, self._worker_id, self._reader)
                 yield run
             elif self._staging.closed:
                 raise PeerLost("the model is no longer open here")
@@ -102,8 +109,7 @@ class Serving:
         self._counted += count
         now = time.monotonic()
         if last or now - self._since_s >= TALLY_S:
-            edges = self._staging.edges
-            edges.carried(self._worker_id, self._reader, self._counted, now - self._since_s)
+            self._staging.edges.sent(self, self._counted, goes_on=not last)
             self._since_s, self._counted = now, 0
 
     def _hear(self, asked: Asked) -> None:
