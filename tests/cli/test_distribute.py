@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.manifest import build_manifest, verify_directory, write_manifest
+from paceline.plan import origin_cap_bytes
 from paceline.wire.local import Distribution
 
 PACELINE = [sys.executable, "-m", "paceline.cli.main", "distribute"]
@@ -111,9 +112,11 @@ def test_everything_killed_midway_goes_on_from_the_disks(
     assert again.returncode == 0, again.stderr
     answer = Distribution.model_validate_json(again.stdout)
     assert answer.workers_complete == 3
-    moved = answer.origin_bytes + answer.received_bytes
-    assert moved < 3 * manifest.total_size, "what was durable did not travel again"
-    assert answer.origin_bytes < manifest.total_size
+    origin = answer.origin_bytes - answer.origin_before_bytes
+    assert origin + answer.received_bytes < 3 * manifest.total_size, "durable: not again"
+    assert 0 < origin < manifest.total_size
+    assert answer.origin_before_bytes > 0, "what was read before the end counts"
+    assert answer.origin_bytes <= origin_cap_bytes(manifest.total_size)
     for receipt in answer.receipts:
         verify_directory(Path(receipt.path), manifest)
     assert not list(nodes.glob("worker-*/store/staging/*"))

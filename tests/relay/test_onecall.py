@@ -22,6 +22,7 @@ from paceline.errors import (
     InvalidInput,
     InvalidManifest,
     InvalidPlan,
+    OriginBudgetExceeded,
     PacelineError,
     PeerLost,
     PortInUse,
@@ -47,7 +48,8 @@ from paceline.manifest import (
 )
 from paceline.objects import client
 from paceline.plan import origin_cap_bytes
-from paceline.relay import onecall, origin
+from paceline.relay import fuse, onecall, origin
+from paceline.relay.disk.reading import Readings
 from paceline.relay.disk.staging import Staging
 from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
@@ -303,6 +305,7 @@ def test_another_name_than_the_manifests_is_refused(tmp_path: Path, model: Path)
     for link_mbit in (0, -1.0, math.nan, math.inf):
         refused(InvalidInput, tmp_path, "link", source=model, link_mbit=link_mbit)
     refused(InvalidInput, tmp_path, "racks", source=model, racks=0)
+    refused(InvalidInput, tmp_path, "beyond the fuse", source=model, extra_origin_bytes=-1)
     refused(InvalidInput, tmp_path, "share", "nan", source=model, max_failed=math.nan)
     for first_port in (-5, 65_535):
         refused(InvalidInput, tmp_path, "no such ports", source=model, first_port=first_port)
@@ -494,6 +497,67 @@ def test_a_copy_that_rotted_since_is_found_and_mended_by_the_next_call(
     assert done.corrupt_from == {"worker-0": 1}
     # the rotten piece, and at most what two readers had in flight: so small a model is all of that
     assert 0 < done.origin_bytes < done.total_bytes
+
+
+# ── one fuse, however often the call is made ─────────────────────────────────────────────────────
+
+
+def interrupted(tmp_path: Path, model: Path) -> None:
+    """Make a call of three workers that ends in its middle."""
+
+    def stop(held: int, _pieces: int) -> None:
+        if held:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        distribute(model, into(tmp_path), 3, link_mbit=2, on_progress=stop)
+    assert list(into(tmp_path).glob("*/store/staging/*/data"))
+
+
+def test_a_call_made_again_is_granted_what_the_first_one_left(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[WorkerLanes] = []
+    deploy = RelayDriver.deploy
+
+    def noted(self: RelayDriver, lanes: WorkerLanes, manifest: Manifest) -> None:
+        given.append(lanes)
+        deploy(self, lanes, manifest)
+
+    interrupted(tmp_path, model)
+    monkeypatch.setattr(RelayDriver, "deploy", noted)
+    done = distribute(model, into(tmp_path), 3)
+    first = [each for each in given if each.epoch == 1]
+    assert done.origin_before_bytes > 0
+    cap = origin_cap_bytes(done.total_bytes)
+    assert sum(each.origin_budget_bytes for each in first) <= cap - done.origin_before_bytes
+    assert done.origin_bytes - done.origin_before_bytes < done.total_bytes
+    assert not list(into(tmp_path).glob("*/readings/*")), "it is over"
+    again = distribute(model, into(tmp_path), 3)
+    assert again.origin_bytes == again.origin_before_bytes == 0
+
+
+def test_where_the_fuse_is_spent_the_call_says_so_and_more_may_be_allowed(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(tmp_path, model)
+    cap = origin_cap_bytes(manifest_of(model).total_size)
+    spent = next(into(tmp_path).glob("*/readings/*.read"))
+    readings = Readings(spent.parent)
+    readings.of(spent.stem).cover(cap, 0)
+    readings.close()
+    monkeypatch.setattr(fuse, "SHORT_S", 0.1)
+    with pytest.raises(OriginBudgetExceeded, match=rf"at most {cap} bytes.*--extra-origin"):
+        distribute(model, into(tmp_path), 3)
+    shutil.copytree(into(tmp_path), tmp_path / "other")
+    done = distribute(model, into(tmp_path), 3, extra_origin_bytes=cap)
+    assert done.workers_complete == 3
+    assert done.origin_before_bytes >= cap
+    for left in (tmp_path / "other").glob("*/store/staging/*"):
+        shutil.rmtree(left)
+    anew = distribute(model, tmp_path / "other", 3)  # with nothing to go on from
+    assert anew.origin_before_bytes == 0
+    check(anew, model)
 
 
 def test_a_link_faster_than_any_kernel_s_buffer_just_works(tmp_path: Path, model: Path) -> None:

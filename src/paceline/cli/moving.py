@@ -178,6 +178,9 @@ def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore
 @click.option("--digest", default="", help="With --into: what the manifest must be.")
 @click.option("--port", type=int, default=0, help="With --into: the first worker's port.")
 @click.option("--allow-older", is_flag=True, help="With --into: although a newer one is there.")
+@click.option(
+    "--extra-origin", **SIZE, help="With --into: read so much more of SOURCE than its fuse allows."
+)
 @click.option("--model", "named", default="", help="With --into: what a plain directory is called.")
 @click.option("--as-version", default="", help="With --into: and its version.")
 @profile_options
@@ -198,6 +201,7 @@ def distribute(
     digest: str,
     port: int,
     allow_older: bool,
+    extra_origin: int | None,
     named: str,
     as_version: str,
     profile: str,
@@ -261,6 +265,7 @@ def distribute(
             activate=not stage_only,
             max_failed=settings.relay.max_failed,
             first_port=port,
+            extra_origin_bytes=extra_origin or 0,
             policy=StorePolicy.of(settings.store),
             on_progress=_progress(),
             on_notice=lambda said: click.echo(f"! {said}", err=True),
@@ -284,11 +289,13 @@ def _progress() -> Callable[[int, int], None]:
 
 
 def _told(done: Distribution) -> str:
+    earlier = done.origin_before_bytes
+    before = f" (of that {earlier:,} before this call)" if earlier else ""
     lines = [
         f"{done.model_id} {done.version} on {done.workers_complete} of {done.workers} workers in "
         f"{done.seconds:.1f} s by {done.topology.value}"
         + (f" ({done.ratio:.2f} x the bound)" if done.ratio else ""),
-        f"{done.total_bytes:,} bytes; from the source {done.origin_bytes:,}, from peers "
+        f"{done.total_bytes:,} bytes; from the source {done.origin_bytes:,}{before}, from peers "
         f"{done.received_bytes:,}, already there {_there(done):,}, between racks "
         f"{done.cross_rack_bytes:,}",
         f"digest {done.manifest_digest}",
@@ -303,5 +310,7 @@ def _told(done: Distribution) -> str:
 
 def _there(done: Distribution) -> int:
     """Return how many bytes of what the workers show now did not have to come."""
-    moved = done.origin_bytes + done.received_bytes - done.refetched_bytes
+    moved = (
+        done.origin_bytes - done.origin_before_bytes + done.received_bytes - done.refetched_bytes
+    )
     return max(0, done.workers_complete * done.total_bytes - moved)

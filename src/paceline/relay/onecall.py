@@ -3,7 +3,7 @@
 The planner, drivers, sockets and disks are those of a fleet; only the control plane is this loop.
 Workers are drivers on threads of this process: they share one interpreter, so many of them on a
 fast link are slower than as many machines would be. Called again after a crash it goes on with what
-is on the disks.
+is on the disks, under the fuse that it began with.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-import uuid
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,6 +33,8 @@ from paceline.plan import PlanWorker, Standing, make_plan, next_order
 from paceline.relay.disk.room import StorePolicy
 from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
+from paceline.relay.fuse import Fuse, Shortage
+from paceline.relay.outcome import outcome
 from paceline.relay.request import (
     UNLIMITED_MBIT,
     Request,
@@ -80,6 +80,7 @@ def distribute(
     activate: bool = False,
     max_failed: float = 0.05,
     first_port: int = 0,
+    extra_origin_bytes: int = 0,
     policy: StorePolicy | None = None,
     limits: SessionLimits | None = None,
     on_progress: Callable[[int, int], None] = lambda _held, _all: None,
@@ -93,10 +94,12 @@ def distribute(
     ``digest``, must agree with it. ``link_mbit`` limits each worker, both ways. ``on_progress`` is
     told pieces held and wanted, over all workers; ``on_notice`` hears, from threads, who fell
     silent and what is done about it (the result has it as ``notices``). Everything is checked
-    before a byte moves; what cannot work leaves nothing behind. Raises InvalidInput, InvalidPlan,
-    SourceMissing, ServiceUnavailable, UntrustedManifest, CorruptData (another digest), Conflict (a
-    newer version is there), StorageFull, PortInUse, StateLocked, and DeploymentFailed, or the
-    workers' own error where all failed of the same.
+    before a byte moves; what cannot work leaves nothing behind. A call that was killed and is made
+    again goes on from the disks, and what both read from the source stays under one fuse, unless
+    ``extra_origin_bytes`` allow more. Raises InvalidInput, InvalidPlan, SourceMissing,
+    ServiceUnavailable, UntrustedManifest, CorruptData (another digest), Conflict (a newer version
+    is there), StorageFull, PortInUse, StateLocked, OriginBudgetExceeded (what arrived is kept), and
+    DeploymentFailed, or the workers' own error where all failed of the same.
     """
     names = names_of(workers, targets)
     request = Request(
@@ -108,6 +111,7 @@ def distribute(
         activate=activate,
         max_failed=max_failed,
         first_port=first_port,
+        extra_origin_bytes=extra_origin_bytes,
         policy=policy or StorePolicy(),
         limits=limits,
         on_progress=on_progress,
@@ -140,7 +144,8 @@ def distribute(
                 crew.refuse_older()
             return crew.work().model_copy(update={"notices": tuple(notices)})
     except BaseException as error:
-        if not isinstance(error, KeyboardInterrupt | errors.TemporaryError):
+        goes_on = KeyboardInterrupt | errors.TemporaryError | errors.OriginBudgetExceeded
+        if not isinstance(error, goes_on):
             clear(request.into, new, whole=whole)
         raise
 
@@ -159,8 +164,9 @@ class _Crew:
         self._manifest = manifest
         self._url = url
         self._open_source = open_source
-        self._deployment_id = f"local-{uuid.uuid4().hex[:12]}"
+        self._fuse: Fuse
         self._news = threading.Event()
+        self._stores: dict[str, Store] = {}
         self._drivers: dict[str, RelayDriver] = {}
         self._stack = ExitStack()
         self._failed: dict[str, Failure] = {}
@@ -172,24 +178,26 @@ class _Crew:
         token = secrets.token_hex(16)
         request = self._request
         with ExitStack() as stack:
+            stack.callback(self._close_idle)
+            for name in request.names:
+                self._stores[name] = Store(request.into / name / "store", request.policy)
+            self._fuse = Fuse(  # nobody else counts there: the stores are ours
+                request.into, request.names, self._manifest, self._url, request.extra_origin_bytes
+            )
+            stack.callback(self._fuse.close)
             for number, name in enumerate(request.names):
-                store = Store(request.into / name / "store", request.policy)
-                port = request.first_port + number if request.first_port else 0
-                try:
-                    driver = RelayDriver(
-                        worker_id=name,
-                        store=store,
-                        transport=TcpTransport(token),
-                        open_source=self._open_source,
-                        port=port,
-                        link_mbit=request.link_mbit,
-                        limits=request.limits,
-                        seed=number,
-                        on_news=self._news.set,
-                    )
-                except BaseException:
-                    store.close()
-                    raise
+                driver = RelayDriver(
+                    worker_id=name,
+                    store=self._stores[name],
+                    transport=TcpTransport(token),
+                    open_source=self._open_source,
+                    port=request.first_port + number if request.first_port else 0,
+                    link_mbit=request.link_mbit,
+                    limits=request.limits,
+                    seed=number,
+                    readings=self._fuse.readings(name),
+                    on_news=self._news.set,
+                )
                 driver.start()
                 stack.callback(driver.stop)
                 self._drivers[name] = driver
@@ -198,6 +206,11 @@ class _Crew:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def _close_idle(self) -> None:
+        for name, store in self._stores.items():
+            if name not in self._drivers:  # else its driver closed it
+                store.close()
 
     def refuse_older(self) -> None:
         """Raise Conflict where a worker already holds a newer version of the model."""
@@ -218,12 +231,15 @@ class _Crew:
         began = time.monotonic()
         self._deploy()
         moved_at, held_before, withdrawn = began, -1, 0
+        shortage = Shortage()
         while True:
             self._news.wait(LOOK_S)
             self._news.clear()
             beats, rotted = self._beats(), self._withdrawn()
             if self._note_failures(beats) or rotted > withdrawn:
                 withdrawn = rotted  # a copy that rotted on its disk: its worker begins anew
+                self._deploy()
+            elif shortage.needs_plan(beats, self._fuse, time.monotonic()):
                 self._deploy()
             held = sum(beat.pieces_held for beat in beats.values())
             self._request.on_progress(
@@ -237,18 +253,14 @@ class _Crew:
                     break
                 moved_at = time.monotonic()
             if time.monotonic() - moved_at > STALL_S:
-                raise NotReady(
-                    "nothing moves any more",
-                    got=f"{held} pieces",
-                    wanted=f"{self._manifest.piece_count} on each of {len(self._drivers)} workers",
-                    where=self._request.into,
-                    do="See the workers' reasons in the log; the same call goes on from the disks.",
-                )
+                raise self._stalled(held, beats)
         self._judge()
         seconds = time.monotonic() - began
         if self._request.activate:
             self._activate()
-        return self._report(self._beats(), seconds)
+        done = self._report(self._beats(), seconds)
+        self._fuse.drop()
+        return done
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
@@ -257,12 +269,23 @@ class _Crew:
             name: beat
             for name, driver in self._drivers.items()
             for beat in driver.beats()
-            if beat.deployment_id == self._deployment_id
+            if beat.deployment_id == self._fuse.deployment_id
             and beat.epoch >= self._again.get(name, 0)  # else of what failed before
         }
 
     def _withdrawn(self) -> int:
         return sum(driver.withdrawals for driver in self._drivers.values())
+
+    def _stalled(self, held: int, beats: Mapping[str, DeploymentBeat]) -> NotReady:
+        why = {beat.failure.message: name for name, beat in beats.items() if beat.failure}
+        reasons = "".join(f"; {name}: {message}" for message, name in why.items())
+        return NotReady(
+            "nothing moves any more",
+            got=f"{held} pieces{reasons}"[:2000],
+            wanted=f"{self._manifest.piece_count} on each of {len(self._drivers)} workers",
+            where=self._request.into,
+            do="Run it again: it goes on from the disks.",
+        )
 
     def _note_failures(self, beats: Mapping[str, DeploymentBeat]) -> bool:
         """Take note of who failed since the last look; return whether the others need a plan."""
@@ -301,10 +324,7 @@ class _Crew:
         each grant goes on from there, whenever its worker hears of it (I6).
         """
         beats, request = self._beats(), self._request
-        read = {
-            name: driver.readings.of(self._deployment_id).read_bytes
-            for name, driver in self._drivers.items()
-        }
+        read = self._fuse.read()
         link = request.link_mbit or UNLIMITED_MBIT
         workers = []
         for number, name in enumerate(request.names):
@@ -323,12 +343,12 @@ class _Crew:
             )
         plan = make_plan(
             self._plan.topology if self._plan else request.topology,
-            deployment_id=self._deployment_id,
+            deployment_id=self._fuse.deployment_id,
             epoch=self._plan.epoch + 1 if self._plan else 1,
             manifest=self._manifest,
             workers=workers,
             source_url=self._url,
-            origin_spent_bytes=sum(read.values()),
+            origin_spent_bytes=self._fuse.spent_bytes(read),
             order=self._order,
         )
         self._order, self._plan = next_order(self._order, plan), plan
@@ -352,10 +372,12 @@ class _Crew:
             return
         if all(self._is_permanent(each) for each in self._failed.values()):
             for driver in self._drivers.values():  # it never will: nothing is kept to go on with
-                driver.cancel(self._deployment_id)
+                driver.cancel(self._fuse.deployment_id)
                 driver.wait(
-                    lambda beats: all(b.deployment_id != self._deployment_id for b in beats), 5.0
+                    lambda beats: all(b.deployment_id != self._fuse.deployment_id for b in beats),
+                    5.0,
                 )
+            self._fuse.drop()
         kinds = {failure.code for failure in self._failed.values()}
         first = next(iter(self._failed.values()))
         kind = getattr(errors, first.code, DeploymentFailed)
@@ -381,49 +403,14 @@ class _Crew:
 
     def _report(self, beats: Mapping[str, DeploymentBeat], seconds: float) -> Distribution:
         assert self._plan is not None
-        request, plan, total = self._request, self._plan, self._manifest.total_size
-        racks = {name: self._rack(number) for number, name in enumerate(request.names)}
-        receipts = tuple(beat.receipt for beat in beats.values() if beat.receipt)
-        crossing = {
-            (edge.source, edge.reader): edge.bytes
-            for beat in beats.values()
-            for edge in beat.edges
-            if edge.source in racks
-            and edge.reader in racks
-            and racks[edge.source] != racks[edge.reader]
-            and edge.bytes
-        }
-        corrupt: Counter[str] = Counter()
-        for beat in beats.values():
-            for edge in beat.edges:
-                corrupt[edge.source] += edge.corrupt
-        limited = request.link_mbit is not None
-        bound = total / (request.link_mbit * 1e6 / 8) if request.link_mbit else None
-        origin = sum(receipt.origin_bytes for receipt in receipts)
-        return Distribution(
-            deployment_id=self._deployment_id,
-            model_id=self._manifest.model_id,
-            version=self._manifest.version,
-            manifest_digest=self._manifest.digest,
-            source_url=self._url,
-            topology=plan.topology,
-            epochs=plan.epoch,
-            workers=len(self._drivers),
-            workers_complete=len(receipts),
-            workers_failed=self._failed,
-            racks=len(set(racks.values())),
-            total_bytes=total,
+        return outcome(
+            self._request,
+            self._manifest,
+            self._url,
+            self._plan,
+            beats,
+            racks={name: self._rack(number) for number, name in enumerate(self._request.names)},
+            failed=self._failed,
+            fuse=self._fuse,
             seconds=seconds,
-            predicted_seconds=plan.predicted_seconds if limited else None,
-            bound_seconds=bound,
-            ratio=seconds / bound if bound else None,
-            origin_bytes=origin,
-            origin_ratio=origin / total,
-            received_bytes=sum(receipt.received_bytes for receipt in receipts),
-            reused_bytes=sum(receipt.reused_bytes for receipt in receipts),
-            refetched_bytes=sum(receipt.refetched_bytes for receipt in receipts),
-            corrupt_from=dict(+corrupt),
-            cross_rack_bytes=sum(crossing.values()),
-            activated=request.activate,
-            receipts=receipts,
         )

@@ -49,6 +49,7 @@ class Request:
     activate: bool = False
     max_failed: float = 0.05
     first_port: int = 0
+    extra_origin_bytes: int = 0
     policy: StorePolicy = field(default_factory=StorePolicy)
     limits: SessionLimits | None = None
     on_progress: Callable[[int, int], None] = lambda _held, _all: None
@@ -76,6 +77,12 @@ class Request:
                 "no such ports",
                 f"{self.first_port} to {last_port}",
                 f"1 to {MOST_PORT}",
+            ),
+            (
+                self.extra_origin_bytes < 0,
+                "bad count of bytes that may be read beyond the fuse",
+                self.extra_origin_bytes,
+                "0 or more",
             ),
         ):
             if wrong:

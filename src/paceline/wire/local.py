@@ -51,7 +51,8 @@ class Distribution(Record):
     predicted_seconds: float | None = None  # None: the link has no limit
     bound_seconds: float | None = None
     ratio: float | None = None  # seconds / bound_seconds
-    origin_bytes: int = Field(ge=0)
+    origin_bytes: int = Field(ge=0)  # by all workers, with origin_before_bytes
+    origin_before_bytes: int = Field(default=0, ge=0)  # by calls that it went on from, at most
     origin_ratio: float = Field(ge=0)  # origin_bytes / total_bytes
     received_bytes: int = Field(ge=0)  # from peers, over all workers
     reused_bytes: int = Field(ge=0)  # that the workers' disks held already
