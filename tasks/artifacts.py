@@ -71,13 +71,15 @@ class Progress:
             else:
                 self._id = created if isinstance(created, UUID) else None
 
-    def show(self, fraction: float) -> None:
-        """Show ``fraction`` (0 to 1)."""
+    def show(self, fraction: float, description: str | None = None) -> None:
+        """Show ``fraction`` (0 to 1), with what else there is to say."""
         now = time.monotonic()
         if self._id is None or (now - self._at < REFRESH_S and fraction < 1.0):
             return
         self._at = now
         try:
-            update_progress_artifact(artifact_id=self._id, progress=round(100 * fraction, 1))
+            update_progress_artifact(
+                artifact_id=self._id, progress=round(100 * fraction, 1), description=description
+            )
         except Exception as error:  # noqa: BLE001 - hours of work do not hang on a bar
             logger.warning("progress cannot be shown: %s", error)

@@ -19,10 +19,12 @@ from pydantic import ValidationError
 from paceline.data import Snapshot, build_snapshot, load_snapshot
 from paceline.errors import InvalidInput, TrainingFailed
 from paceline.manifest import fetch_manifest, publish_model
+from paceline.manifest.account import in_units
 from paceline.objects import ObjectStore
 from paceline.profile import DataSettings
 from paceline.training.base import BaseResult, BaseSpec
 from paceline.wire import digest_of
+from tasks.publishing import told
 from tasks.run import Run, StageResult
 
 BASE_DEADLINE_S = 1800.0
@@ -120,20 +122,23 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
 @task(name="publish-directory", cache_policy=NO_CACHE)
 def publish_directory(run: Run, directory: str, model_id: str, version: str) -> StageResult:
     """Digest the model in ``directory`` and upload it with its manifest; the same bytes twice are
-    uploaded once. Raises Conflict where the version already has other bytes."""
+    uploaded once. Raises Conflict where the version already has other bytes, and Cancelled where
+    the run is cancelled before the version is there."""
     profile = run.runtime.profile
     url = published_url(run, model_id, version)
     began = time.monotonic()
-    manifest = publish_model(
-        Path(directory),
-        url,
-        model_id=model_id,
-        version=version,
-        store=run.store,
-        link_mbit=profile.cluster.link_mbit,
-        piece_bytes=profile.relay.piece_bytes,
-        chunk_bytes=profile.relay.chunk_bytes,
-    )
+    with told(run, f"{model_id} {version}") as telling:
+        manifest = publish_model(
+            Path(directory),
+            url,
+            model_id=model_id,
+            version=version,
+            store=run.store,
+            link_mbit=profile.cluster.link_mbit,
+            piece_bytes=profile.relay.piece_bytes,
+            chunk_bytes=profile.relay.chunk_bytes,
+            **telling,
+        )
     output = {
         "model_id": model_id,
         "version": version,
@@ -143,7 +148,8 @@ def publish_directory(run: Run, directory: str, model_id: str, version: str) -> 
         "chunks": len(manifest.chunks),
         "pieces": manifest.piece_count,
     }
-    seconds = run.did("publish", began, url)
+    said = f"{in_units(manifest.total_size)} in {len(manifest.files)} files at {url}"
+    seconds = run.did("publish", began, said)
     return StageResult(stage="publish", output=output, seconds=seconds, reused=None)
 
 

@@ -24,6 +24,7 @@ from tasks import artifacts
 from tasks.cancelling import stop_if_cancelled
 from tasks.code_version import code_version
 from tasks.prepare import published_url
+from tasks.publishing import told
 from tasks.run import Run, StageResult
 
 MAX_VERSIONS = 10_000  # of one base; each is one look into the bucket
@@ -169,9 +170,11 @@ def publish_candidate(
                 where=directory,
                 do="Delete that directory and run the same command again.",
             )
-        stop_if_cancelled()
         # a candidate that trained for long may be judged after a later one was published
-        manifest = publish_model(directory, url, store=run.store, allow_older=True, **name)
+        with told(run, f"{base.model_id} {packaged['version']}") as telling:
+            manifest = publish_model(
+                directory, url, store=run.store, allow_older=True, **name, **telling
+            )
         return {"url": url, "manifest_digest": manifest.digest, "version": packaged["version"]}
 
     return run.stage(

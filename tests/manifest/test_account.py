@@ -73,13 +73,13 @@ def test_the_file_that_failed_says_why_before_the_others_are_through(
 ) -> None:
     upload, small_failed = uploads.Uploader.upload, threading.Event()
 
-    def planted(self: uploads.Uploader, path: Path, url: str, sha256: str) -> int:
+    def planted(self: uploads.Uploader, path: Path, *given: Any) -> int:
         if path.name == "small":
             small_failed.set()
             raise SourceChanged("planted: it was written to", where=path)
         assert small_failed.wait(30)
         assert self._stopping.wait(30), "who goes on hears that the publish is over"
-        return upload(self, path, url, sha256)
+        return upload(self, path, *given)
 
     monkeypatch.setattr(uploads.Uploader, "upload", planted)
     with pytest.raises(SourceChanged, match="written to"):

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from paceline.errors import (
+    Cancelled,
     Conflict,
     InvalidInput,
     InvalidManifest,
     ServiceUnavailable,
+    SourceChanged,
     UntrustedManifest,
 )
 from paceline.errors import SourceMissing as Missing
@@ -19,6 +21,7 @@ from paceline.manifest import (
     MANIFEST_FILE,
     Manifest,
     TrustPolicy,
+    build,
     build_manifest,
     fetch_manifest,
     load_key,
@@ -27,7 +30,8 @@ from paceline.manifest import (
     verify_directory,
     write_manifest,
 )
-from paceline.objects import ObjectStore, join_url
+from paceline.manifest.account import Moved
+from paceline.objects import ObjectStore, join_url, uploads
 from tests.support.rclone import RcloneS3
 
 
@@ -221,3 +225,65 @@ def test_a_local_directory_is_a_source_too(model: Path) -> None:
 def test_an_object_url_wants_a_store() -> None:
     with pytest.raises(InvalidInput, match="no object store"):
         fetch_manifest("s3://bucket/model", None)
+
+
+@pytest.mark.parametrize("part_bytes", [16 * 1024 * 1024, 1024 * 1024], ids=["whole", "in parts"])
+def test_what_changed_after_it_was_digested_never_appears_under_the_old_digest(
+    model: Path, url: str, store: Recorder, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    monkeypatch.setattr(uploads, "PART_BYTES", part_bytes)
+    weights, before = model / "weights", (model / "weights").read_bytes()
+    mtime, upload = weights.stat().st_mtime_ns, uploads.Uploader.upload
+
+    def meddle(self: uploads.Uploader, path: Path, *given: Any) -> int:
+        if path == weights:
+            weights.write_bytes(bytes(len(before)))
+            os.utime(weights, ns=(1, 1))
+        return upload(self, path, *given)
+
+    with monkeypatch.context() as patch, pytest.raises(SourceChanged, match="weights"):
+        patch.setattr(uploads.Uploader, "upload", meddle)
+        publish(model, url, store)
+    weights.write_bytes(before)
+    os.utime(weights, ns=(mtime, mtime))  # as it was: what is there may look like it
+    publish(model, url, store)
+    assert store.get_bytes(join_url(url, "weights")) == before
+    assert not store.abort_uploads(url)
+
+
+def test_a_publish_that_is_stopped_shows_no_version(model: Path, url: str, store: Recorder) -> None:
+    stopping = threading.Event()
+
+    def stop_at_upload(moved: Moved) -> None:
+        if moved.stage == "upload":
+            stopping.set()
+
+    with pytest.raises(Cancelled):
+        publish(model, url, store, stopping=stopping, tell=stop_at_upload)
+    assert not store.exists(join_url(url, MANIFEST_FILE))
+    stopping.set()
+    with pytest.raises(Cancelled):
+        publish(model, url, store, stopping=stopping)
+    publish(model, url, store)
+    assert fetch_manifest(url, store).total_size == 4_000_300
+
+
+def test_a_file_that_fails_ends_the_digests_of_the_others(
+    tmp_path: Path, url: str, store: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, stopping = tmp_path / "two", threading.Event()
+    model.mkdir()
+    for name in ("a", "b"):
+        (model / name).write_bytes(bytes(2_000_000))
+    read = build._Reader.read
+
+    def planted(self: build._Reader, length: int) -> memoryview:
+        if self._where.name == "b":
+            raise SourceChanged("planted", where=self._where)
+        assert stopping.wait(30), "a long file hears that another one failed"
+        return read(self, length)
+
+    monkeypatch.setattr(build._Reader, "read", planted)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with pytest.raises(SourceChanged, match="planted"):
+        publish(model, url, store, stopping=stopping, chunk_bytes=1_000_000)

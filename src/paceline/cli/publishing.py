@@ -6,13 +6,10 @@ On standard error only, so that what is printed at the end stands alone.
 from __future__ import annotations
 
 import time
-from collections import deque
 
 from paceline.cli.progress import LINE_EVERY_S, StageBars
-from paceline.manifest.account import Moved
+from paceline.manifest.account import Moved, Pace
 from tasks.run import StageUpdate
-
-RATE_OVER_S = 5.0
 
 
 class PublishBars:
@@ -27,7 +24,7 @@ class PublishBars:
         self._stage = ""
         self._shown = False
         self._began_s = 0.0
-        self._past: deque[tuple[float, int]] = deque()  # (when, bytes done) of the last seconds
+        self._pace = Pace()
 
     def __enter__(self) -> PublishBars:
         self._bars.__enter__()
@@ -41,32 +38,12 @@ class PublishBars:
         now_s = time.monotonic()
         if moved.stage != self._stage:
             self._stage, self._shown, self._began_s = moved.stage, False, now_s
-            self._past = deque([(now_s, 0)])
-        self._past.append((now_s, moved.done_bytes))
-        while len(self._past) > 2 and now_s - self._past[0][0] > RATE_OVER_S:
-            self._past.popleft()
+        said = self._pace.said(moved, now_s)
         if not self._bars.live:
             early = now_s - self._began_s < LINE_EVERY_S
             if not self._shown and (early or moved.is_over):
                 return
         self._shown = True
-        share = moved.done_bytes / moved.total_bytes if moved.total_bytes else 1.0
         self._bars(
-            StageUpdate(
-                stage=moved.stage, fraction=share, message=self._said(moved), done=moved.is_over
-            )
+            StageUpdate(stage=moved.stage, fraction=moved.share, message=said, done=moved.is_over)
         )
-
-    def _said(self, moved: Moved) -> str:
-        (then_s, then), (now_s, now) = self._past[0], self._past[-1]
-        rate = f", {_size((now - then) / (now_s - then_s))}/s" if now_s > then_s else ""
-        files = f"{moved.done_files} of {moved.total_files} files"
-        return f"{_size(moved.done_bytes)} of {_size(moved.total_bytes)}{rate}, {files}"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 DIGEST, UPLOAD = "digest", "upload"
 TELL_S = 0.2
+RATE_OVER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,11 @@ class Moved:
     def is_over(self) -> bool:
         """Return whether nothing of the stage is left."""
         return self.done_files >= self.total_files
+
+    @property
+    def share(self) -> float:
+        """Return which part of its bytes is done, 0 to 1."""
+        return self.done_bytes / self.total_bytes if self.total_bytes else 1.0
 
 
 Tell = Callable[[Moved], None]
@@ -66,3 +73,32 @@ class Account:
             if now.is_over or time.monotonic() - self._told_s >= TELL_S:
                 self._told_s = time.monotonic()
                 self._tell(now)
+
+
+class Pace:
+    """Words for how far a stage is: bytes, the rate of the last seconds, files."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._past: deque[tuple[float, int]] = deque()  # (when, bytes done) of the last seconds
+
+    def said(self, moved: Moved, now_s: float) -> str:
+        """Return ``moved`` as one line; ``now_s`` never goes back."""
+        if moved.stage != self._stage:
+            self._stage, self._past = moved.stage, deque([(now_s, 0)])
+        self._past.append((now_s, moved.done_bytes))
+        while len(self._past) > 2 and now_s - self._past[0][0] > RATE_OVER_S:
+            self._past.popleft()
+        (then_s, then), (_, now) = self._past[0], self._past[-1]
+        rate = f", {in_units((now - then) / (now_s - then_s))}/s" if now_s > then_s else ""
+        files = f"{moved.done_files} of {moved.total_files} files"
+        return f"{in_units(moved.done_bytes)} of {in_units(moved.total_bytes)}{rate}, {files}"
+
+
+def in_units(count: float) -> str:
+    """Return a number of bytes as people read it: ``12.3 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"

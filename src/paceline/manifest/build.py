@@ -23,6 +23,7 @@ from paceline.manifest.layout import Strand, lay_out
 from paceline.manifest.model import MANIFEST_FILE, Chunk, FileEntry, Manifest
 from paceline.manifest.paths import check_paths
 from paceline.manifest.sizes import MIB, Sizes, choose_sizes
+from paceline.manifest.together import results
 from paceline.manifest.version import ACTIVE
 from paceline.wire.base import NAME
 
@@ -110,11 +111,14 @@ def digest(
     model_id: str,
     version: str,
     tell: Tell = nobody,
+    stopping: threading.Event | None = None,
 ) -> Manifest:
-    """Read every file once and return the manifest."""
+    """Read every file once and return the manifest; raises Cancelled soon after ``stopping`` is
+    set, and what goes wrong with a file at once.
+    """
     account = Account(DIGEST, sum(file.size for file in found), len(found), tell)
     strands = lay_out([file.size for file in found], *sizes)
-    stopping = threading.Event()
+    stopping = stopping or threading.Event()
     cores = os.cpu_count() or 1
     with (
         ThreadPoolExecutor(cores, thread_name_prefix="hash") as aside,
@@ -126,12 +130,7 @@ def digest(
             )
             for strand in strands
         ]
-        try:
-            done = [each.result() for each in running]
-        except BaseException:
-            stopping.set()  # a strand may be a file of a hundred gigabytes
-            readers.shutdown(wait=True, cancel_futures=True)
-            raise
+        done = results(readers, running, stopping)
     files = tuple(file for entries, _ in done for file in entries)
     chunks: list[Chunk] = []
     offset = 0

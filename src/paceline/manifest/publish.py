@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from paceline.manifest.model import MANIFEST_FILE, Manifest
 from paceline.manifest.parse import MAX_MANIFEST_BYTES, parse_manifest
 from paceline.manifest.signing import ANYONE, TrustPolicy, sign_manifest, verify_signature
 from paceline.manifest.sizes import Sizes, choose_sizes
+from paceline.manifest.together import results
 from paceline.manifest.version import version_key
 from paceline.objects import ObjectStore, join_url, parse_url
 
@@ -53,6 +54,7 @@ def publish_model(
     key: Ed25519PrivateKey | None = None,
     allow_older: bool = False,
     tell: Tell = nobody,
+    stopping: threading.Event | None = None,
 ) -> Manifest:
     """Upload the model in ``directory`` below ``url`` and return its manifest, signed by ``key``.
 
@@ -60,8 +62,11 @@ def publish_model(
     place raises Conflict and changes nothing. Sizes of 0 follow from model and link, or from what
     is published there, so that a faster link does not turn the same bytes into another manifest.
     A version older than the newest one beside it raises Conflict, unless ``allow_older``.
-    ``tell`` hears how far digesting and then uploading are, from threads of their own.
+    ``tell`` hears how far digesting and then uploading are, from threads of their own. Soon after
+    ``stopping`` is set it ends by Cancelled, and nothing appears that was not there before; it is
+    set here too where a file fails.
     """
+    stopping = stopping or threading.Event()
     check_name("model_id", model_id)
     check_name("version", version)
     root = Path(directory)
@@ -71,15 +76,19 @@ def publish_model(
     if published is None and not allow_older:
         _refuse_older(url, version, store)
     sizes = _sizes(found, published, link_mbit, piece_bytes, chunk_bytes)
-    manifest = digest(root, found, sizes, model_id=model_id, version=version, tell=tell)
+    manifest = digest(
+        root, found, sizes, model_id=model_id, version=version, tell=tell, stopping=stopping
+    )
     if published and published.digest != manifest.digest:
         raise _conflict(url, published, manifest)
     if key is not None:
         manifest = sign_manifest(manifest, key)
     elif published:
         manifest = published  # whoever signed it still vouches for it
-    uploaded = _upload(root, found, url, store, manifest, tell)
+    uploaded = _upload(root, found, url, store, manifest, tell, stopping)
     if manifest != published:
+        if stopping.is_set():
+            raise Cancelled("the publish was stopped", where=url, do="Run it again.")
         store.put_bytes(join_url(url, MANIFEST_FILE), manifest.to_bytes())
         now = fetch_manifest(url, store)  # two publishers at once: the last one's manifest stands
         if now.digest != manifest.digest:
@@ -180,7 +189,13 @@ def _refuse_older(url: str, version: str, store: ObjectStore) -> None:
 
 
 def _upload(
-    root: Path, found: list[Found], url: str, store: ObjectStore, manifest: Manifest, tell: Tell
+    root: Path,
+    found: list[Found],
+    url: str,
+    store: ObjectStore,
+    manifest: Manifest,
+    tell: Tell,
+    stopping: threading.Event,
 ) -> int:
     """Upload what is not there, largest first, and return how many files that was.
 
@@ -190,7 +205,6 @@ def _upload(
     there = {info.url: info.size for info in store.list(url)}
     whole = join_url(url, MANIFEST_FILE) in there
     digests = {file.path: file.sha256 for file in manifest.files}
-    stopping = threading.Event()
     missing = [
         file
         for file in sorted(found, key=lambda file: -file.size)
@@ -204,30 +218,38 @@ def _upload(
             account.moved(file.size)
             account.ended_file()
             return
-        info = store.upload_file(path, target, sha256, stopping=stopping, on_bytes=account.moved)
-        status = path.stat()
-        if (info.size, status.st_size, status.st_mtime_ns) != (file.size, file.size, file.mtime_ns):
-            raise SourceChanged(
-                "file changed while it was published",
-                got=f"{status.st_size} bytes, mtime {status.st_mtime_ns}",
-                wanted=f"{file.size} bytes, mtime {file.mtime_ns}",
-                where=path,
-                do="Publish when nothing writes to the directory.",
-            )
+        store.upload_file(
+            path,
+            target,
+            sha256,
+            stopping=stopping,
+            on_bytes=account.moved,
+            check=lambda: _require_unchanged(path, file),
+        )
         account.ended_file()
 
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="publish") as pool:
         running = [pool.submit(upload, file) for file in missing]
-        try:
-            ended, _ = wait(running, return_when=FIRST_EXCEPTION)
-            errors = [error for each in ended if (error := each.exception()) is not None]
-            for error in sorted(errors, key=lambda each: isinstance(each, Cancelled)):
-                raise error
-        except BaseException:
-            stopping.set()  # else Ctrl-C, or who failed, would wait for whole files
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+        results(pool, running, stopping)
     return len(missing)
+
+
+def _require_unchanged(path: Path, file: Found) -> None:
+    """Raise SourceChanged where the file is no more what was digested."""
+    try:
+        status = path.stat(follow_symlinks=False)
+        got = f"{status.st_size} bytes, mtime {status.st_mtime_ns}"
+        if (status.st_size, status.st_mtime_ns) == (file.size, file.mtime_ns):
+            return
+    except OSError as error:
+        got = str(error.strerror)
+    raise SourceChanged(
+        "file changed while it was published",
+        got=got,
+        wanted=f"{file.size} bytes, mtime {file.mtime_ns}",
+        where=path,
+        do="Publish when nothing writes to the directory.",
+    )
 
 
 def _read_local(directory: Path) -> bytes:

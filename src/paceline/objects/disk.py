@@ -132,8 +132,11 @@ class DiskStore(ObjectStore):
         *,
         stopping: threading.Event | None = None,
         on_bytes: Callable[[int], None] = lambda _count: None,
+        check: Callable[[], None] = lambda: None,
     ) -> ObjectInfo:
-        """Write the file as one object. ``sha256`` is not kept; nothing is once it is stopped."""
+        """Write the file as one object. ``sha256`` is not kept; nothing is once it is stopped, or
+        where ``check``, called when all of it was read, raises.
+        """
         source = Path(path)
         if not source.is_file():
             raise SourceMissing("file to upload does not exist", got=path, wanted="a regular file")
@@ -146,6 +149,7 @@ class DiskStore(ObjectStore):
                     on_bytes(sent)
                     if stopping is not None and stopping.is_set():
                         raise Cancelled("the upload was stopped", where=source)
+            check()
 
         info = self._put(url, copy)
         with self._lock:

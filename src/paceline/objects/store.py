@@ -234,18 +234,20 @@ class ObjectStore:
         *,
         stopping: threading.Event | None = None,
         on_bytes: Callable[[int], None] = lambda _count: None,
+        check: Callable[[], None] = lambda: None,
     ) -> ObjectInfo:
         """Write the file as one object, in parallel parts where it is large, going on with the
         parts that an attempt which died left there. ``sha256`` is kept beside it (see ``holds``).
 
         Where somebody sets ``stopping`` it ends soon, by Cancelled, and its parts stay.
-        ``on_bytes`` hears of each part that S3 has, from the thread that brought it.
+        ``on_bytes`` hears of each part that S3 has, from the thread that brought it. ``check`` is
+        called once all is read; where it raises, no object appears.
         """
         _object(url)
         source = _regular(Path(path))
         size = source.stat().st_size
         uploader = Uploader(self._client, self.endpoint_url, stopping, on_bytes)
-        reused = uploader.upload(source, url, sha256)
+        reused = uploader.upload(source, url, sha256, check)
         with self._lock:
             self.uploaded_files += 1
             self.reused_bytes += reused

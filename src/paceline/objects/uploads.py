@@ -66,8 +66,13 @@ class Uploader:
     def _ends(self) -> bool:
         return self._stopping.is_set() or self._failed.is_set()
 
-    def upload(self, path: Path, url: str, sha256: str) -> int:
-        """Write the file as one object and return how many bytes of it were there already."""
+    def upload(
+        self, path: Path, url: str, sha256: str, check: Callable[[], None] = lambda: None
+    ) -> int:
+        """Write the file as one object and return how many bytes of it were there already.
+
+        ``check`` is called when all of it was read and nothing appears yet, and may raise.
+        """
         bucket, key = parse_url(url)
         where = {"Bucket": bucket, "Key": key}
         metadata = {DIGEST_KEY: sha256} if sha256 else {}
@@ -77,6 +82,7 @@ class Uploader:
             if size <= 2 * PART_BYTES:
                 with _Slice(descriptor, 0, size, path, self._ends) as body:
                     md5 = body.md5()
+                    check()  # what changes from here on is not what its Content-MD5 says
                     self._patiently(
                         url,
                         lambda: self._client.put_object(
@@ -85,7 +91,7 @@ class Uploader:
                     )
                 self._on_bytes(size)
                 return 0
-            parts = (descriptor, size, path, url, where, metadata)
+            parts = (descriptor, size, path, url, where, metadata, check)
             try:
                 return self._in_parts(*parts, resume=True)
             except _Unusable:
@@ -131,6 +137,7 @@ class Uploader:
         url: str,
         where: dict[str, str],
         metadata: dict[str, str],
+        check: Callable[[], None],
         *,
         resume: bool,
     ) -> int:
@@ -180,6 +187,7 @@ class Uploader:
                 self._failed.set()
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
+        check()
         parts = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag, _ in done]
         try:
             with translated(self._endpoint_url, url):

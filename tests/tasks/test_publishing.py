@@ -1,0 +1,117 @@
+"""A publish through the flow tells bytes and rate while it works, and a cancel ends it midway."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.errors import Cancelled
+from paceline.manifest import MANIFEST_FILE, account
+from paceline.objects import ObjectStore, join_url, uploads
+from paceline.profile import Profile
+from tasks import artifacts, publishing
+from tasks.prepare import publish_directory
+from tests.support.rclone import RcloneS3
+
+MODELS = "s3://told/models"
+
+
+class Page:
+    def __init__(self, *_: str) -> None:
+        shown.clear()
+
+    def show(self, fraction: float, description: str | None = None) -> None:
+        shown.append((fraction, description or ""))
+        if description and description.startswith("upload"):
+            seen.set()
+
+
+shown: list[tuple[float, str]] = []
+seen = threading.Event()
+
+
+class FakeRun:
+    """What a stage needs of its run: a store, and somebody who listens."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        self.runtime = SimpleNamespace(profile=Profile(), models_url=MODELS)
+        self.told: list[tuple[str, str, bool]] = []
+
+    def tell(self, stage: str, _fraction: float, message: str, *, done: bool = False) -> None:
+        self.told.append((stage, message, done))
+
+    def did(self, stage: str, _began: float, message: str) -> float:
+        self.told.append((stage, message, True))
+        return 0.0
+
+
+@pytest.fixture
+def run(s3: RcloneS3, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
+    seen.clear()
+    store = s3.store()
+    store.ensure_bucket("told")
+    store.delete_prefix(f"{MODELS}/m")
+    monkeypatch.setattr(artifacts, "Progress", Page)
+    monkeypatch.setattr(publishing, "LOOK_S", 0.01)
+    monkeypatch.setattr(account, "TELL_S", 0.0)
+    return FakeRun(store)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    for name, size in (("a", 3_000_000), ("b", 5000)):
+        (tmp_path / "model" / name).write_bytes(bytes(size))
+    return tmp_path / "model"
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch, then: Any = lambda: None) -> None:
+    """Have the large file wait until the page has told of the upload."""
+    upload = uploads.Uploader.upload
+
+    def waiting(self: uploads.Uploader, path: Path, *given: Any) -> int:
+        if path.name == "a":
+            assert seen.wait(30), "nobody told how far the upload is"
+            then()
+        return upload(self, path, *given)
+
+    monkeypatch.setattr(uploads.Uploader, "upload", waiting)
+
+
+def test_bytes_and_rate_are_told_on_the_page_and_to_who_listens(
+    run: FakeRun, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowly(monkeypatch)
+    publish_directory.fn(run, str(model), "m", "1")  # type: ignore[arg-type]
+    assert ("digest", True) in {(stage, done) for stage, _, done in run.told}
+    on_the_way = [said for stage, said, done in run.told if stage == "upload" and not done]
+    assert any(" of 3.0 MB" in said and "/s, " in said for said in on_the_way)
+    assert run.told[-2][0] == "upload"
+    assert run.told[-2][2]
+    assert run.told[-1] == ("publish", f"3.0 MB in 2 files at {MODELS}/m/1", True)
+    assert shown[-1][0] == 1.0
+    assert [fraction for fraction, _ in shown] == sorted(fraction for fraction, _ in shown)
+    assert run.store.exists(join_url(MODELS, "m", "1", MANIFEST_FILE))
+
+
+def test_a_cancel_ends_it_and_shows_no_version(
+    run: FakeRun, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelled = threading.Event()
+
+    class Noticed:
+        def __enter__(self) -> threading.Event:
+            return cancelled
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(publishing, "noticed", Noticed)
+    slowly(monkeypatch, then=cancelled.set)
+    with pytest.raises(Cancelled):
+        publish_directory.fn(run, str(model), "m", "1")  # type: ignore[arg-type]
+    assert not run.store.exists(join_url(MODELS, "m", "1", MANIFEST_FILE))
