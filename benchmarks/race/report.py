@@ -99,7 +99,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
         above = [line["ratio_worst"] - line["ratio_median"] for line in mine]
         axis.barh(places, medians, color=colours, xerr=[[0.0] * len(mine), above], capsize=2)
         for place, line in zip(places, mine, strict=True):
-            axis.text(line["ratio_worst"] * 1.02, place, f"{line['ratio_median']:.3f}", va="center")
+            clear = max(line["ratio_worst"], line["goal"] or 0.0) * 1.02
+            axis.text(clear, place, f"{line['ratio_median']:.3f}", va="center")
             if line["goal"]:
                 axis.plot([line["goal"]] * 2, [place - 0.4, place + 0.4], color="#c1121f")
         axis.set_yticks(list(places), [line["row"] for line in mine])
