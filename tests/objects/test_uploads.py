@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import Cancelled, SourceChanged
+from paceline.errors import Cancelled, ServiceUnavailable, SourceChanged
 from paceline.objects import ObjectStore, patience, uploads
 from tests.support.rclone import RcloneS3
 
@@ -200,3 +201,41 @@ def test_directories_are_listed_by_name(store: ObjectStore) -> None:
     for key in ("v1/a", "v10/b/c", "file"):
         store.put_bytes(f"s3://uploads/model/{key}", b"x")
     assert store.directories("s3://uploads/model") == ("v1", "v10")
+
+
+@pytest.mark.parametrize("call", ["upload_part", "complete_multipart_upload"])
+def test_two_that_upload_one_file_at_once_share_it_and_both_succeed(
+    store: ObjectStore, s3: RcloneS3, file: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    first, meanwhile = getattr(store._client, call), threading.Lock()
+    others: list[ObjectStore] = []
+
+    def late(**request: Any) -> Any:
+        with meanwhile:
+            if not others:  # the other one finds this upload, goes on with it and ends it
+                others.append(s3.store())
+                others[0].upload_file(file, URL, digest)
+        return first(**request)
+
+    monkeypatch.setattr(store._client, call, late)
+    assert store.upload_file(file, URL, digest).size == SIZE
+    assert read(store) == file.read_bytes()
+    assert store.abort_uploads("s3://uploads/model") == 0
+
+
+def test_an_upload_that_somebody_always_ends_is_given_up_by_name(
+    store: ObjectStore, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload_part, client = store._client.upload_part, store._client
+
+    def aborted(**request: Any) -> Any:
+        where = {each: request[each] for each in ("Bucket", "Key", "UploadId")}
+        with contextlib.suppress(client.exceptions.NoSuchUpload):
+            client.abort_multipart_upload(**where)
+        return upload_part(**request)
+
+    monkeypatch.setattr(client, "upload_part", aborted)
+    with pytest.raises(ServiceUnavailable, match=r"somebody else.*See who else writes"):
+        store.upload_file(file, URL, "0" * 64)
+    assert not store.exists(URL)

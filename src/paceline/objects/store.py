@@ -25,7 +25,7 @@ from paceline.errors import (
 from paceline.objects.client import make_client
 from paceline.objects.ranges import Failed, PinnedObject, stream_range
 from paceline.objects.translate import from_client_error, translated
-from paceline.objects.uploads import DIGEST_KEY, Uploader
+from paceline.objects.uploads import Uploader
 from paceline.objects.url import ObjectInfo, parse_url
 from paceline.profile import ObjectAccess, Runtime
 
@@ -256,13 +256,8 @@ class ObjectStore:
     def holds(self, url: str, size: int, sha256: str) -> bool:
         """Return whether the object is there, whole, uploaded as content of this digest."""
         bucket, key = _object(url)
-        try:
-            with translated(self.endpoint_url, url):
-                answer = self._client.head_object(Bucket=bucket, Key=key)
-        except SourceMissing:
-            return False
-        known = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
-        return int(answer["ContentLength"]) == size and known.get(DIGEST_KEY) == sha256
+        uploader = Uploader(self._client, self.endpoint_url)
+        return uploader.holds({"Bucket": bucket, "Key": key}, url, size, sha256)
 
     def abort_uploads(self, prefix_url: str, older_than_s: float = 0.0) -> int:
         """Drop the unfinished uploads below ``prefix_url`` that are older, and return how many."""

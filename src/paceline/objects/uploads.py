@@ -20,7 +20,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.errors import Cancelled, ServiceUnavailable, SourceChanged, SourceMissing
+from paceline.errors import (
+    Cancelled,
+    PermanentError,
+    ServiceUnavailable,
+    SourceChanged,
+    SourceMissing,
+)
 from paceline.objects.patience import Patience
 from paceline.objects.translate import translated
 from paceline.objects.url import parse_url
@@ -29,6 +35,7 @@ MIB = 1024 * 1024
 PART_BYTES = 16 * MIB
 MOST_PARTS = 9_000  # S3 allows 10,000
 PARALLEL = 4  # parts of one file at once
+ATTEMPTS = 3  # uploads of one file that somebody else ends before they are whole
 DIGEST_KEY = "paceline-sha256"  # in the object's metadata
 BLOCK = 1 * MIB
 
@@ -92,10 +99,20 @@ class Uploader:
                 self._on_bytes(size)
                 return 0
             parts = (descriptor, size, path, url, where, metadata, check)
-            try:
-                return self._in_parts(*parts, resume=True)
-            except _Unusable:
-                return self._in_parts(*parts, resume=False)
+            for attempt in range(ATTEMPTS):
+                try:
+                    return self._in_parts(*parts, resume=not attempt)
+                except _Unusable:
+                    # Two that upload the same file share one upload: it ends with the first of them
+                    if sha256 and self.holds(where, url, size, sha256):
+                        self._on_bytes(size)
+                        return size
+            raise ServiceUnavailable(
+                "somebody else ends our uploads of this object",
+                got=f"{ATTEMPTS} uploads that were gone before they were whole",
+                where=f"{url} on {self._endpoint_url}",
+                do="See who else writes there, and publish again.",
+            )
         finally:
             os.close(descriptor)
 
@@ -145,7 +162,6 @@ class Uploader:
         starts = range(0, size, part_bytes)
         lengths = {number: min(part_bytes, size - at) for number, at in enumerate(starts, start=1)}
         upload_id, there = self._resume(where, url, lengths) if resume else (None, {})
-        resumed = upload_id is not None
         if upload_id is None:
             answer = self._patiently(
                 url,
@@ -182,7 +198,7 @@ class Uploader:
                 raise
             except SourceMissing as error:  # somebody else ended or aborted this upload
                 pool.shutdown(wait=True, cancel_futures=True)
-                raise (_Unusable if resumed else error) from error
+                raise _Unusable from error
             except BaseException:  # what is uploaded stays, for the next attempt to go on with
                 self._failed.set()
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -193,8 +209,23 @@ class Uploader:
             with translated(self._endpoint_url, url):
                 self._client.complete_multipart_upload(**into, MultipartUpload={"Parts": parts})
         except SourceMissing as error:
-            raise (_Unusable if resumed else error) from error
+            raise _Unusable from error
+        except PermanentError as error:
+            if not str(error.got).startswith("InvalidPart"):
+                raise
+            self.abort(where["Bucket"], Upload(where["Key"], upload_id, datetime.now(UTC)))
+            raise _Unusable from error  # so some say of one that has ended
         return sum(lengths[number] for number, _, known in done if known)
+
+    def holds(self, where: dict[str, str], url: str, size: int, sha256: str) -> bool:
+        """Return whether the object is there, whole, as content of this digest."""
+        try:
+            with translated(self._endpoint_url, url):
+                answer = self._client.head_object(**where)
+        except SourceMissing:
+            return False
+        known = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
+        return int(answer["ContentLength"]) == size and known.get(DIGEST_KEY) == sha256
 
     def _resume(
         self, where: dict[str, str], url: str, lengths: dict[int, int]
