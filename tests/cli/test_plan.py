@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -85,6 +86,20 @@ def test_disks_uplinks_and_the_source_s_link_are_known() -> None:
 def test_a_mistake_is_named_with_what_was_wanted(words: tuple[str, ...], says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         run(*FLEET, *words)
+
+
+def test_a_seed_is_a_number_that_a_report_can_carry() -> None:
+    fleet = ("--workers", "2", "--size", "1MB", "--link", "1Gbps")
+    with pytest.raises(click.BadParameter, match=f"{2**63} is not in the range"):
+        run("simulate", *fleet, "--seed", str(2**63))
+    assert f'"seed": {2**63 - 1}' in run("simulate", *fleet, "--json", "--seed", str(2**63 - 1))
+
+
+def test_small_things_are_shown_as_they_are() -> None:
+    shown = run("plan", "--size", "10", "--workers", "4", "--link", "10Gbps")
+    assert "before < 0.001 s" in shown
+    assert "pieces 64 KiB" in shown
+    assert "pieces 4 MiB" in run(*FLEET)
 
 
 def test_it_needs_no_server_and_imports_nothing_heavy() -> None:

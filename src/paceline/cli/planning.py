@@ -68,9 +68,10 @@ def _show(told: PlanTable) -> None:
         f"{_size(told.size_bytes)} to {told.workers:,} worker{_s(told.workers)} in "
         f"{told.racks:,} rack{_s(told.racks)}, "
         f"links {_speed(told.link_mbit)}, source {_speed(told.external_mbit)}, "
-        f"pieces {told.piece_bytes / 1024:g} KiB; nobody can finish before "
+        f"pieces {_piece(told.piece_bytes)}; nobody can finish before "
         f"{_seconds(told.bound_seconds)} s",
         highlight=False,
+        soft_wrap=True,
     )
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in _COLUMNS:
@@ -90,6 +91,7 @@ def _show(told: PlanTable) -> None:
         f"With the deaths that a fleet of this size must expect: {best.topology} takes "
         f"{_seconds(best.expected_seconds)} s.",
         highlight=False,
+        soft_wrap=True,
     )
 
 
@@ -109,7 +111,13 @@ def _s(count: int) -> str:
     return "" if count == 1 else "s"
 
 
+def _piece(count: int) -> str:
+    return f"{count / 2**20:g} MiB" if count >= 2**20 else f"{count / 1024:g} KiB"
+
+
 def _seconds(value: float) -> str:
+    if 0 < value < 0.001:
+        return "< 0.001"
     return (
         f"{value:,.0f}" if value >= 10_000 else f"{value:,.1f}" if value >= 10 else f"{value:.3f}"
     )

@@ -9,6 +9,7 @@ import click
 from paceline.cli.options import json_option
 from paceline.cli.quantities import SIZE, fleet_options
 from paceline.simulate import Scenario, read_faults, simulate
+from paceline.wire.base import COUNT_MAX
 from paceline.wire.forecast import SimulationReport
 from paceline.wire.plan import Topology
 
@@ -37,7 +38,7 @@ from paceline.wire.plan import Topology
 )
 @click.option(
     "--seed",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, COUNT_MAX),
     default=0,
     show_default=True,
     help="Same seed, same report.",
@@ -112,4 +113,6 @@ def _show(report: SimulationReport) -> None:
         table.add_row(name, value)
     console.print(table)
     for violation in report.violations:
-        console.print(f"violated: {violation}", style="red", markup=False, highlight=False)
+        console.print(
+            f"violated: {violation}", style="red", markup=False, highlight=False, soft_wrap=True
+        )

@@ -88,7 +88,12 @@ class Scenario:
         if self.patience is not None:
             return self.patience
         seconds = 4 * self.size_bytes / min(self.link_bytes_s, self.external_bytes_s)
-        return Patience(beats_per_second=BEATS_PER_SECOND, deadline_s=600.0 + seconds)
+        return Patience(
+            beats_per_second=BEATS_PER_SECOND,
+            deadline_s=600.0 + seconds,
+            external_mbit=self.external_mbit,  # plans count on the network that there is
+            oversubscription=self.oversubscription,
+        )
 
     @property
     def link_bytes_s(self) -> float:
