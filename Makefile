@@ -18,7 +18,7 @@ help:
 
 setup: $(VENV)/.ready ## install Paceline and its locked dependencies into .venv (pip alone)
 
-$(VENV)/.ready: requirements.lock pyproject.toml
+$(VENV)/.ready: requirements.lock pyproject.toml hatch_build.py src/paceline/hashing/_lanes.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "paceline needs Python 3.11 or later: got $$($(PYTHON) --version); set PYTHON=python3.11"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \

@@ -21,6 +21,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from paceline import hashing
+
 SIZE, PIECE = 512 << 20, 1 << 20
 MOVE, F_SETPIPE_SZ = 1, 1031  # of splice(2) and fcntl(2)
 Way = Callable[[socket.socket, int], None]
@@ -87,8 +89,26 @@ def spliced(peer: socket.socket, file: int) -> None:
     os.close(writes)
 
 
+def gathered(count: int, piece_bytes: int = PIECE, step: int = PIECE // 2) -> Way:
+    """Receive and write ``count`` pieces, ``step`` bytes at a time, and hash them side by side."""
+
+    def way(peer: socket.socket, file: int) -> None:
+        room = memoryview(bytearray(count * piece_bytes))
+        pieces = [room[at : at + piece_bytes] for at in range(0, len(room), piece_bytes)]
+        for first in range(0, SIZE, len(room)):
+            for at in range(0, len(room), step):
+                _fill(peer, room[at : at + step])
+                os.pwrite(file, room[at : at + step], first + at)
+            hashing.digests(pieces)
+
+    return way
+
+
 WAYS: dict[str, Way] = {
     "floor: recv, hash, write, 1 MiB": copied(PIECE),
+    "2 pieces hashed at once": gathered(2),
+    "4 pieces hashed at once": gathered(4),
+    "2 pieces of 4 MiB hashed at once": gathered(2, 4 * PIECE),
     "512 KiB at a time": copied(PIECE // 2),
     "256 KiB at a time": copied(PIECE // 4),
     "MSG_WAITALL, 1 MiB": waited,
@@ -142,7 +162,7 @@ def main() -> None:
     for name, each in costs.items():
         median = statistics.median(each)
         print(f"{name:34} {median:.2f} ({max(each):.2f})  {median / floor:.3f} of the floor")
-    print("load", os.getloadavg())
+    print("load", os.getloadavg(), "hashing with", hashing.ENGINE)
 
 
 if __name__ == "__main__":

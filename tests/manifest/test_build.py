@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from paceline import hashing
 from paceline.errors import CorruptData, InvalidInput, InvalidManifest, SourceMissing
 from paceline.manifest import (
     MANIFEST_FILE,
@@ -296,23 +297,44 @@ def test_versions_sort_as_people_read_them() -> None:
     assert sorted(["1.a", "1.1", "b", "a1"], key=version_key)  # mixed kinds compare
 
 
+@pytest.mark.parametrize("cores", [1, 2, 3, 16])
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_the_digests_are_the_same_on_any_number_of_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, lanes: int
+) -> None:
+    data = bytes((each * each) % 251 for each in range(300_001))
+    (tmp_path / "a").write_bytes(data)
+    monkeypatch.setattr(building.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(hashing, "LANES", lanes)
+    made = build_manifest(
+        tmp_path, model_id="m", version="1", link_mbit=1, piece_bytes=65_536, chunk_bytes=131_072
+    )
+    digest = lambda first, stop: hashlib.sha256(data[first:stop]).hexdigest()  # noqa: E731
+    (file,) = made.files
+    assert file.sha256 == digest(0, None)
+    assert list(file.pieces) == [digest(at, at + 65_536) for at in range(0, 300_001, 65_536)]
+    assert [each.checksum for each in made.chunks] == [
+        digest(each.offset, each.offset + each.size) for each in made.chunks
+    ]
+
+
 def test_digesting_that_is_stopped_ends_within_a_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a").mkdir()
     for name in "abc":
         (tmp_path / "a" / name).write_bytes(bytes(200_000))
-    hashed, hash_pieces = [], building._hash_pieces
+    hashed, hash_block = [], building._Hasher.hash
 
-    def interrupted(block: memoryview, *rest: Any) -> None:
+    def interrupted(hasher: Any, block: memoryview, *rest: Any) -> list[str]:
         hashed.append(len(block))
         if len(hashed) == 2:
             raise KeyboardInterrupt
-        hash_pieces(block, *rest)
+        return hash_block(hasher, block, *rest)
 
     monkeypatch.setattr(building, "BLOCK", 4096)
     monkeypatch.setattr(building, "MAX_STRANDS", 1)
-    monkeypatch.setattr(building, "_hash_pieces", interrupted)
+    monkeypatch.setattr(building._Hasher, "hash", interrupted)
     with pytest.raises(KeyboardInterrupt):
         build_manifest(
             tmp_path / "a", model_id="m", version="1", link_mbit=1, piece_bytes=1024,

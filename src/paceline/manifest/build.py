@@ -1,22 +1,23 @@
 """From a directory to its manifest: one parallel read gives the digests of pieces, chunks, files.
 
-hashlib releases the GIL, so every byte is read once and hashed three times on as many cores as
-there are: strands of files side by side, and within a strand the three digests side by side. It
-writes nothing and does not know where the model will be published.
+Every byte is read once and hashed three times, on as many cores as there are: strands of files side
+by side, and within a strand the three digests, on cores of their own where some are left and in
+lanes of one core (``hashing``) where not. It writes nothing and does not know where the model will
+be published.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import stat
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline import hashing
 from paceline.errors import AccessDenied, Cancelled, InvalidManifest, SourceChanged, SourceMissing
 from paceline.manifest.account import DIGEST, Account, Tell, nobody
 from paceline.manifest.layout import Strand, lay_out
@@ -126,7 +127,14 @@ def digest(
     ):
         running = [
             readers.submit(
-                _digest_strand, root, found, strand, sizes.piece_bytes, aside, stopping, account
+                _digest_strand,
+                root,
+                found,
+                strand,
+                sizes.piece_bytes,
+                _Hasher(aside, cores // max(1, len(strands))),
+                stopping,
+                account,
             )
             for strand in strands
         ]
@@ -175,7 +183,7 @@ def _digest_strand(
     found: list[Found],
     strand: Strand,
     piece_bytes: int,
-    aside: ThreadPoolExecutor,
+    hasher: _Hasher,
     stopping: threading.Event,
     account: Account,
 ) -> tuple[list[FileEntry], list[tuple[int, str]]]:
@@ -183,9 +191,9 @@ def _digest_strand(
     files: list[FileEntry] = []
     chunks: list[tuple[int, str]] = []
     open_chunks = iter(strand.chunk_sizes)
-    chunk_size, room, chunk_hash = 0, 0, hashlib.sha256()
+    chunk_size, room, chunk_hash = 0, 0, hashing.sha256()
     for file in found[strand.first_file : strand.last_file]:
-        file_hash = hashlib.sha256()
+        file_hash = hashing.sha256()
         pieces: list[str] = []
         left = file.size
         with _Reader(root, file, piece_bytes) as reader:
@@ -194,20 +202,9 @@ def _digest_strand(
                     raise Cancelled("digesting was stopped", where=root)
                 if room == 0:
                     chunk_size = room = next(open_chunks)
-                    chunk_hash = hashlib.sha256()
+                    chunk_hash = hashing.sha256()
                 block = reader.read(min(left, room, reader.block))
-                if len(block) >= ASIDE:
-                    others: list[Future[None]] = [
-                        aside.submit(chunk_hash.update, block),
-                        aside.submit(_hash_pieces, block, piece_bytes, pieces),
-                    ]
-                    file_hash.update(block)
-                    for other in others:
-                        other.result()
-                else:
-                    file_hash.update(block)
-                    chunk_hash.update(block)
-                    _hash_pieces(block, piece_bytes, pieces)
+                pieces += hasher.hash(block, file_hash, chunk_hash, piece_bytes)
                 account.moved(len(block))
                 left -= len(block)
                 room -= len(block)
@@ -218,11 +215,31 @@ def _digest_strand(
     return files, chunks
 
 
-def _hash_pieces(block: memoryview, piece_bytes: int, into: list[str]) -> None:
-    into.extend(
-        hashlib.sha256(block[start : start + piece_bytes]).hexdigest()
-        for start in range(0, len(block), piece_bytes)
-    )
+class _Hasher:
+    """Hashes a block three times, on up to ``cores`` cores: the caller's and those of ``aside``."""
+
+    def __init__(self, aside: ThreadPoolExecutor, cores: int) -> None:
+        self._aside = aside
+        self._cores = min(3, max(1, cores)) if hashing.LANES > 1 else 3
+
+    def hash(
+        self, block: memoryview, file: hashing.Hash, chunk: hashing.Hash, piece_bytes: int
+    ) -> list[str]:
+        """Update ``file`` and ``chunk``, and return the digests of the block's pieces."""
+        cut = [block[at : at + piece_bytes] for at in range(0, len(block), piece_bytes)]
+        pieces = [hashing.sha256() for _ in cut]
+        whole: list[tuple[hashing.Hash, memoryview]] = [(file, block), (chunk, block)]
+        parts = list(zip(pieces, cut, strict=True))
+        cores = self._cores if len(block) >= ASIDE else 1
+        if cores == 1:
+            hashing.update_each([*whole, *parts])
+        else:
+            shares = [whole[1:], parts] if cores == 3 else [parts]
+            others = [self._aside.submit(hashing.update_each, share) for share in shares]
+            hashing.update_each(whole[: 4 - cores])
+            for other in others:
+                other.result()
+        return [each.hexdigest() for each in pieces]
 
 
 class _Reader:

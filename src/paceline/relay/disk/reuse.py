@@ -9,14 +9,16 @@ counts as held before its bytes, as they lie in the new version, matched their d
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline import hashing
 from paceline.manifest import FileEntry, Manifest, Piece
 from paceline.relay.disk.staging import Staging, disk_errors
 
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
     from paceline.relay.disk.store import StoredVersion
 
 FICLONE = 0x40049409  # linux/fs.h: share all blocks of another file
-_COPY = 4 * 1024 * 1024
 RUN = 16 * 1024 * 1024  # copied at once
+BLOCK = 512 * 1024  # copied by ourselves at a time, and hashed at a time of each piece
 THREADS = 8  # copying and hashing release the GIL
 
 
@@ -78,9 +80,8 @@ def settle_files(staging: Staging, held: Holdings) -> None:
         if not (file.sha256 in held.files or staging.is_linked(index)):
             return
         descriptor = staging.descriptor(index)
-        buffer = bytearray(min(_COPY, staging.manifest.piece_bytes))
         pieces = [staging.manifest.piece_of(each) for each in staging.manifest.file_pieces(index)]
-        good = [piece for piece in pieces if _matches(descriptor, piece, buffer)]
+        good = list(compress(pieces, _matching(descriptor, pieces)))
         if len(good) < len(pieces) and staging.is_linked(index):
             staging.make_own(index)
         for piece in good:
@@ -95,12 +96,12 @@ def copy_pieces(staging: Staging, held: Holdings) -> None:
     """Copy every missing piece that is ``held``, neighbours together."""
 
     def copy(index: int) -> None:
-        buffer = bytearray(min(_COPY, staging.manifest.piece_bytes))
+        buffer = bytearray(BLOCK)
         for source, offset, run in _claimed_runs(staging, index, held):
             descriptor = staging.descriptor(index)
             try:
                 _copied(source, offset, descriptor, run, buffer)
-                good = [_matches(descriptor, piece, buffer) for piece in run]
+                good = _matching(descriptor, run)
             except BaseException:
                 for piece in run:
                     staging.release(piece.index)
@@ -224,14 +225,39 @@ def _copied(source: Path, offset: int, target: int, run: list[Piece], buffer: by
         os.close(origin)
 
 
-def _matches(descriptor: int, piece: Piece, buffer: bytearray) -> bool:
-    digest, view, done = hashlib.sha256(), memoryview(buffer), 0
-    while done < piece.length:
-        got = os.preadv(
-            descriptor, [view[: min(len(buffer), piece.length - done)]], piece.file_offset + done
-        )
+def _matching(descriptor: int, pieces: Sequence[Piece]) -> list[bool]:
+    """Return which of ``pieces`` have the bytes they should where they lie."""
+    room = memoryview(bytearray(hashing.LANES * BLOCK))
+    places = [room[at : at + BLOCK] for at in range(0, len(room), BLOCK)]
+    found: list[bool] = []
+    for group in hashing.groups(pieces):
+        hashes = [hashing.sha256() for _ in group]
+        for done in range(0, max(piece.length for piece in group), BLOCK):
+            work = []
+            for piece, digest, place in zip(group, hashes, places, strict=False):
+                view = place[: max(0, min(BLOCK, piece.length - done))]
+                work.append((digest, view[: _read(descriptor, view, piece.file_offset + done)]))
+            hashing.update_each(work)
+        found += [
+            hashing.proven(digest.hexdigest(), piece.sha256, partial(_bytes, descriptor, piece))
+            for piece, digest in zip(group, hashes, strict=True)
+        ]
+    return found
+
+
+def _read(descriptor: int, view: memoryview, offset: int) -> int:
+    """Fill ``view`` and return how much of it the file had."""
+    done = 0
+    while done < len(view):
+        got = os.preadv(descriptor, [view[done:]], offset + done)
         if not got:
-            return False
-        digest.update(view[:got])
+            break
         done += got
-    return digest.hexdigest() == piece.sha256
+    return done
+
+
+def _bytes(descriptor: int, piece: Piece) -> Iterator[memoryview]:
+    view = memoryview(bytearray(BLOCK))
+    for done in range(0, piece.length, BLOCK):
+        wanted = view[: min(BLOCK, piece.length - done)]
+        yield wanted[: _read(descriptor, wanted, piece.file_offset + done)]

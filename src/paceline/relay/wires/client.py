@@ -1,7 +1,8 @@
 """The peer port's asking side over TCP: one stream from one source, one thread that receives.
 
-Blocks are received into a reused buffer and handed to ``intake``, which judges and writes them. The
-thread that asks is another one; a request is a 12-byte frame.
+Blocks are received into a reused buffer and handed to ``intake``, which judges and writes them: at
+once, or, as long as more of them are here already, several together. The thread that asks is
+another one; a request is a 12-byte frame.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from paceline.relay.wires.frames import (
 from paceline.relay.wires.intake import Intake
 from paceline.relay.wires.portion import Portion
 from paceline.relay.wires.pull import Pull
+from paceline.relay.wires.shelf import Shelf
 from paceline.relay.wires.sockets import Channel, PlainChannel, configure, read_frame, shut
 from paceline.relay.wires.tls import connect_tls
 
@@ -54,7 +56,7 @@ class PeerStream:
         self._hello = pull.hello()
         self._intake = Intake(pull)
         self._portion = Portion(pull.portion)
-        self._block = memoryview(bytearray(pull.pacer.block_bytes))
+        self._shelf = Shelf(pull.pacer)
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None  # until it is a channel
         self._channel: Channel | None = None
@@ -91,8 +93,12 @@ class PeerStream:
         try:
             with self._pull.receiving(lambda: self._closed):
                 channel = self._connect()
-                while not self._closed:  # a shut socket still gives what has arrived
-                    self._next_frame(channel)
+                try:
+                    while not self._closed:  # a shut socket still gives what has arrived
+                        self._next_frame(channel)
+                finally:
+                    while self._intake.keeps:  # what came before the end counts
+                        self._intake.judge()
         finally:
             self._intake.drop()
             with self._lock:
@@ -156,13 +162,18 @@ class PeerStream:
 
     def _next_frame(self, channel: Channel) -> None:
         raw = bytearray(HEADER.size)
+        while self._intake.keeps and channel.waiting() < HEADER.size:
+            self._judge(channel)
         # An idle stream waits as long as the other side lets it; a busy one is bounded here too.
         patience_s = intake.SILENCE_S if self._intake.waiting else IDLE_S
         channel.receive(memoryview(raw), time.monotonic() + patience_s)
         header = decode(raw)
+        if header.kind is Kind.PIECE:
+            self._take_piece(channel, header.first, header.second)
+            return
+        while self._intake.keeps:
+            self._judge(channel)
         match header.kind:
-            case Kind.PIECE:
-                self._take_piece(channel, header.first, header.second)
             case Kind.WAITING:
                 self._intake.alive()
             case Kind.ERROR:
@@ -174,16 +185,28 @@ class PeerStream:
                 raise InvalidFrame("unexpected frame", got=header.kind.name, wanted="PIECE")
 
     def _take_piece(self, channel: Channel, index: int, length: int) -> None:
-        arriving, left = self._intake, length
+        arriving, shelf, left = self._intake, self._shelf, length
         arriving.begin(index, length)
         deadline_s = time.monotonic() + intake.SILENCE_S
         while left:
-            block = self._block[: min(len(self._block), left)]
+            size = min(shelf.block_bytes, left)
+            while arriving.keeps and not (shelf.has_room and channel.waiting() >= size):
+                self._judge(channel)
+            block = shelf.room(size)
             channel.receive(block, deadline_s, lambda: arriving.alive(moving=True))
             if self._closed:
                 return
-            arriving.take(block)
-            left -= len(block)
-        if not arriving.end():
+            if not arriving.keep(block):
+                shelf.take_back([block])
+            left -= size
+        arriving.end_kept()
+        while arriving.keeps and not shelf.has_room:
+            self._judge(channel)
+
+    def _judge(self, channel: Channel) -> None:
+        """Do some of the hashing that waits; while any does, nothing is waited for."""
+        wrong, free = self._intake.judge()
+        self._shelf.take_back(free)
+        for index in wrong:
             with self._lock:
                 channel.send(encode(Kind.CORRUPT, index))

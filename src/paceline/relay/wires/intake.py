@@ -1,16 +1,21 @@
 """What arrives on one stream: bytes → SHA-256 → file, judged a piece at a time.
 
 Only when the digest matches does a piece count as held, and only then can the server side pass it
-on (I3). What happened is reported as events; what to do next is decided elsewhere, and how the
-bytes came is the transports' business. One thread takes pieces; any may ask.
+on (I3). Bytes that are here already may be *kept* and judged together, which is cheaper; who does
+that must not wait for anything meanwhile. What happened is reported as events; what to do next is
+decided elsewhere, and how the bytes came is the transports' business. One thread takes pieces; any
+may ask.
 """
 
 from __future__ import annotations
 
-import hashlib
+import os
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 
+from paceline import hashing
 from paceline.errors import InvalidFrame, PeerLost
 from paceline.manifest import Piece
 from paceline.relay.disk.staging import CLAIM_S
@@ -21,8 +26,51 @@ from paceline.relay.wires.pull import Pull
 SILENCE_S = 30.0  # a bound of the byte threads' own; the session notices much earlier
 
 
+class _Arriving:
+    """A piece that arrives or waits for its verdict; ``writing`` guards ``mine``."""
+
+    __slots__ = ("descriptor", "digest", "done", "memory", "mine", "piece", "unhashed", "writing")
+
+    def __init__(self, piece: Piece, descriptor: int) -> None:
+        self.piece = piece
+        self.descriptor = descriptor
+        self.digest = hashing.sha256()
+        self.done = 0
+        self.unhashed = 0  # blocks of it that are kept
+        self.mine = False  # whether it is ours to write
+        self.writing = threading.Lock()  # while it is written, and while it changes hands
+        self.memory: memoryview | None = None  # of a piece that another stream is writing
+
+    @property
+    def wanted(self) -> bool:
+        """Return whether its bytes are kept anywhere."""
+        return self.mine or self.memory is not None
+
+    def leave(self) -> bool:
+        """Leave its claim to another stream; return whether it was ours."""
+        with self.writing:
+            mine, self.mine = self.mine, False
+            return mine
+
+    def matches(self) -> bool:
+        """Return whether its bytes are right; nobody is blamed on our own extension's word."""
+        piece, digest = self.piece, self.digest.hexdigest()
+        if digest == piece.sha256:
+            return True
+        with self.writing:
+            if self.memory is None and not self.mine:
+                return False  # another stream writes there now
+            return hashing.proven(digest, piece.sha256, self._bytes)
+
+    def _bytes(self) -> Iterator[bytes | memoryview]:
+        if self.memory is not None:
+            yield self.memory
+        else:
+            yield os.pread(self.descriptor, self.piece.length, self.piece.file_offset)
+
+
 class Intake:
-    """The pieces asked of ``source`` and the one that is arriving."""
+    """The pieces asked of ``source`` and those that are arriving."""
 
     def __init__(self, pull: Pull) -> None:
         self._pull = pull
@@ -31,13 +79,9 @@ class Intake:
         self._asked = Extents()
         self._ever = Extents()  # one that was asked for twice may come twice
         self._told_alive_s = 0.0
-        self._piece: Piece | None = None
-        self._mine = False  # whether the arriving piece is ours to write
-        self._writing = threading.Lock()  # while it is written, and while it changes hands
-        self._memory: memoryview | None = None  # of a piece that another stream is writing
-        self._descriptor = -1
-        self._digest = hashlib.sha256()
-        self._done = 0
+        self._arriving: _Arriving | None = None
+        self._whole: list[_Arriving] = []  # without a verdict
+        self._unhashed: deque[tuple[_Arriving, memoryview]] = deque()
 
     def ask(self, extent: Extent) -> None:
         """Take note that ``extent`` was asked for."""
@@ -48,7 +92,12 @@ class Intake:
     @property
     def waiting(self) -> bool:
         """Return whether something that was asked for has not arrived."""
-        return bool(self._asked) or self._piece is not None
+        return bool(self._asked) or self._arriving is not None
+
+    @property
+    def keeps(self) -> bool:
+        """Return whether something waits for ``judge``."""
+        return bool(self._unhashed or self._whole)
 
     def begin(self, index: int, length: int) -> None:
         """Expect the ``length`` bytes of piece ``index``; raises InvalidFrame if nobody asked."""
@@ -61,53 +110,96 @@ class Intake:
         piece = manifest.piece_of(index)
         if length != piece.length:
             raise InvalidFrame("piece of another length", got=length, wanted=piece.length)
-        self._memory = None
+        arriving = _Arriving(piece, self._staging.descriptor(piece.file_index))
         try:
-            self._mine = self._staging.claim(index, wait_s=0.0)
+            arriving.mine = self._staging.claim(index, wait_s=0.0)
         except TimeoutError:
             # Hedged: another stream is writing it. Whichever has it whole first wins.
-            self._mine, self._memory = False, memoryview(bytearray(length))
-        if self._mine:
-            self._staging.writers[index] = self._leave
-        self._piece, self._done = piece, 0
-        self._digest = hashlib.sha256()
-        self._descriptor = self._staging.descriptor(piece.file_index)
+            arriving.memory = memoryview(bytearray(length))
+        if arriving.mine:
+            self._staging.writers[index] = arriving.leave
+        self._arriving = arriving
 
     def take(self, block: memoryview) -> None:
-        """Hash and write the next bytes of the piece; those of a duplicate are dropped."""
-        piece = self._piece
-        if piece is None or self._done + len(block) > piece.length:
+        """Write and hash the next bytes of the piece; those of a duplicate are dropped."""
+        if self.keep(block):
+            self._hash()
+
+    def keep(self, block: memoryview) -> bool:
+        """Do what ``take`` does, but hash them in ``judge``: until then ``block`` may not change,
+        and the caller waits for nothing. Return False where there is nothing to hash.
+        """
+        arriving = self._arriving
+        if arriving is None or arriving.done + len(block) > arriving.piece.length:
             raise InvalidFrame("bytes beyond a piece", got=len(block), where=self._key)
-        if self._mine or self._memory is not None:
-            self._digest.update(block)
-        if self._memory is not None:
-            self._memory[self._done : self._done + len(block)] = block
-        elif self._mine:
-            with self._writing:
-                if self._mine:
-                    at = piece.file_offset + self._done
-                    self._staging.write(self._descriptor, block, at)
-        self._done += len(block)
+        wanted = arriving.wanted
+        if wanted:
+            arriving.unhashed += 1
+            self._unhashed.append((arriving, block))
+        if arriving.memory is not None:
+            arriving.memory[arriving.done : arriving.done + len(block)] = block
+        elif arriving.mine:
+            with arriving.writing:
+                if arriving.mine:
+                    at = arriving.piece.file_offset + arriving.done
+                    self._staging.write(arriving.descriptor, block, at)
+        arriving.done += len(block)
         self._pull.pacer.take(len(block))
-        if self._done < piece.length:
+        if arriving.done < arriving.piece.length:
             self.alive(self._pull.keepalive_s, moving=True)
+        return wanted
 
     def end(self) -> bool:
         """Judge the piece and report it; return whether its bytes were right."""
-        piece, staging = self._piece, self._staging
-        if piece is None or self._done != piece.length:
-            raise InvalidFrame("a piece ended early", got=self._done, where=self._key)
-        judged = self._mine or self._memory is not None
-        matches = not judged or self._digest.hexdigest() == piece.sha256
-        if matches and self._memory is not None:
-            self._mine = self._write_whole(piece, self._memory)
-        with self._writing:
-            held = self._mine and matches
+        self.end_kept()
+        return not self.judge()[0]
+
+    def end_kept(self) -> None:
+        """Take note that the piece is whole; its verdict comes with ``judge``."""
+        arriving = self._arriving
+        if arriving is None or arriving.done != arriving.piece.length:
+            got = arriving.done if arriving else 0
+            raise InvalidFrame("a piece ended early", got=got, where=self._key)
+        self._arriving = None
+        self._whole.append(arriving)
+
+    def judge(self) -> tuple[list[int], list[memoryview]]:
+        """Hash one block that was kept of each of the oldest pieces, side by side, and judge and
+        report what is whole. Return the pieces that are wrong and the blocks that are free again.
+        """
+        free, wrong = self._hash(), []
+        while self._whole and not self._whole[0].unhashed:
+            if not self._judge(self._whole[0]):
+                wrong.append(self._whole[0].piece.index)
+            del self._whole[0]
+        return wrong, free
+
+    def _hash(self) -> list[memoryview]:
+        now: dict[int, tuple[_Arriving, memoryview]] = {}
+        later: deque[tuple[_Arriving, memoryview]] = deque()
+        for each in self._unhashed:
+            if len(now) < hashing.LANES and now.setdefault(id(each[0]), each) is each:
+                continue
+            later.append(each)
+        self._unhashed = later
+        hashing.update_each([(arriving.digest, block) for arriving, block in now.values()])
+        for arriving, _ in now.values():
+            arriving.unhashed -= 1
+        return [block for _, block in now.values()]
+
+    def _judge(self, arriving: _Arriving) -> bool:
+        piece, staging = arriving.piece, self._staging
+        judged = arriving.wanted
+        matches = not judged or arriving.matches()
+        if matches and arriving.memory is not None:
+            arriving.mine = self._write_whole(arriving, arriving.memory)
+        with arriving.writing:
+            held = arriving.mine and matches
             if held:
                 staging.writers.pop(piece.index, None)
                 staging.hold(piece)
-                self._mine = False
-        self.drop()
+                arriving.mine = False
+        self._drop(arriving)
         if not held:
             self._pull.counters.add(refetched=piece.length)
         if judged:
@@ -120,26 +212,26 @@ class Intake:
         return matches
 
     def drop(self) -> None:
-        """Give up what has arrived of a piece and is not held."""
-        piece, self._piece, self._memory = self._piece, None, None
-        if piece is None:
-            return
-        self._pull.counters.add(received=self._done)
-        with self._writing:
-            if self._mine:
-                self._mine = False
-                self._staging.writers.pop(piece.index, None)
-                self._staging.release(piece.index)
+        """Give up what has arrived and is not held."""
+        self._unhashed.clear()
+        if self._arriving is not None:
+            self._whole.append(self._arriving)
+            self._arriving = None
+        while self._whole:
+            self._drop(self._whole.pop())
 
-    def _leave(self) -> bool:
-        """Leave the arriving piece's claim to another stream; return whether it was ours."""
-        with self._writing:
-            mine, self._mine = self._mine, False
-            return mine
+    def _drop(self, arriving: _Arriving) -> None:
+        arriving.memory = None
+        self._pull.counters.add(received=arriving.done)
+        with arriving.writing:
+            if arriving.mine:
+                arriving.mine = False
+                self._staging.writers.pop(arriving.piece.index, None)
+                self._staging.release(arriving.piece.index)
 
-    def _write_whole(self, piece: Piece, data: memoryview) -> bool:
+    def _write_whole(self, arriving: _Arriving, data: memoryview) -> bool:
         """Write a piece that is right; return False where it is held by now."""
-        staging = self._staging
+        piece, staging = arriving.piece, self._staging
         end_s = time.monotonic() + CLAIM_S
         while (writer := staging.writers.pop(piece.index, None)) is None or not writer():
             try:
@@ -150,7 +242,7 @@ class Intake:
                 if time.monotonic() > end_s:
                     raise PeerLost(str(error), where=self._key) from error
         try:
-            staging.write(self._descriptor, data, piece.file_offset)
+            staging.write(arriving.descriptor, data, piece.file_offset)
         except BaseException:
             staging.release(piece.index)
             raise

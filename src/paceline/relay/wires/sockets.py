@@ -56,6 +56,10 @@ class Channel(Protocol):
         """Wait for something to read; return whether there is."""
         ...
 
+    def waiting(self) -> int:
+        """Return how many bytes can be received without waiting, at least about."""
+        ...
+
     def shut(self) -> None:
         """Wake whoever reads or writes now; the owner closes."""
         ...
@@ -126,6 +130,10 @@ class PlainChannel:
     def readable(self, wait_s: float) -> bool:
         """Wait for something to read; see Channel."""
         return bool(self._poll.poll(wait_s * 1000))
+
+    def waiting(self) -> int:
+        """Return what the kernel has for us; see Channel."""
+        return waiting_bytes(self._sock)
 
     def shut(self) -> None:
         """Wake whoever reads or writes; see Channel."""

@@ -28,11 +28,13 @@ from typing import Any
 
 from paceline.errors import AccessDenied, InvalidInput, PacelineError, PeerLost
 from paceline.relay.wires.lull import Lull
-from paceline.relay.wires.sockets import IO_TIMEOUT_S, broken, shut
+from paceline.relay.wires.sockets import IO_TIMEOUT_S, broken, shut, waiting_bytes
 from paceline.wire.base import NAME
 
 URI = "paceline://worker/"
 SEND_BLOCK = 256 * 1024  # 64 KiB blocks cost 15 % more CPU, 512 KiB no less
+RECORD = 16 * 1024  # the most one holds; part of one cannot be read
+_PLAIN_SHARE = 0.99  # of what is on the wire
 _NAME = re.compile(NAME)
 _LINGER_S = 0.5  # so that an alert is read before the connection is reset
 _SAME = "Set [security] peer_tls the same on every worker."
@@ -194,6 +196,10 @@ class TlsChannel:
             if self._sock.pending():
                 return True
         return bool(self._readable.poll(wait_s * 1000))
+
+    def waiting(self) -> int:
+        """Return what whole records the kernel has for us come to, at least; see Channel."""
+        return int(waiting_bytes(self._sock) * _PLAIN_SHARE) - RECORD
 
     def shut(self) -> None:
         """Wake whoever reads or writes; see Channel."""

@@ -1,0 +1,13 @@
+from collections.abc import Sequence
+
+from paceline.hashing import Bytes, Hash
+
+LANES: int
+
+class Sha256:
+    def update(self, data: Bytes, /) -> None: ...
+    def digest(self) -> bytes: ...
+    def hexdigest(self) -> str: ...
+
+# Hashes of this module; TypeError for any other.
+def update_each(work: Sequence[tuple[Hash, Bytes]], /) -> None: ...
