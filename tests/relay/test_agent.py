@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import socket
 import subprocess
 import sys
@@ -110,8 +111,10 @@ def test_the_data_plane_goes_on_while_the_coordinator_is_away(
 def test_a_worker_that_was_given_up_comes_back_as_a_new_incarnation(
     fleet: Fleet, coordinator: FakeCoordinator
 ) -> None:
-    process = fleet.start("node-0")
+    process = fleet.start("node-0", "sh", "-c", 'ulimit -S -n 512; exec "$@"', "sh")
     until(lambda: "node-0" in coordinator.registered, "registration")
+    soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    assert soft == hard, "a model may have more files than a shell's limit"
     said = json.loads((fleet.state / "nodes/node-0/agent.json").read_text())
     assert said["pid"] == process.pid
     assert said["address"] == coordinator.registered["node-0"].address

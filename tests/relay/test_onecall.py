@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -322,6 +323,19 @@ def test_a_disk_too_small_for_all_is_told_before_a_byte_moves(
     refused(StorageFull, tmp_path, "does not fit", "2 workers", "fewer workers", source=model)
 
 
+def test_more_files_than_may_be_open_are_told_before_a_byte_moves(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits, raised = [100, 200], []
+    monkeypatch.setattr(resource, "getrlimit", lambda _what: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _what, to: raised.append(to))
+    wanted = "200"
+    refused(InvalidInput, tmp_path, "open", wanted, "fewer workers", source=model, workers=9)
+    assert not raised
+    check(distribute(model, into(tmp_path), 3), model)
+    assert raised == [(200, 200)], "the soft limit is only where shells begin"
+
+
 def test_a_taken_port_is_named(tmp_path: Path, model: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -360,7 +374,8 @@ def test_a_source_that_grew_has_changed(tmp_path: Path, model: Path) -> None:
 
 def test_an_older_version_is_refused_unless_asked(tmp_path: Path, model: Path) -> None:
     distribute(model, into(tmp_path), 2, version="v10")
-    with pytest.raises(Conflict, match=r"v10 or later.*--allow-older"):
+    distribute(model, into(tmp_path), 2, version="v11")
+    with pytest.raises(Conflict, match=r"v11 or later.*--allow-older"):
         distribute(model, into(tmp_path), 2, version="v9")
     check(distribute(model, into(tmp_path), 2, version="v9", allow_older=True), model)
 

@@ -88,13 +88,14 @@ def publish(
         return run_flow(flow, as_json, directory=where, model_id=model_id, version=version, **here)
     from paceline.cli.publishing import PublishBars
     from paceline.manifest import load_key, publish_model
+    from paceline.objects import parse_url
     from paceline.wire.local import Published
 
+    if not url.startswith("s3://") or not parse_url(url)[0]:
+        raise InvalidInput("not a destination", got=url, wanted="s3://bucket/prefix")
     settings, store = _objects(state, read_profile(profile, overrides))
     key = load_key(sign) if sign else None
     say_only_defects()
-    if not url.startswith("s3://"):
-        raise InvalidInput("not a destination", got=url, wanted="s3://bucket/prefix")
     began = time.monotonic()
     if discard_unfinished:
         store.abort_uploads(url)

@@ -88,9 +88,13 @@ def scan(root: Path) -> list[Found]:
     try:
         found = sorted(_walk(root, ""), key=lambda file: file.path)
     except FileNotFoundError as error:
-        raise SourceMissing("model directory does not exist", got=root) from error
+        raise SourceMissing(
+            "model directory does not exist", got=root, do="Check the path."
+        ) from error
     except NotADirectoryError as error:
-        raise InvalidManifest("model is not a directory", got=root) from error
+        raise InvalidManifest(
+            "model is not a directory", got=root, do="Name the directory that holds its files."
+        ) from error
     except PermissionError as error:
         raise AccessDenied(
             "model cannot be read", got=error.strerror, where=error.filename, do="Check its mode."
@@ -98,7 +102,7 @@ def scan(root: Path) -> list[Found]:
     check_paths(file.path for file in found)
     if not any(file.size for file in found):
         got = f"{len(found)} empty files" if found else "no files"
-        raise InvalidManifest("model has no bytes", got=got, where=root)
+        raise InvalidManifest("model has no bytes", got=got, wanted="at least one byte", where=root)
     if len(found) > MAX_FILES:
         raise InvalidManifest("too many files", got=len(found), wanted=f"<= {MAX_FILES}")
     return found
@@ -174,7 +178,7 @@ def _walk(root: Path, prefix: str) -> Iterator[Found]:
                     got=repr(path),
                     wanted="regular files only",
                     where=root,
-                    do="Replace it by the file it stands for, or remove it.",
+                    do="Replace it by the file it stands for (`cp -rL` does), or remove it.",
                 )
 
 

@@ -114,7 +114,12 @@ def fetch_manifest(url: str, store: ObjectStore | None, policy: TrustPolicy = AN
     except InvalidManifest as error:
         where = f"{error.where} in {url}" if error.where else url
         raise InvalidManifest(
-            error.what, got=error.got, wanted=error.wanted, where=where, do=error.do
+            error.what,
+            got=error.got,
+            wanted=error.wanted,
+            where=where,
+            do=error.do
+            or "Delete that manifest.json and publish again: files that are there stay.",
         ) from error
     verify_signature(manifest, policy, where=url)
     return manifest

@@ -67,7 +67,8 @@ def from_client_error(response: dict[str, object], endpoint_url: str, url: str) 
     meta = response.get("ResponseMetadata")
     status = int(meta.get("HTTPStatusCode", 0)) if isinstance(meta, dict) else 0
     known = {code, str(status)}
-    got, where = f"{code or 'error'} ({status})", f"{url} on {endpoint_url}"
+    got = f"HTTP {status}" if code in ("", str(status)) else f"{code} ({status})"
+    where = f"{url} on {endpoint_url}"
     if known & _MISSING:
         what = "bucket does not exist" if code == "NoSuchBucket" else "object does not exist"
         return SourceMissing(what, got=got, where=where, do="Check the URL, or publish it first.")

@@ -23,6 +23,7 @@ import threading
 import time
 from pathlib import Path
 
+from paceline import hashing
 from paceline.client import CoordinatorClient
 from paceline.errors import (
     NotFound,
@@ -35,6 +36,7 @@ from paceline.errors import (
 from paceline.manifest import Manifest, parse_manifest
 from paceline.manifest.signing import TrustPolicy, verify_signature
 from paceline.profile import Runtime, load_runtime
+from paceline.relay import descriptors
 from paceline.relay.advertise import advertised
 from paceline.relay.assignments import Assignments, write_durably
 from paceline.relay.deployments import as_error
@@ -72,6 +74,7 @@ def run_agent(config: AgentConfig) -> int:
     this node's store), StorageFull and StorageFailed; nothing is left behind then.
     """
     runtime = load_runtime(config.state_dir)
+    descriptors.allow_all()
     stop = StopSignal(die_with_parent=config.die_with_parent)
     agent = Agent(config, runtime)
     agent.start()
@@ -168,7 +171,12 @@ class Agent:
         }
         write_durably(self._node_dir / PORT_FILE, address.rpartition(":")[2].encode())
         write_durably(self._node_dir / AGENT_FILE, json.dumps(said).encode())
-        log.info("agent listens worker=%s address=%s", self._config.worker_id, address)
+        log.info(
+            "agent listens worker=%s address=%s sha256=%s",
+            self._config.worker_id,
+            address,
+            hashing.ENGINE,
+        )
         self._left = list(self._assignments.load())
         if self._renewal is not None:
             self._renewal.start()

@@ -217,7 +217,11 @@ class Deployments:
         share.close_streams()
         share.refresh(share.ended_s)  # before the session goes: what was held is still reported
         if verification or isinstance(error, StorageFull | StorageFailed | DeploymentFailed):
-            self._drop(share)  # nothing on this disk may be trusted or take up room any more
+            # nothing on this disk may be trusted or take up room any more
+            try:
+                self._drop(share)
+            except (PacelineError, OSError):  # it ended all the same, and says so
+                log.exception("cannot drop what arrived of %s", share.deployment_id)
         if share.staging is not None:
             share.staging.give_up(True)
         self.library.refuse(share.manifest.digest)

@@ -30,6 +30,7 @@ from paceline.manifest import (
     version_key,
 )
 from paceline.plan import PlanWorker, Standing, make_plan, next_order
+from paceline.relay import descriptors
 from paceline.relay.disk.room import StorePolicy
 from paceline.relay.disk.store import Store
 from paceline.relay.driver import RelayDriver
@@ -139,6 +140,7 @@ def distribute(
     whole = not request.into.exists()
     try:
         check_room(request, manifest)
+        descriptors.require(manifest, len(names))
         with _Crew(request, manifest, url, open_source) as crew:
             if not allow_older:
                 crew.refuse_older()
@@ -214,17 +216,22 @@ class _Crew:
 
     def refuse_older(self) -> None:
         """Raise Conflict where a worker already holds a newer version of the model."""
-        mine = version_key(self._manifest.version)
-        for name, driver in self._drivers.items():
-            for stored in driver.store.versions(self._manifest.model_id):
-                if version_key(stored.version) > mine:
-                    raise Conflict(
-                        "a newer version is there already",
-                        got=self._manifest.version,
-                        wanted=f"{stored.version} or later",
-                        where=f"{name}: {stored.path}",
-                        do="Distribute a later version, or ask for the older one (--allow-older).",
-                    )
+        there = [
+            (version_key(stored.version), stored, name)
+            for name, driver in self._drivers.items()
+            for stored in driver.store.versions(self._manifest.model_id)
+        ]
+        if not there:
+            return
+        newest, stored, name = max(there, key=lambda each: each[0])
+        if newest > version_key(self._manifest.version):
+            raise Conflict(
+                "a newer version is there already",
+                got=self._manifest.version,
+                wanted=f"{stored.version} or later",
+                where=f"{name}: {stored.path}",
+                do="Distribute a later version, or ask for the older one (--allow-older).",
+            )
 
     def work(self) -> Distribution:
         """Plan, relay, plan anew where a worker fails, and report."""

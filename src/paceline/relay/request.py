@@ -163,7 +163,9 @@ def manifest_of(
         ("version", manifest.version, version),
     ):
         if wanted and got != wanted:
-            raise InvalidInput(f"the source holds another {what}", got=got, wanted=wanted)
+            raise InvalidInput(
+                f"the source holds another {what}", got=got, wanted=wanted, where=source
+            )
     return manifest
 
 

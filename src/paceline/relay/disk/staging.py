@@ -41,6 +41,13 @@ def disk_errors(where: object) -> Iterator[None]:
                 where=where,
                 do="Free space or collect old versions, then deploy again.",
             ) from error
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise StorageFailed(
+                "this process may not open so many files",
+                got=error.strerror,
+                where=where,
+                do="Raise its limit (ulimit -n, LimitNOFILE): all files of a model are open.",
+            ) from error
         if error.errno in (errno.EIO, errno.EROFS, errno.EUCLEAN, errno.ENXIO):
             raise StorageFailed(
                 "the disk refused to keep bytes",
