@@ -38,6 +38,7 @@ if __name__ == "__main__":  # run as a file: its directory is the path, not the 
 
 from benchmarks.cpu import aria2, dask_scatter, floor, gloo, relay, torrent
 from benchmarks.cpu.stage import TIMEOUT_S, Order, session_anonymous_mb, session_cpu_s
+from paceline import hashing
 
 MEMORY = Path("/dev/shm")
 CONTENDERS: dict[str, Callable[[Order], None]] = {
@@ -136,6 +137,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "receivers": options.receivers,
         "piece_kib": options.piece_kib,
         "directory": str(place),
+        "sha256": hashing.ENGINE,
         "cpus": os.cpu_count(),
         "date": time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime()),
         "summary": summary(runs),

@@ -1,12 +1,12 @@
 """The least a Python relay could do for each byte: recv_into → SHA-256 → pwrite → sendfile.
 
-One process a node, a chain, 1 MiB pieces, no protocol, no marks, no verdicts. ``--tls`` is the same
-with Python's ssl: recv_into → SHA-256 → pwrite, pread → sendall.
+One process a node, a chain, 1 MiB pieces, no protocol, no marks, no verdicts; as many pieces hashed
+side by side as ``paceline.hashing`` has lanes for (PACELINE_HASHING=hashlib: one). ``--tls`` is the
+same with Python's ssl: recv_into → SHA-256 → pwrite, pread → sendall.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 import ssl
@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 
 from benchmarks.cpu.stage import BLOCK, Nodes, Order, delivery, hear, say
+from paceline import hashing
 from paceline.relay.wires.identity import issue_identity, make_authority
 from paceline.relay.wires.tls import TlsSettings
 
@@ -62,18 +63,22 @@ def node(name: str, pki: str) -> None:
     sock = socket.create_connection(("127.0.0.1", port))
     if settings:
         sock = settings.context(server=False).wrap_socket(sock)
-    block = memoryview(bytearray(BLOCK))
-    digests = []
-    for start in range(0, order.size, PIECE):
-        digest, at, stop = hashlib.sha256(), start, min(order.size, start + PIECE)
-        while at < stop:
-            view = block[: min(BLOCK, stop - at)]
+    room = memoryview(bytearray(hashing.LANES * PIECE))
+    for start in range(0, order.size, len(room)):
+        here = room[: min(len(room), order.size - start)]
+        hashes = [hashing.sha256() for _ in range(0, len(here), PIECE)]
+        for at in range(0, len(here), BLOCK):
+            view = here[at : at + BLOCK]
             _fill(sock, view)
-            digest.update(view)
-            os.pwrite(descriptor, view, at)
-            at += len(view)
-        digests.append(digest.digest())
-        ready.release()
+            if hashing.LANES == 1:
+                hashes[at // PIECE].update(view)
+            os.pwrite(descriptor, view, start + at)
+        if hashing.LANES > 1:
+            cut = [here[at : at + PIECE] for at in range(0, len(here), PIECE)]
+            hashing.update_each(list(zip(hashes, cut, strict=True)))
+        for each in hashes:
+            each.digest()
+            ready.release()
     os.fdatasync(descriptor)
     say(finished=True)
     hear()
