@@ -287,3 +287,20 @@ def test_a_file_that_fails_ends_the_digests_of_the_others(
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     with pytest.raises(SourceChanged, match="planted"):
         publish(model, url, store, stopping=stopping, chunk_bytes=1_000_000)
+
+
+def test_who_was_quicker_with_other_files_is_not_overwritten(
+    model: Path, url: str, store: Recorder, s3: RcloneS3, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "weights").write_bytes(b"theirs")
+    theirs: list[Manifest] = []
+
+    def meanwhile(moved: Moved) -> None:
+        if moved.stage == "upload" and moved.is_over and not theirs:
+            theirs.append(publish(other, url, s3.store()))
+
+    with pytest.raises(Conflict, match="never changes"):
+        publish(model, url, store, tell=meanwhile)
+    assert fetch_manifest(url, store) == theirs[0]

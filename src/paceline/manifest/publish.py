@@ -89,6 +89,9 @@ def publish_model(
     if manifest != published:
         if stopping.is_set():
             raise Cancelled("the publish was stopped", where=url, do="Run it again.")
+        now = _published(url, store) if published is None else published
+        if now is not None and now.digest != manifest.digest:  # somebody else was quicker
+            raise _conflict(url, now, manifest)
         store.put_bytes(join_url(url, MANIFEST_FILE), manifest.to_bytes())
         now = fetch_manifest(url, store)  # two publishers at once: the last one's manifest stands
         if now.digest != manifest.digest:
