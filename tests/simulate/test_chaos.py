@@ -48,7 +48,8 @@ def chaos(seed: int, workers: int = 16, pieces: int = 64, **options: Any) -> Sce
     )
 
 
-@pytest.mark.parametrize("seed", range(30))
+# In world 760 a worker is frozen before it has lanes: it thaws without a session.
+@pytest.mark.parametrize("seed", [*range(30), 760])
 def test_survivors_finish_whatever_happens(seed: int) -> None:
     report = simulate(chaos(seed))
     assert report.violations == (), f"replay with chaos({seed})"

@@ -137,6 +137,7 @@ class Streams:
         """Give a host a session, with what its disk holds."""
         host.have = host.durable.copy()
         host.begun_s, host.complete, host.error = self.clock.now_s, False, None
+        host.commit_s = None  # what was due had no session, or one that is gone
         host.session = RelaySession(
             worker_id=host.name,
             manifest=self.manifest,
