@@ -406,7 +406,8 @@ def _relay_report(run: Run, view: DeploymentView) -> dict[str, Any]:
         "refetched_bytes": int(frame["refetched_bytes"].sum()),
         "pieces_reused": int(frame["reused_pieces"].sum()),
         "bytes_reused": int(frame["reused_bytes"].sum()),
-        "cross_rack_bytes": plan.cross_rack_bytes,
+        # at most: what reuse spared the plan, nobody counted by rack
+        "cross_rack_bytes": min(plan.cross_rack_bytes, int(frame["received_bytes"].sum())),
         "receipts_digest": digest_of(
             [each.receipt.model_dump(mode="json") for each in progress if each.receipt]
         ),

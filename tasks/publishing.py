@@ -61,6 +61,7 @@ class _Teller:
         self._pace = Pace()
         self._last: Moved | None = None
         self._ended: Moved | None = None  # the stage before
+        self._done: Moved | None = None  # of which the last was said
         self._logged_s = time.monotonic()
 
     def __call__(self, moved: Moved) -> None:
@@ -74,9 +75,11 @@ class _Teller:
         ended, moved = self._ended, self._last
         if ended is not None:
             self._ended = None
-            self._run.tell(ended.stage, 1.0, self._said(ended), done=True)
-        if moved is None:
+            if ended is not self._done:
+                self._run.tell(ended.stage, 1.0, self._said(ended), done=True)
+        if moved is None or moved is self._done:
             return
+        self._done = moved if is_over or moved.is_over else None
         said = self._said(moved)
         self._run.tell(moved.stage, moved.share, said, done=is_over or moved.is_over)
         before = 0 if moved.stage == DIGEST else 1

@@ -95,6 +95,8 @@ def test_bytes_and_rate_are_told_on_the_page_and_to_who_listens(
     assert run.told[-2][2]
     assert run.told[-1] == ("publish", f"3.0 MB in 2 files at {MODELS}/m/1", True)
     assert shown[-1][0] == 1.0
+    ends = [stage for stage, _, done in run.told if done]
+    assert ends == ["digest", "upload", "publish"], "each is said to be over once"
     assert [fraction for fraction, _ in shown] == sorted(fraction for fraction, _ in shown)
     assert run.store.exists(join_url(MODELS, "m", "1", MANIFEST_FILE))
 
