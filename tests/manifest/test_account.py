@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.cli import publishing
-from paceline.cli.publishing import PublishBars
+from paceline.cli.publishing import PublishBars, RelayBars
 from paceline.errors import SourceChanged
 from paceline.manifest import account, publish_model
 from paceline.manifest.account import Account, Moved
@@ -108,6 +108,23 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds_on_standard_error(
     assert out == ""
     assert [line.split()[1] for line in err.splitlines()] == ["25%", "50%", "75%", "done"]
     assert "250.0 MB of 1.0 GB, 50.0 MB/s, 0 of 2 files" in err
+
+
+def test_a_relay_without_a_terminal_says_how_long_it_will_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(publishing, "time", clock)
+    monkeypatch.setattr("paceline.cli.progress.time", clock)
+    with RelayBars() as bars:
+        bars(0, 0)  # nobody has opened anything yet
+        for second in range(21):
+            clock.now_s = 100.0 + second
+            bars(100 * second, 2000)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line.split()[1] for line in err.splitlines()] == ["25%", "50%", "75%", "done"]
+    assert "500 of 2,000 pieces on all workers, 15 s left" in err
 
 
 def test_what_is_done_at_once_needs_no_line(

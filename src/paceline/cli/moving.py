@@ -6,9 +6,7 @@ without any server of ours; without one it runs as a flow of the installation th
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -239,6 +237,7 @@ def distribute(
         raise InvalidInput(
             "one source at a time", got=f"{model_id} {version}", wanted="SOURCE --into DIRECTORY"
         )
+    from paceline.cli.publishing import RelayBars
     from paceline.manifest import TrustPolicy
     from paceline.relay.disk.room import StorePolicy
     from paceline.relay.onecall import distribute as bring
@@ -248,7 +247,7 @@ def distribute(
         settings, objects = _objects(state, settings)
     security = settings.security
     say_only_defects()
-    with ends_in_order():
+    with ends_in_order(), RelayBars() as bars:
         done = bring(
             model_id,
             into,
@@ -268,25 +267,14 @@ def distribute(
             first_port=port,
             extra_origin_bytes=extra_origin or 0,
             policy=StorePolicy.of(settings.store),
-            on_progress=_progress(),
-            on_notice=lambda said: click.echo(f"! {said}", err=True),
+            on_progress=bars,
+            on_notice=lambda said: bars.say(f"! {said}"),
         )
     if as_json:
         click.echo(done.model_dump_json())
     else:
         click.echo(_told(done))
     return 0
-
-
-def _progress() -> Callable[[int, int], None]:
-    if not sys.stderr.isatty():
-        return lambda _held, _all: None
-
-    def show(held: int, pieces: int) -> None:
-        share = held / pieces if pieces else 1.0
-        click.echo(f"\r{share:4.0%} of all pieces on all workers", nl=share >= 1.0, err=True)
-
-    return show
 
 
 def _told(done: Distribution) -> str:
