@@ -167,3 +167,10 @@ def test_a_store_does_not_show_its_secret() -> None:
     store = ObjectStore(endpoint_url="http://127.0.0.1:1", access_key="akey", secret_key="hidden")
     assert "hidden" not in repr(store)
     assert "akey" not in repr(store)
+
+
+def test_a_bucket_that_is_not_there_is_told_from_an_object(store: ObjectStore) -> None:
+    with pytest.raises(SourceMissing, match="bucket does not exist: got no-such-bucket"):
+        store.get_bytes("s3://no-such-bucket/key")
+    with pytest.raises(SourceMissing, match="object does not exist"):
+        store.get_bytes("s3://objects/no-such-key")

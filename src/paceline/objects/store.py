@@ -167,8 +167,14 @@ class ObjectStore:
         return True
 
     def get_bytes(self, url: str, max_bytes: int = 64 * MIB) -> bytes:
-        """Return the whole object; raises InvalidInput where it is larger than ``max_bytes``."""
-        info = self.head(url)
+        """Return the whole object; raises InvalidInput where it is larger than ``max_bytes``, and
+        SourceMissing, which says whether it is the object or its bucket.
+        """
+        try:
+            info = self.head(url)
+        except SourceMissing as error:
+            self._require_bucket(url, error)
+            raise
         if info.size > max_bytes:
             raise InvalidInput(
                 "object is too large to read at once",
@@ -337,6 +343,19 @@ class ObjectStore:
         with ThreadPoolExecutor(PARALLEL) as pool:
             list(pool.map(self.delete, [info.url for info in found]))
         return len(found)
+
+    def _require_bucket(self, url: str, missing: SourceMissing) -> None:
+        """Raise SourceMissing where the object is ``missing`` because there is no such bucket."""
+        bucket, _ = parse_url(url)
+        try:
+            with translated(self.endpoint_url, url):
+                self._client.head_bucket(Bucket=bucket)
+        except SourceMissing:
+            raise SourceMissing(
+                "bucket does not exist", got=bucket, where=missing.where, do=missing.do
+            ) from missing
+        except PacelineError:
+            return  # who may read objects may not always ask for their bucket
 
     def _written(self, url: str, size: int) -> ObjectInfo:
         info = self.head(url)
