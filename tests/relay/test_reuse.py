@@ -125,6 +125,22 @@ def test_a_linked_file_with_a_rotten_piece_is_mended_as_a_copy(
     assert b"rot" in (rotten.final_path("m", "v1") / "shards/a.bin").read_bytes()
 
 
+def test_of_a_copy_that_was_set_aside_only_the_rotten_piece_is_missing(
+    model: Path, rotten: Store
+) -> None:
+    aside = rotten.root / "rotten" / "m-v1-1"
+    aside.parent.mkdir()
+    rotten.final_path("m", "v1").rename(aside)
+    again = manifest_of(model, version="v1")
+    staging = rotten.open(again)
+    rotten.reuse(staging)
+    missing = list(staging.durable.gaps(Extent(0, again.piece_count)))
+    assert [gap.stop - gap.first for gap in missing] == [1]
+    fill(staging, model)
+    verify_directory(rotten.publish(staging), again)
+    assert b"rot" in (aside / "shards/a.bin").read_bytes()
+
+
 def test_a_link_that_rots_before_it_is_published_is_mended_as_a_copy(
     tmp_path: Path, model: Path
 ) -> None:

@@ -16,14 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paceline import hashing
 from paceline.manifest import FileEntry, Manifest, Piece
 from paceline.relay.disk.staging import Staging, disk_errors
-
-if TYPE_CHECKING:
-    from paceline.relay.disk.store import StoredVersion
 
 FICLONE = 0x40049409  # linux/fs.h: share all blocks of another file
 RUN = 16 * 1024 * 1024  # copied at once
@@ -39,16 +35,14 @@ class Holdings:
     pieces: dict[str, tuple[Path, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, versions: Iterable[tuple[StoredVersion, Manifest]], wanted: Manifest) -> Holdings:
-        """Return what ``versions`` hold of ``wanted``, newest last."""
+    def of(cls, copies: Iterable[tuple[Path, Manifest]], wanted: Manifest) -> Holdings:
+        """Return what ``copies`` hold of ``wanted``, best last; some of it may be rotten."""
         held = cls()
         files = {file.sha256 for file in wanted.files if file.size}
         pieces = {digest for file in wanted.files for digest in file.pieces}
-        for stored, manifest in versions:
-            if manifest.digest == wanted.digest:
-                continue
+        for directory, manifest in copies:
             for file in manifest.files:
-                path = stored.path / file.path
+                path = directory / file.path
                 if file.sha256 in files:
                     held.files[file.sha256] = path
                 for number, digest in enumerate(file.pieces):

@@ -79,9 +79,13 @@ def leftovers(store: Path, in_use: Collection[str]) -> list[Path]:
     order: copies that rotted, then what was begun of versions and is not ``in_use``, the one that
     was left first before the others.
     """
-    rotten = sorted(_directories(store / "rotten"))
     begun = [each for each in _directories(store / "staging") if each.name not in in_use]
-    return rotten + sorted(begun, key=_touched)
+    return set_aside(store) + sorted(begun, key=_touched)
+
+
+def set_aside(store: Path) -> list[Path]:
+    """Return the copies in directory ``store`` that were found rotten."""
+    return sorted(_directories(store / "rotten"))
 
 
 def _directories(parent: Path) -> list[Path]:

@@ -32,6 +32,7 @@ from paceline.relay.disk.room import (
     leftovers,
     next_to_go,
     room_lacking,
+    set_aside,
 )
 from paceline.relay.disk.staging import READ_ONLY, Staging, disk_errors, sync_directory
 
@@ -313,7 +314,9 @@ class Store:
         return manifest if sizes == [file.size for file in manifest.files] else None
 
     def _held(self, manifest: Manifest) -> Holdings:
-        found = ((each, self._published(each.path)) for each in self.versions())
+        # A copy that was set aside for one wrong byte still has its other pieces.
+        copies = [*set_aside(self.root), *(each.path for each in self.versions())]
+        found = ((each, self._published(each)) for each in copies)
         return Holdings.of(((each, it) for each, it in found if it is not None), manifest)
 
     def _trash(self, path: Path) -> None:
