@@ -189,7 +189,7 @@ def in_blocks(made: Shelf) -> int:
 @pytest.mark.parametrize(
     ("lanes", "pacer", "count"),
     [
-        (4, lambda: Pacer(None), shelf.SHELF_BYTES // MAX_BLOCK),
+        (4, lambda: Pacer(None), shelf.PLACES),
         (4, lambda: Pacer(1000), 1),
         (1, lambda: Pacer(None), 1),
     ],
@@ -208,6 +208,17 @@ def test_a_place_that_was_given_back_is_whole_again() -> None:
     small = made.room(3)
     small[:] = b"abc"
     made.take_back([small])
+    longest = made.block_bytes(1 << 30)
+    large = made.room(longest)
+    assert len(large) == longest
+    made.take_back([large])
     assert in_blocks(made) == count
-    made.take_back([small])
-    assert len(made.room(made.block_bytes)) == made.block_bytes
+
+
+def test_blocks_are_large_only_where_so_much_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashing, "LANES", 4)
+    free, paced = Shelf(Pacer(None)), Shelf(Pacer(1000))
+    large = free.block_bytes(1 << 30)
+    assert large > MAX_BLOCK
+    assert free.block_bytes(large - 1) == MAX_BLOCK
+    assert paced.block_bytes(1 << 30) == Pacer(1000).block_bytes

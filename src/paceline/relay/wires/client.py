@@ -189,9 +189,11 @@ class PeerStream:
         arriving.begin(index, length)
         deadline_s = time.monotonic() + intake.SILENCE_S
         while left:
-            size = min(shelf.block_bytes, left)
-            while arriving.keeps and not (shelf.has_room and channel.waiting() >= size):
+            here = channel.waiting()
+            size = min(shelf.block_bytes(here), left)
+            while arriving.keeps and not (shelf.has_room and here >= size):
                 self._judge(channel)
+                here = channel.waiting()
             block = shelf.room(size)
             channel.receive(block, deadline_s, lambda: arriving.alive(moving=True))
             if self._closed:
