@@ -13,8 +13,8 @@ from paceline.simulate.hosts import Flow
 
 AWAY_EXTENTS = 128  # of the longest extent, on a spare: whether to go back is judged by pieces
 LEAST_EXTENTS = 8  # extents shrink towards a host's end, to this part of the longest
-EARLIEST, LATEST = 0.1, 0.75  # corrupt runs begin in this part of their extent
-MARKS = 8  # of an extent, at which they do: everywhere at the same pieces
+EARLIEST, LATEST = 0.1, 0.65  # corrupt runs lie in this part of their extent
+MARKS = 8  # of an extent, at which they end: everywhere at the same pieces
 MUCH_CORRUPT = 0.05  # beyond it, rejections are not gathered
 
 
@@ -59,9 +59,20 @@ class Gathering:
                 flow.drawn, flow.drawn_bad = Extent(flow.base, stop), flow.bad
                 flow.drawn_pieces = flow.bad.size if flow.bad is not None else 0
 
+    def draw(self, flow: Flow, run: Extent) -> Extent | None:
+        """Return what of a repair arrives corrupt again: its first pieces, or None."""
+        share = max(self._corrupt, flow.source.corrupts)
+        bad = int(self._random.binomial(run.size, share)) if share > 0 else 0
+        return Extent(run.first, run.first + bad) if bad else None
+
     def mark(self, flow: Flow) -> int:
         """Return how many pieces of the present extent are between two marks, 0 for none."""
         return (flow.extent_stop - flow.drawn.first) // MARKS
+
+    def after(self, flow: Flow, bad: Extent) -> int:
+        """Return up to where to look once ``bad`` is repaired: everywhere at the same pieces."""
+        grain = _between_marks(flow.extent_stop - flow.drawn.first)
+        return -(-bad.stop // grain) * grain
 
     def unspread(self, flow: Flow, reached: int) -> int:
         """Return how many more corrupt pieces would have come by now, had they been spread."""
@@ -80,10 +91,10 @@ class Gathering:
         # repaired when others report the extent.
         room = stop - first - bad
         at = first + int((EARLIEST + self._random.random() * (LATEST - EARLIEST)) * (room + 1))
-        # Whoever is above has to be looked at up to there: mostly somebody has done so before.
-        marks = 1 << max(0, ((stop - first) // MARKS).bit_length() - 1)
-        marked = -(-at // marks) * marks
-        at = marked if marked + bad < stop else at
+        # Whoever is above has to be looked at up to their end: mostly somebody has done so before.
+        grain = _between_marks(stop - first)
+        marked = -(-(at + bad) // grain) * grain
+        at = marked - bad if marked < stop else at
         return Extent(at, at + bad)
 
     def _extent_pieces(self, flow: Flow, corrupt: float) -> int:
@@ -102,3 +113,8 @@ class Gathering:
         while longest * 2 <= min(self.longest, left // 3):
             longest *= 2  # powers of two: an extent's edges are everywhere the same pieces
         return longest
+
+
+def _between_marks(pieces: int) -> int:
+    """Return how many pieces are from mark to mark in an extent of so many: a power of two."""
+    return 1 << max(0, (pieces // MARKS).bit_length() - 1)

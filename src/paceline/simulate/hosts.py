@@ -35,7 +35,8 @@ class Host:
     nic_out: int
     uplink_in: int = 0
     uplink_out: int = 0
-    repairs_in: int = 0  # what gathered repairs pass, whose time the NIC has given up; 0: the NIC
+    repairs_bytes_s: float = 0.0  # of gathered repairs, whose time the NIC has given up; 0: none,
+    repaired_s: float = 0.0  # and when those that are on their way will be here
     session: RelaySession | None = None
     lanes: WorkerLanes | None = None
     have: Extents = field(default_factory=Extents)  # verified
@@ -111,10 +112,14 @@ class Flow:
     drawn: Extent = NOTHING  # the extent for which that was decided last
     drawn_bad: Extent | None = None  # what of it is still to come
     drawn_pieces: int = 0  # how many were corrupt
+    gone: Extent | None = None  # refused ahead of its turn: what comes before was not kept yet
+    paid_run: Extent | None = None  # what of a paid repair is on its way
     owed: Extents = field(default_factory=Extents)  # passed by: its source had not repaired them
     leader: Flow | None = None
     followers: dict[Flow, None] = field(default_factory=dict)
     unreported: list[Extent] = field(default_factory=list)
+    told: bool = False  # whether its reader's session has heard of good pieces from it
+    late: bool = False  # its extent is over; it is reported when what is owed has come
     open: bool = False
     closed: bool = False
 

@@ -14,13 +14,16 @@ from paceline.relay.session.events import SessionEvent, SourceAlive
 from paceline.relay.session.limits import SessionLimits
 from paceline.simulate.clock import Clock
 from paceline.simulate.hosts import Flow, Host
-from paceline.simulate.runs import PAID, Runs
+from paceline.simulate.repairs import PAID
+from paceline.simulate.runs import Runs
 
 WATCH_S = 0.25  # a stream that has not moved for so long says that it waits, like the real one
 
 
 class Keepalives:
-    """Watches every flow. ``network.noted`` marks those whose sessions know that they move."""
+    """Watches every flow. ``network.noted`` marks those whose sessions know that they move,
+    ``network.idle`` those of which nothing is asked.
+    """
 
     def __init__(
         self,
@@ -53,14 +56,19 @@ class Keepalives:
         While bytes flow a session is told so once, until further notice.
         """
         going = self._network.moved_since(self._clock.now_s - WATCH_S)
-        slots = np.flatnonzero(self._network.used & ~(going & self._network.noted))
+        network = self._network
+        slots = np.flatnonzero(network.used & ~network.idle & ~(going & network.noted))
         streams: dict[tuple[Host, str, int], None] = {}
         # Those ahead first: what is flushed takes everybody above along.
         slots = slots[np.argsort(-self._network.pos[slots], kind="stable")]
         for slot in slots.tolist():
             flow = self._runs.by_slot.get(slot)
-            if flow is not None and flow.open and flow.wanted:
+            if flow is None or not flow.open:
+                continue
+            if flow.wanted:
                 streams[flow.reader, flow.key, flow.number] = None
+            else:
+                network.idle[slot] = True  # until it is asked for something
         for host, key, number in streams:
             flows = [f for f in host.feeds.values() if f.key == key and f.number == number]
             asked = [f for f in flows if f.wanted]

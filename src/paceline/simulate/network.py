@@ -45,7 +45,8 @@ class Network:
         self.moving: Flags = np.zeros(self._size, np.bool_)
         self.parked: Flags = np.zeros(self._size, np.bool_)
         self.used: Flags = np.zeros(self._size, np.bool_)  # slots that hold a flow
-        self.noted: Flags = np.zeros(self._size, np.bool_)  # a mark of the caller's
+        self.noted: Flags = np.zeros(self._size, np.bool_)  # marks of the caller's
+        self.idle: Flags = np.zeros(self._size, np.bool_)
         self._unused = list(range(self._size - 1, -1, -1))
         self._dirty = True
         self._slots: Ints = np.zeros(0, np.int64)  # of the flows that move, as of the last look
@@ -80,7 +81,7 @@ class Network:
         self.lag[slot], self.pair[slot] = lag, pair
         self.leader[slot] = -1
         self.used[slot] = True
-        self.moving[slot] = self.noted[slot] = False
+        self.moving[slot] = self.noted[slot] = self.idle[slot] = False
         self.rate[slot] = self.carried[slot] = self.busy_s[slot] = self.over[slot] = 0.0
         self.moved_s[slot] = self.now_s
         return slot
@@ -145,6 +146,7 @@ class Network:
         self.parked = np.concatenate([self.parked, np.zeros(old, np.bool_)])
         self.used = np.concatenate([self.used, np.zeros(old, np.bool_)])
         self.noted = np.concatenate([self.noted, np.zeros(old, np.bool_)])
+        self.idle = np.concatenate([self.idle, np.zeros(old, np.bool_)])
         self._unused = list(range(self._size - 1, old - 1, -1))
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────

@@ -9,6 +9,7 @@ It decides nothing after a fault: which pieces are asked of whom is what session
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -20,9 +21,9 @@ from paceline.simulate.disk import Disk
 from paceline.simulate.gathering import Gathering
 from paceline.simulate.hosts import Flow, Host
 from paceline.simulate.network import NEAR, Network
+from paceline.simulate.repairs import PAID, PaidRepairs
 
 ASIDE = -1  # instead of a lane's number: a repair, or what was passed by
-PAID = -2  # a repair for which the NICs gave up their share all along
 
 
 class Runs:
@@ -59,6 +60,15 @@ class Runs:
         self._pairs: dict[tuple[str, str], int] = {}
         self._to_start: deque[Flow] = deque()
         self._to_report: deque[Flow] = deque()
+        self._repairs = PaidRepairs(
+            clock=clock,
+            network=network,
+            pieces=pieces,
+            gathering=gathering,
+            look=self._look_around,
+            arrive=self._arrive,
+            more=self._repaired,
+        )
 
     # ── what streams ask for ─────────────────────────────────────────────────────────────────────
 
@@ -92,8 +102,6 @@ class Runs:
         uses: tuple[int, ...] = (host.nic_in, far.nic_out)
         if crosses:
             uses = (*uses, far.uplink_out, host.uplink_in)
-        if lane == PAID:
-            uses = (host.repairs_in,)
         lanes = max(1, len(host.lanes.lanes)) if host.lanes else 1
         pair = self._pairs.setdefault((far.name, host.name), len(self._pairs))
         slot = self.network.add(uses, self._piece_bytes + self._lag_bytes / lanes, pair)
@@ -101,6 +109,11 @@ class Runs:
         host.feeds[key, lane] = self.by_slot[slot] = flow
         far.readers[flow] = None
         return flow
+
+    def want(self, flow: Flow, run: Extent) -> None:
+        """Ask for pieces; whoever asks has the flow looked at."""
+        flow.wanted.add(run)
+        self.network.idle[flow.slot] = False
 
     def close(self, flow: Flow) -> None:
         """Drop a stream: what arrived is reported, what was on its way is lost."""
@@ -137,6 +150,20 @@ class Runs:
         if flow.cut is None:
             self.network.extend(flow.slot, self._offset(flow.stop))
 
+    def hear(self, flow: Flow, extent: Extent) -> None:
+        """Have the session told as soon as ``extent`` is here, not when an extent ends: it tells by
+        a single piece how far a source is.
+        """
+        if self.reached(flow) >= extent.stop:
+            self.flush([flow])
+        elif flow.base <= extent.first and extent.stop < flow.extent_stop:
+            bad = flow.bad
+            if bad is not None and bad.first >= extent.stop:
+                bad = flow.bad = None  # it comes with the rest of what was drawn
+            flow.extent_stop = extent.stop if bad is None else max(extent.stop, bad.stop)
+            edge = flow.extent_stop if bad is None else bad.stop
+            self.network.edge[flow.slot] = self._offset(edge)
+
     def flush(self, flows: Iterable[Flow]) -> None:
         for flow in list(flows):
             self._arrive(flow, self.reached(flow))
@@ -144,9 +171,10 @@ class Runs:
 
     def report(self, flow: Flow) -> None:
         """Tell the session what arrived since it was told last."""
+        flow.late = False
         if not flow.unreported:
             return
-        runs, flow.unreported = Extents(flow.unreported), []
+        runs, flow.unreported, flow.told = Extents(flow.unreported), [], True
         for run in runs:
             self._tell(flow.reader, PieceVerified(flow.key, flow.number, run))
         self._disk.commit_soon(flow.reader)
@@ -161,6 +189,9 @@ class Runs:
         if not flow.wanted:
             if flow.parked:
                 self.halt(flow)  # what it stands before has come another way
+            return
+        if flow.lane == PAID:
+            self._repairs.send(flow)
             return
         if flow.moving:
             if flow.parked:
@@ -246,13 +277,24 @@ class Runs:
         if flow.leader is not None:
             flow.leader.followers.pop(flow, None)
             flow.leader = None
-        flow.bad = None
+        flow.bad = flow.gone = None
 
     def _next_edge(self, flow: Flow) -> None:
         self._gathering.next_extent(flow)
         bad = flow.bad
         edge = flow.extent_stop if bad is None else min(bad.stop, flow.extent_stop)
         self.network.edge[flow.slot] = self._offset(edge)
+
+    def _repaired(self, flow: Flow) -> None:
+        """Report a paid repair with what came around it, as one run, and go on with the next."""
+        if flow.unreported:
+            lane = bisect_right(flow.reader.lane_starts, flow.unreported[0].first)
+            around = flow.reader.feeds.get((flow.key, lane))
+            if around is not None and around.number == flow.number:
+                flow.unreported += around.unreported
+                around.unreported = []
+        self.report(flow)
+        self._to_start.append(flow)
 
     # ── what arrives ─────────────────────────────────────────────────────────────────────────────
 
@@ -265,9 +307,17 @@ class Runs:
         # A step ends somewhere, edges are everywhere the same: the little beyond one is taken with
         # what follows, or everybody above would be looked at for it.
         edge = reached if ended or dry else self._edge(flow, reached)
-        self._arrive(flow, edge)
+        bad = flow.bad
+        if bad is not None and edge == bad.stop and not (ended or dry) and self._may_skip(flow):
+            self._refuse_ahead(flow, bad)
+        else:
+            self._arrive(flow, edge)
         if reached >= flow.extent_stop or ended:
-            self.report(flow)
+            whole = flow.extent_stop == flow.drawn.stop and not self._gathering.exact
+            if ended or flow.late or not flow.owed.count or not whole:
+                self.report(flow)
+            else:
+                flow.late = True  # until what was passed by is here as well: one run, not three
             self._settled()
             if not flow.moving:
                 return
@@ -319,8 +369,13 @@ class Runs:
         """Take pieces off the wire: keep those that match their digests, refuse the others."""
         upto = min(upto, flow.stop)
         while flow.base < upto:
-            bad = flow.bad
-            if bad is None or upto <= bad.first:
+            bad, gone = flow.bad, flow.gone
+            if gone is not None and gone.first < upto:
+                self._keep_above(flow, upto)  # all of it at one go
+                if flow.base < gone.first:
+                    self._keep(flow, gone.first)
+                flow.base, flow.gone = max(flow.base, gone.stop), None
+            elif bad is None or upto <= bad.first:
                 self._keep(flow, upto)
             elif flow.base < bad.first:
                 self._keep(flow, bad.first)
@@ -331,34 +386,68 @@ class Runs:
                     flow.drawn_bad = left
                 flow.bad = left
 
-    def _keep(self, flow: Flow, upto: int) -> None:
-        run = Extent(flow.base, upto)
-        behind: list[Flow] = []  # what is on its way to the source counts there first
+    def _keep_above(self, flow: Flow, upto: int) -> None:
+        """Take off the wire what whoever is above has received up to a piece."""
+        behind: list[Flow] = []
         ahead = flow.leader
         while ahead is not None and ahead.base < upto:
             behind.append(ahead)
             ahead = ahead.leader
         for other in reversed(behind):  # no recursion: a line may have ten thousand hops
             self._arrive(other, min(upto, self.reached(other)))
+
+    def _keep(self, flow: Flow, upto: int) -> None:
+        self._keep_above(flow, upto)  # what is on its way to the source counts there first
+        run = Extent(flow.base, upto)
         flow.base = upto
-        reader, size = flow.reader, self._pieces.bytes_of(run)
-        self._count(flow, size)
-        source = flow.source
-        got = [run]
-        if not source.is_origin and not source.have.covers(run):
-            got = list(source.have.common(run))
+        self._count(flow, run)
+        reader, source = flow.reader, flow.source
+        if source.have.covers(run):
+            flow.wanted.remove(run)
+            self._take(flow, run)
+        else:
             for each in source.have.gaps(run):
                 flow.owed.add(each)
-        self._take(flow, got)
-        reader.edge(flow.key, reader.name).pieces += run.size
+            for each in list(source.have.common(run)):
+                flow.wanted.remove(each)
+                self._take(flow, each)
+        reader.edge(flow.key, reader.name).pieces += upto - run.first
+
+    def _is_paid(self, flow: Flow) -> bool:
+        """Return whether what comes corrupt passes as a paid repair."""
+        return flow.reader.repairs_bytes_s > 0 and self._gathering.is_usual(flow)
+
+    def _may_skip(self, flow: Flow) -> bool:
+        """Return whether nobody minds if what came before is kept and reported later: the origin's
+        reading is counted, and a new source that was heard of for corrupt pieces alone looks bad.
+        """
+        return self._is_paid(flow) and not flow.source.is_origin and flow.told
+
+    def _refuse_ahead(self, flow: Flow, bad: Extent) -> None:
+        """Refuse pieces before those ahead of them are kept: with the repair, as one run."""
+        flow.bad, flow.gone = None, bad
+        if flow.drawn_bad == bad:
+            flow.drawn_bad = None
+        self._reject(flow, bad)
+
+    def _look_around(self, repair: Flow, run: Extent) -> None:
+        """Keep what came around ``run``, which is here now, with everybody above."""
+        for flow in list(repair.reader.feeds.values()):
+            same = flow.key == repair.key and flow.number == repair.number
+            if same and flow.moving and flow.base < run.stop <= (reached := self.reached(flow)):
+                self._arrive(flow, min(self._gathering.after(flow, run), reached))
 
     def _refuse(self, flow: Flow, rotten: Extent) -> None:
-        self.report(flow)  # what came before it counts when the source is judged
-        flow.wanted.remove(rotten)
+        if not self._may_skip(flow):
+            self.report(flow)  # what came before it counts when the source is judged
         flow.base = rotten.stop
-        self._count(flow, self._pieces.bytes_of(rotten))
+        self._reject(flow, rotten)
+
+    def _reject(self, flow: Flow, rotten: Extent) -> None:
+        flow.wanted.remove(rotten)
+        self._count(flow, rotten)
         reader = flow.reader
-        if reader.repairs_in and self._gathering.is_usual(flow):
+        if self._is_paid(flow):
             reader.paid.add(rotten)
         reader.corrupt_pieces += rotten.size
         reader.edge(flow.key, reader.name).corrupt += rotten.size
@@ -369,17 +458,15 @@ class Runs:
                     self.network.extend(other.slot, self._offset(rotten.first))
         self._tell(reader, PieceRejected(flow.key, flow.number, rotten))
 
-    def _count(self, flow: Flow, size: int) -> None:
+    def _count(self, flow: Flow, run: Extent) -> None:
         if flow.crosses:
-            self.cross_rack_bytes += size
+            self.cross_rack_bytes += self._pieces.bytes_of(run)
         if flow.source.is_origin:
-            flow.reader.origin_bytes += size
+            flow.reader.origin_bytes += self._pieces.bytes_of(run)
 
-    def _take(self, flow: Flow, runs: Iterable[Extent]) -> None:
+    def _take(self, flow: Flow, run: Extent) -> None:
         """These pieces are at the reader now, and verified; whoever waits there for them learns."""
-        todo = [(flow, run) for run in runs]
-        for _, run in todo:
-            flow.wanted.remove(run)
+        todo = [(flow, run)]
         while todo:
             flow, run = todo.pop()
             flow.unreported.append(run)
@@ -395,6 +482,8 @@ class Runs:
                     if owed and (other.parked or not other.moving):
                         self._to_report.append(other)
                         self._to_start.append(other)
+                    elif other.late and not other.owed.count:
+                        self._to_report.append(other)
             self._gained(flow.reader, run)
 
     def _gained(self, host: Host, run: Extent) -> None:
@@ -402,7 +491,9 @@ class Runs:
         for flow in host.waiting:
             if next(flow.wanted.common(run), None) is not None:
                 self._to_start.append(flow)
-        for flow in [each for each in host.readers if each.moving and run.first < each.base]:
+        first = run.first
+        passing = [each for each in host.readers if each.base > first and each.moving]
+        for flow in passing:
             behind = Extent(run.first, min(run.stop, flow.base))
             passed = list(flow.wanted.common(behind))
             for each in passed:
@@ -416,7 +507,7 @@ class Runs:
         if aside is None or aside.number != flow.number:
             aside = self.open(reader, flow.source, flow.key, flow.number, ASIDE)
             aside.open = True
-        aside.wanted.add(extent)
+        self.want(aside, extent)
         self._to_start.append(aside)
 
 

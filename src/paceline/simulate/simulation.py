@@ -229,7 +229,7 @@ class Simulation:
         streams, share = self.streams, 1 - self.scenario.corrupt
         self._kept = share
         for host in streams.hosts.values():
-            host.repairs_in = streams.network.resource(self.scenario.link_bytes_s)
+            host.repairs_bytes_s = self.scenario.link_bytes_s
             streams.slow_down(host, share)
         if (origin := streams.origin) is not None:
             streams.network.limit(origin.nic_out, streams.network.capacity(origin.nic_out) * share)

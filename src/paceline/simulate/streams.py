@@ -39,7 +39,8 @@ from paceline.simulate.gathering import Gathering
 from paceline.simulate.hosts import Flow, Host, Tally
 from paceline.simulate.keepalives import Keepalives
 from paceline.simulate.network import Network
-from paceline.simulate.runs import ASIDE, PAID, Runs
+from paceline.simulate.repairs import PAID
+from paceline.simulate.runs import ASIDE, Runs
 from paceline.simulate.scenario import Timing
 from paceline.wire.plan import Source, WorkerLanes
 
@@ -239,7 +240,8 @@ class Streams:
                 tally = _tally_of(sums, flow)
             reached = runs.reached(flow)
             corrupt = runs.share_of_corrupt(flow, reached)
-            tally.pieces += reached - flow.base - corrupt
+            refused = flow.gone.size if flow.gone is not None else 0
+            tally.pieces += reached - flow.base - corrupt - refused
             tally.corrupt += corrupt
         return sums
 
@@ -298,7 +300,7 @@ class Streams:
         flow = host.feeds.get((source.key, lane))
         if source.kind == "origin" and extent.first > host.lane_starts[lane - 1]:
             flow = self._going_on(host, source.key, number, extent) or flow
-        if flow is not None and flow.number == number and extent.stop <= flow.base:
+        if flow is not None and flow.number == number and _has_passed(flow, extent):
             # A repair: it takes turns with what is on its way, unless that was paid for before.
             lane = PAID if host.paid.covers(extent) else ASIDE
             flow = host.feeds.get((source.key, lane))
@@ -309,9 +311,11 @@ class Streams:
             self._asked_again(host, extent, again)
             self.runs.flush(host.feeds.values())  # it is here: the session was not told yet
         for run in lacking:
-            flow.wanted.add(run)
+            self.runs.want(flow, run)
         if flow.moving:
             self.runs.extend(flow)
+            if extent.size == 1:
+                self.runs.hear(flow, extent)
         elif flow.open:
             self.runs.start_soon(flow)
 
@@ -368,6 +372,13 @@ class Streams:
             self.runs.halt(flow)
             self.keepalives.silence(flow)
         host.waiting.clear()
+
+
+def _has_passed(flow: Flow, extent: Extent) -> bool:
+    """Return whether ``flow`` has brought these pieces already, corrupt."""
+    gone = flow.gone
+    ahead = gone is not None and gone.first <= extent.first and extent.stop <= gone.stop
+    return ahead or extent.stop <= flow.base
 
 
 def _tally_of(sums: dict[tuple[str, str], Tally], flow: Flow) -> Tally:

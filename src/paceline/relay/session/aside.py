@@ -55,12 +55,19 @@ class Aside:
         self.hopeless = None
 
     @property
+    def is_repairing(self) -> bool:
+        """Return whether pieces that came corrupt are still to come."""
+        return bool(self._repairs)
+
+    @property
     def is_quiet(self) -> bool:
-        """Return whether nothing is asked on the side, or may have to be before a deadline."""
+        """Return whether nothing may have to be asked on the side before a deadline, and what is
+        asked is repairs alone, of sources that lanes read from.
+        """
+        reading = [work.active for work in self._flights.works] if self._repairs else []
         return (
-            not self._repairs
+            all(each.asked is not None and each.asked in reading for each in self._repairs)
             and self._hedging.hedge is None
-            and self._hedging.due_s is None
             and all(work.away is None or work.away.probe is None for work in self._flights.works)
         )
 

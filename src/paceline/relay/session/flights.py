@@ -167,7 +167,7 @@ class Flights:
             feed.aside.remove(probe.piece)
         if takes_over and feed is not None:
             self._fly(feed, work, probe.piece, probe.asked_s)
-        else:
+        elif not self._verified.covers(probe.piece):
             work.taken.remove(probe.piece)
 
     def unask(self, feed: Feed, extent: Extent) -> None:

@@ -56,6 +56,7 @@ class Puller:
             hedging,
         )
         self._steady = False  # nothing but the lanes' own windows needs looking at
+        self._repairing = False  # when that was looked at last
         self.checked_s = float("-inf")  # when deadlines were last looked at
         self.lost: dict[str, None] = {}  # an ordered set of source keys, for reports
         self.last_error: PacelineError | None = None
@@ -296,6 +297,7 @@ class Puller:
             if self._flights.is_idle(feed):
                 self._forget(feed, actions)
         self._aside.ask_repairs(now_s, actions)  # some may have been asked of a stream just closed
+        self._repairing = self._aside.is_repairing
         self._steady = self._aside.is_quiet and all(
             work.active is not None for work in works if work.wanting
         )
@@ -306,16 +308,37 @@ class Puller:
         """
         if not self._steady:
             return False
+        drained = False
         for work, _ in self._flights.works.parts(extent):
             feed = self._flights.feed_of(work)
-            if feed is None or not work.wanting:
+            if feed is None:
                 return False
+            if not work.wanting:
+                drained = True
+                continue
             self._top_up(feed, work, now_s, actions)
             if work.active is None:
                 return False
             if not work.wanting:
                 self._steady = False
-        return True
+        if not drained:
+            return True
+        # A stream may have nothing left to bring; and with the last repair hedges become possible.
+        mended = self._repairing and not self._aside.is_repairing
+        return not mended and all(feed.waiting for feed in self._flights.feeds.values())
+
+    def ask_again(self, extent: Extent, now_s: float, actions: list[SessionAction]) -> bool:
+        """Ask for the pieces of ``extent``, which have just come corrupt, and do for their lanes
+        what ``pump`` would do for all; return whether that is certain to be the same.
+        """
+        if not self._steady or self.hopeless is not None:
+            return False
+        self._aside.ask_repairs(now_s, actions)
+        if self.hopeless is not None or not self._aside.is_quiet:
+            self._steady = False
+            return False
+        self._repairing = self._aside.is_repairing
+        return self.keep_full(extent, now_s, actions)
 
     def _source_for(self, work: Work, now_s: float) -> Feed | None:
         if (feed := self._flights.feed_of(work)) is not None:

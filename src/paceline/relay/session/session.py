@@ -101,7 +101,8 @@ class RelaySession:
         """Take one event at time ``now_s`` (any monotonic clock) and return what to do.
 
         Nearly all events are good pieces of a healthy stream, before anything is due: they look at
-        their own lane alone (10 us a piece instead of 20, and no more with many lanes).
+        their own lane alone (10 us a piece instead of 20, and no more with many lanes). So do
+        pieces that come corrupt and are asked of their sender once more.
         """
         actions: list[SessionAction] = []
         now_s = max(now_s - self._slept_s, self._woke_s)
@@ -123,6 +124,9 @@ class RelaySession:
                     return actions  # deadlines have only moved away: nothing else can have changed
             case PieceRejected(key, stream, extent):
                 self._reject(key, stream, extent, now_s, actions)
+                if early and self._pull.ask_again(extent, now_s, actions):
+                    self._due_s = float("-inf")
+                    return actions
             case SourceFailed(key, stream, error):
                 self._source_failed(key, stream, error, now_s, actions)
             case LanesAssigned(lanes, read):
