@@ -71,7 +71,6 @@ def _show(told: PlanTable) -> None:
         f"pieces {_piece(told.piece_bytes)}; nobody can finish before "
         f"{_seconds(told.bound_seconds)} s",
         highlight=False,
-        soft_wrap=True,
     )
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in _COLUMNS:
@@ -91,7 +90,6 @@ def _show(told: PlanTable) -> None:
         f"With the deaths that a fleet of this size must expect: {best.topology} takes "
         f"{_seconds(best.expected_seconds)} s.",
         highlight=False,
-        soft_wrap=True,
     )
 
 
