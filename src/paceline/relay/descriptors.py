@@ -15,12 +15,11 @@ BESIDE = 16  # of a worker, beside its files: lock, marks, counts, port, connect
 OURS = 64  # of the process
 
 
-def allow_all() -> int:
-    """Raise the soft limit to the hard one, and return that."""
+def allow_all() -> None:
+    """Raise the soft limit to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
 
 
 def require(manifest: Manifest, workers: int) -> None:
@@ -36,4 +35,4 @@ def require(manifest: Manifest, workers: int) -> None:
             wanted=f"at most {hard}",
             do="Raise the hard limit (ulimit -Hn), or ask for fewer workers.",
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    allow_all()
