@@ -22,8 +22,10 @@ from paceline.relay.session.events import (
 )
 from paceline.relay.session.extents import Extent
 from paceline.relay.wires.counters import Counters
+from paceline.relay.wires.frames import Kind, decode_hello, encode, encode_payload, proof
 from paceline.relay.wires.pacing import Pacer
 from paceline.relay.wires.pull import Pull
+from paceline.relay.wires.sockets import PlainChannel, read_frame
 from paceline.relay.wires.transport import PullStream, Transport
 from paceline.wire.plan import Source
 from tests.relay.kit import manifest_of, write_model
@@ -251,3 +253,14 @@ class Proxy:
 
 
 __all__ = ["Heard", "Node", "Pair", "PieceRejected", "PieceVerified", "Proxy"]
+
+
+def let_in(sock: socket.socket, token: str) -> PlainChannel:
+    """Welcome the caller at ``sock`` as a peer's port does that knows ``token``."""
+    channel = PlainChannel(sock, 5.0)
+    hello = decode_hello(read_frame(channel, float("inf"), Kind.HELLO)[1])
+    nonce = b"n" * 32
+    channel.send(encode_payload(Kind.CHALLENGE, nonce + proof(token, "server", hello, nonce)))
+    read_frame(channel, float("inf"), Kind.PROOF)
+    channel.send(encode(Kind.WELCOME))
+    return channel

@@ -20,18 +20,15 @@ from paceline.relay.session.extents import Extent
 from paceline.relay.wires.counters import Counters
 from paceline.relay.wires.frames import (
     Kind,
-    decode_hello,
     encode,
     encode_payload,
-    proof,
 )
 from paceline.relay.wires.pacing import Pacer
 from paceline.relay.wires.pull import Pull
-from paceline.relay.wires.sockets import PlainChannel, read_frame
 from paceline.relay.wires.tcp import TcpTransport
 from paceline.wire.plan import Source
 from tests.relay.kit import manifest_of, write_model
-from tests.relay.peers import Heard
+from tests.relay.peers import Heard, let_in
 
 TOKEN = "cluster-token"
 
@@ -59,12 +56,7 @@ def hostile(listener: socket.socket, said: list[bytes]) -> None:
     """Let one caller in, then say ``said`` and hang up."""
     sock, _ = listener.accept()
     with sock, suppress(OSError, PacelineError):
-        channel = PlainChannel(sock, 5.0)
-        hello = decode_hello(read_frame(channel, float("inf"), Kind.HELLO)[1])
-        nonce = b"n" * 32
-        channel.send(encode_payload(Kind.CHALLENGE, nonce + proof(TOKEN, "server", hello, nonce)))
-        read_frame(channel, float("inf"), Kind.PROOF)
-        channel.send(encode(Kind.WELCOME))
+        channel = let_in(sock, TOKEN)
         for frame in said:
             channel.send(frame)
         sock.shutdown(socket.SHUT_WR)

@@ -18,7 +18,7 @@ from paceline.relay.session.events import PieceRejected
 from paceline.relay.session.extents import Extent
 from paceline.relay.wires import shelf
 from paceline.relay.wires.counters import Counters
-from paceline.relay.wires.frames import Kind, decode_hello, encode, encode_payload, proof
+from paceline.relay.wires.frames import Kind, encode
 from paceline.relay.wires.pacing import MAX_BLOCK, Pacer
 from paceline.relay.wires.pull import Pull
 from paceline.relay.wires.shelf import Shelf
@@ -26,7 +26,7 @@ from paceline.relay.wires.sockets import PlainChannel, read_frame, waiting_bytes
 from paceline.relay.wires.tcp import TcpTransport
 from paceline.wire.plan import Source
 from tests.relay.kit import manifest_of, write_model
-from tests.relay.peers import Heard
+from tests.relay.peers import Heard, let_in
 
 TOKEN = "cluster-token"
 PIECES = 8  # of 16 KiB, all in one file
@@ -63,12 +63,7 @@ class Speaker:
         self.asking = TcpTransport(TOKEN).pull(asked)
         self.asking.request(Extent(self.first, self.first + PIECES))
         sock, _ = self._listener.accept()
-        channel = PlainChannel(sock, 5.0)
-        hello = decode_hello(read_frame(channel, float("inf"), Kind.HELLO)[1])
-        nonce = b"n" * 32
-        channel.send(encode_payload(Kind.CHALLENGE, nonce + proof(TOKEN, "server", hello, nonce)))
-        read_frame(channel, float("inf"), Kind.PROOF)
-        channel.send(encode(Kind.WELCOME))
+        channel = let_in(sock, TOKEN)
         read_frame(channel, float("inf"), Kind.REQUEST)
         return channel
 
