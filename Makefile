@@ -1,13 +1,14 @@
 # The two commands: `make demo` runs the main job, `make test` the whole suite.
-# Each sets up what it needs. PACELINE_TORCH_INDEX chooses where torch comes from
-# (a package index of CPU or CUDA builds; empty: pip's own configuration).
+# Each sets up what it needs. PACELINE_TORCH_INDEX names a package index of torch's CPU builds
+# (empty: a folder of wheels that pip's find-links names, else the default index's build).
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PACELINE_TORCH_INDEX ?=
-TORCH_INDEX := $(if $(PACELINE_TORCH_INDEX),--extra-index-url $(PACELINE_TORCH_INDEX))
+export PACELINE_TORCH_INDEX PYTHON
+LOCKS := requirements/runtime.lock requirements/dev.lock
+UV := $(shell command -v uv || echo $(BIN)/uv)
 # Imports without bytecode are two to three times slower; some environments switch it off.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -16,15 +17,13 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
-setup: $(VENV)/.ready ## install Paceline and its locked dependencies into .venv (pip alone)
+setup: $(VENV)/.ready ## install Paceline and its locked dependencies into .venv
 
-$(VENV)/.ready: requirements.lock pyproject.toml hatch_build.py src/paceline/hashing/_lanes.c
+$(VENV)/.ready: $(wildcard requirements/*) pyproject.toml hatch_build.py src/paceline/hashing/_lanes.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "paceline needs Python 3.11 or later: got $$($(PYTHON) --version); set PYTHON=python3.11"; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
-	  echo "python3 -m venv failed: on Debian and Ubuntu install python3-venv"; exit 2; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input $(TORCH_INDEX) -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --no-build-isolation -e .
+	requirements/install.sh $(VENV) $(LOCKS)
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --offline -e .
 	$(BIN)/python -m compileall -q src flows tasks
 	@touch $@
 
@@ -59,9 +58,8 @@ bench-links: setup ## Paceline and its peers on hosts with limited links (root; 
 
 peers: .venv-peers/.ready ## the trainers that benchmarks compare with, in .venv-peers
 
-.venv-peers/.ready: benchmarks/peers/requirements-training.txt
-	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps $(TORCH_INDEX) -r $<
+.venv-peers/.ready: benchmarks/peers/requirements-training.lock
+	requirements/install.sh .venv-peers $<
 	@touch $@
 
 chaos: setup ## the long fault runs
@@ -70,8 +68,8 @@ chaos: setup ## the long fault runs
 schemas: setup ## write docs/schemas anew from the records
 	$(BIN)/python -m paceline.wire.schemas docs/schemas
 
-lock: ## write requirements.lock anew from what is installed
-	$(BIN)/python -m pip freeze --exclude-editable --exclude pip | sed -E 's/ @ file:.*//; s/^(torch==[0-9.]+)\+.*/\1/' > requirements.lock
+lock: setup ## write requirements/*.lock anew: today's versions, or the newest with ARGS=--upgrade
+	UV=$(UV) $(BIN)/python requirements/write_locks.py $(ARGS)
 
 clean: ## remove caches and results
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist benchmarks/results

@@ -59,7 +59,7 @@ class Environment(Record):
     accelerator: str = ""  # the first one's name; "": none
     kernels: tuple[str, ...]  # instruction sets of the processor that choose other kernels
     packages: str  # digest of every installed package and its version
-    lock: str  # digest of requirements.lock; "": not there (an installed wheel)
+    lock: str  # digest of requirements/runtime.lock; "": not there (an installed wheel)
     sources: str  # version and digest of what decides what is learned
     commit: str  # "": no repository
     diff: str  # digest of what differs from the commit; "": nothing, or no repository
@@ -114,7 +114,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "
 @functools.cache
 def _fixed() -> dict[str, Any]:
     root = Path(str(paceline.__file__)).resolve().parents[2]
-    lock = root / "requirements.lock"
+    lock = root / "requirements" / "runtime.lock"
     commit, diff = _commit(root)
     model, flags = _processor()
     return {
