@@ -19,6 +19,7 @@ from paceline.errors import Conflict, CorruptData, GateRefused, NotFound, Source
 from paceline.evaluation import EXCEPTED, decide
 from paceline.manifest import Manifest, build_manifest, fetch_manifest, publish_model
 from paceline.registry.lineage import gate_metrics
+from paceline.wire import digest_of
 from paceline.wire.training import Evaluation, Evidence, GateDecision, TrainResult
 from tasks import artifacts, sealed
 from tasks.cancelling import stop_if_cancelled
@@ -163,6 +164,7 @@ def promote(run: Run, evidence: Evidence, source_url: str) -> StageResult:
     """Register the published candidate with its evidence and make it champion."""
 
     def work() -> dict[str, Any]:
+        require_judged(evidence, fetch_manifest(source_url, run.store))
         with run.alone(_aliases_of(evidence.model_id)):
             version = run.registry.register_candidate(
                 evidence.model_id, source_url, evidence, run.mlflow_run
@@ -257,6 +259,26 @@ def require_passed(run: Run, evidence: Evidence) -> None:
             where=f"{evidence.model_id}, run {run.run_id}",
             do="Run it with --approver NAME to promote it again.",
         )
+
+
+def require_judged(evidence: Evidence, published: Manifest) -> None:
+    """Raise GateRefused unless ``published`` is the manifest of exactly the weights that were
+    judged, whatever the ledger says of the stages between (I10)."""
+    weights = {
+        each.path: each.sha256 for each in published.files if each.path.endswith(".safetensors")
+    }
+    for what, got, wanted in (
+        ("manifest", published.digest, evidence.manifest_digest),
+        ("set of weights", digest_of(weights), evidence.weights_digest),
+    ):
+        if got != wanted:
+            raise GateRefused(
+                f"the gate judged another {what} than what is published",
+                got=got,
+                wanted=wanted,
+                where=f"{published.model_id} {published.version}",
+                do="Run the promotion again under a new run; look at who writes the ledger.",
+            )
 
 
 def has_champion(run: Run, model_id: str) -> bool:

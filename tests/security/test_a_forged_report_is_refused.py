@@ -18,6 +18,8 @@ from paceline.errors import (
     NotFound,
     SourceMissing,
 )
+from paceline.manifest import build_manifest
+from paceline.models import config_for, new_model, save_model, weights_digest
 from paceline.objects import ObjectStore
 from paceline.profile import Endpoints, Profile, Runtime, Secrets
 from paceline.registry import Registry
@@ -232,6 +234,29 @@ def test_a_training_in_the_ledger_counts_only_as_it_was_recorded() -> None:
         assert not train._is_recorded(run, forged, config)
 
 
+def test_only_a_manifest_of_the_judged_weights_is_promoted(tmp_path: Path) -> None:
+    """A line of the ledger may name another published version: its weights were never judged."""
+    config = config_for(20_000, 32)
+    manifests = []
+    for seed in (0, 1):
+        save_model(new_model(config, seed), config, tmp_path / str(seed))
+        manifests.append(
+            build_manifest(tmp_path / str(seed), model_id="m", version=str(seed), link_mbit=80)
+        )
+    evidence = make_evidence("m", "1").model_copy(
+        update={
+            "manifest_digest": manifests[0].digest,
+            "weights_digest": weights_digest(tmp_path / "0"),
+        }
+    )
+    promote.require_judged(evidence, manifests[0])
+    with pytest.raises(GateRefused, match="another manifest"):
+        promote.require_judged(evidence, manifests[1])
+    forged = evidence.model_copy(update={"manifest_digest": manifests[1].digest})
+    with pytest.raises(GateRefused, match="another set of weights"):
+        promote.require_judged(forged, manifests[1])
+
+
 def test_a_score_against_a_champion_of_before_is_missing_evidence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -323,8 +348,7 @@ def test_the_command_line_promotes_no_forged_report(
     refused = run("promote", model, "--report", "a" * 64, expected=3)
     assert "no such evaluation was recorded" in refused["error"]["got"]
     older = {key: value for key, value in report.items() if key != "report_digest"}
-    refused = run("promote", *of, "--report", written("older.json", older), expected=1)
-    assert refused["error"]["what" if "what" in refused["error"] else "message"]
+    refused = run("promote", *of, "--report", written("older.json", older), expected=2)
     assert refused["error"]["code"] == "InvalidInput"
 
     champion = Registry.from_runtime(stack).champion(model)

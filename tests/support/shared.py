@@ -1,4 +1,4 @@
-"""One installation for every slow test of a session: real servers, four nodes, links of 8 Mbit/s."""
+"""One installation for all slow tests of a session: real servers, four nodes, 8 Mbit/s each."""
 
 from __future__ import annotations
 
