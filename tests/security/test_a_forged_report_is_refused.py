@@ -19,7 +19,7 @@ from paceline.errors import (
     SourceMissing,
 )
 from paceline.manifest import build_manifest
-from paceline.models import config_for, new_model, save_model, weights_digest
+from paceline.models import weights_digest
 from paceline.objects import ObjectStore
 from paceline.profile import Endpoints, Profile, Runtime, Secrets
 from paceline.registry import Registry
@@ -236,13 +236,13 @@ def test_a_training_in_the_ledger_counts_only_as_it_was_recorded() -> None:
 
 def test_only_a_manifest_of_the_judged_weights_is_promoted(tmp_path: Path) -> None:
     """A line of the ledger may name another published version: its weights were never judged."""
-    config = config_for(20_000, 32)
     manifests = []
-    for seed in (0, 1):
-        save_model(new_model(config, seed), config, tmp_path / str(seed))
-        manifests.append(
-            build_manifest(tmp_path / str(seed), model_id="m", version=str(seed), link_mbit=80)
-        )
+    for version in ("0", "1"):
+        directory = tmp_path / version
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+        (directory / "model.safetensors").write_bytes(version.encode() * 99)
+        manifests.append(build_manifest(directory, model_id="m", version=version, link_mbit=80))
     evidence = make_evidence("m", "1").model_copy(
         update={
             "manifest_digest": manifests[0].digest,
