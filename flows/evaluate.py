@@ -6,9 +6,10 @@ from typing import Any
 
 from prefect import flow
 
-from tasks import distribute
+from paceline.wire.training import TrainResult
+from tasks import distribute, sealed
 from tasks.cancelling import cancellable
-from tasks.evaluate import evaluate
+from tasks.evaluate import evaluate, trained_on
 from tasks.lineage import recorded
 from tasks.prepare import published_url, snapshot_reference
 from tasks.promote import champion_reference, node_copy
@@ -20,19 +21,29 @@ from tasks.run import Run
 def evaluate_model(
     model_id: str,
     base_version: str,
-    candidate_url: str,
-    candidate_digest: str,
+    trained: str,
     snapshot_url: str,
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> dict[str, Any]:
-    """Score the candidate's weights at ``candidate_url`` on the snapshot's held-out split."""
+    """Score the weights of the training ``trained`` (its ``training_digest``) on the snapshot's
+    held-out split, and record the report; its ``report_digest`` is what promote-model asks for."""
     run = Run.open(state_dir, run_id)
     with recorded(run, "evaluate-model"):
+        result = sealed.find(run, trained, "training", TrainResult)
         base = distribute.fetch_model_manifest(run, published_url(run, model_id, base_version))
+        data = trained_on(run, base, result)
         node = distribute.start_agents(run)[-1]
         models = {
-            "candidate": {"url": candidate_url, "digest": candidate_digest},
+            "candidate": {"url": result.export_url, "digest": result.weights_digest},
             "base": node_copy(run, node, base),
-        } | champion_reference(run, base, candidate_digest)
-        return evaluate(run, models, snapshot_reference(run, snapshot_url), node).output
+        } | champion_reference(run, base, result.weights_digest)
+        return evaluate(
+            run,
+            models,
+            snapshot_reference(run, snapshot_url),
+            node,
+            base=base,
+            training_digest=trained,
+            trained_on=data,
+        ).output

@@ -41,9 +41,9 @@ def run_lifecycle(
         first = not has_champion(run, model_id)
         relayed = distribute_model(model_id, version, activate=first, **here)
         trained = train_model(model_id, version, snapshot_url, **here)
-        export, weights = trained["export_url"], trained["weights_digest"]
-        report = evaluate_model(model_id, version, export, weights, snapshot_url, **here)
-        promoted = promote_model(model_id, version, trained, report, snapshot_url, approver, **here)
+        digest = trained["training_digest"]
+        report = evaluate_model(model_id, version, digest, snapshot_url, **here)
+        promoted = promote_model(model_id, report["report_digest"], approver=approver, **here)
         rolled_out = distribute_model(
             model_id, promoted["published"]["version"], stage_prefix="rollout-", **here
         )

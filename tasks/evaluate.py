@@ -8,21 +8,84 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from paceline.errors import WorkerLost
+from paceline.data import load_snapshot
+from paceline.errors import Conflict, InvalidInput, WorkerLost
 from paceline.evaluation import as_markdown, plot_report
+from paceline.manifest import Manifest
 from paceline.registry import lineage
-from paceline.wire.training import EvaluationReport, EvaluationSpec
-from tasks import artifacts, cancelling
+from paceline.wire.training import (
+    Evaluated,
+    Evaluation,
+    EvaluationReport,
+    EvaluationSpec,
+    TrainingData,
+    TrainResult,
+)
+from tasks import artifacts, cancelling, sealed
 from tasks.run import Run, StageResult
 
 DEADLINE_S = 900.0
+COMPARED_BYTES_PER_S = 20e6  # of training text, at the least: S3's share of a busy node
+MAX_GENERATIONS = 1000
+
+
+def trained_on(run: Run, base: Manifest, trained: TrainResult) -> tuple[TrainingData, ...]:
+    """Return every snapshot that the candidate learned from: its own training's, and those of the
+    versions before it that were promoted here.
+
+    Raises InvalidInput where it was not trained from ``base``. What a base that was published by
+    hand learned from is in no record.
+    """
+    if trained.base_manifest_digest != base.digest:
+        raise InvalidInput(
+            "the candidate was not trained from this version",
+            got=f"{base.model_id} {base.version}, manifest {base.digest}",
+            wanted=f"manifest {trained.base_manifest_digest or 'missing'}",
+            where=f"training {trained.job_id}",
+            do="Name the version that it was trained from with --base.",
+        )
+    found = {
+        str(trained.snapshot_digest): TrainingData(
+            snapshot_url=str(trained.snapshot_url),
+            snapshot_digest=str(trained.snapshot_digest),
+            quarantined_shards=trained.quarantined_shards,
+        )
+    }
+    digest = base.digest
+    for _ in range(MAX_GENERATIONS):
+        version = run.registry.by_manifest(base.model_id, digest)
+        if version is None:
+            return tuple(found.values())
+        evidence = run.registry.evidence(base.model_id, version.version)
+        if evidence.training_snapshot_url and evidence.training_snapshot_digest:
+            before = TrainingData(
+                snapshot_url=evidence.training_snapshot_url,
+                snapshot_digest=evidence.training_snapshot_digest,
+            )
+            found.setdefault(before.snapshot_digest, before)
+        digest = evidence.base_manifest_digest
+    raise Conflict(
+        "too many versions before this one",
+        got=f"more than {MAX_GENERATIONS}",
+        where=f"{base.model_id} {base.version}",
+        do="Publish the base anew, as a model of its own.",
+    )
 
 
 @task(name="evaluate", cache_policy=NO_CACHE)
 def evaluate(
-    run: Run, models: dict[str, dict[str, str]], snapshot: dict[str, Any], node: str
+    run: Run,
+    models: dict[str, dict[str, str]],
+    snapshot: dict[str, Any],
+    node: str,
+    *,
+    base: Manifest,
+    training_digest: str,
+    trained_on: tuple[TrainingData, ...],
 ) -> StageResult:
-    """Score every one of ``models`` (name → {url, digest}), an n-gram model and compressors.
+    """Score every one of ``models`` (name → {url, digest}), an n-gram model and compressors, and
+    look for the held-out documents in what the candidate was ``trained_on``. The report is recorded
+    (see ``sealed``); its ``report_digest`` is what a promotion asks for.
 
     Raises WorkerLost when the evaluating process dies, Cancelled once it is gone because the flow
     run was cancelled; the same call is safe to repeat.
@@ -35,6 +98,11 @@ def evaluate(
         snapshot_digest=snapshot["digest"],
         models={name: each["url"] for name, each in models.items()},
         settings=profile.evaluation,
+        trained_on=trained_on,
+    )
+    digests = {name: each["digest"] for name, each in models.items()}
+    compared_bytes = sum(
+        load_snapshot(each.snapshot_url, run.store).record.total_bytes for each in trained_on
     )
 
     def work() -> dict[str, Any]:
@@ -56,7 +124,7 @@ def evaluate(
                 env={},
                 input_json=spec.model_dump_json(),
                 on_event=on_event,
-                deadline_s=DEADLINE_S,
+                deadline_s=DEADLINE_S + compared_bytes / COMPARED_BYTES_PER_S,
                 cancel=cancel,
             )
         if ended.exit_code != 0 or not answer:
@@ -72,28 +140,52 @@ def evaluate(
         run.registry.log_artifact_text(run.mlflow_run, as_markdown(report), "evaluation.md")
         plot = plot_report(report, run.work_dir / "evaluation.png")
         run.registry.log_artifact_file(run.mlflow_run, plot)
-        return report.model_dump(mode="json")
+        evaluation = Evaluation(
+            model_id=base.model_id,
+            base_version=base.version,
+            base_manifest_digest=base.digest,
+            training_digest=training_digest,
+            snapshot_url=snapshot["url"],
+            models=digests,
+            report=report,
+        )
+        return _output(report, sealed.keep(run, evaluation, "evaluation"))
+
+    def is_recorded(output: dict[str, Any]) -> bool:
+        """Return whether the ledger's ``output`` is what an evaluation of these recorded."""
+        digest = str(output.get("report_digest"))
+        known = sealed.found(run, digest, "evaluation", Evaluation)
+        return (
+            known is not None
+            and (known.training_digest, known.models) == (training_digest, digests)
+            and _output(known.report, digest) == output
+        )
 
     result = run.stage(
         "evaluate",
         {
-            "models": {name: each["digest"] for name, each in models.items()},
+            "models": digests,
             "snapshot": snapshot["digest"],
+            "training": training_digest,
+            "trained_on": [each.model_dump(mode="json") for each in trained_on],
             "settings": profile.evaluation.model_dump(mode="json"),
         },
         work,
         # a model that could not be scored (a node had lost its copy) is tried again
-        still_true=lambda o: not o.get("failures"),
+        still_true=lambda o: not o.get("failures") and is_recorded(o),
         describe=_one_line,
     )
-    report = EvaluationReport.model_validate(result.output)
-    artifacts.markdown("evaluation", as_markdown(report), "Scores on held-out files")
+    report = Evaluated.model_validate(result.output)
+    page = as_markdown(report) + f"\nReport digest, for a promotion: `{report.report_digest}`\n"
+    artifacts.markdown("evaluation", page, "Scores on held-out files")
     return result
 
 
+def _output(report: EvaluationReport, digest: str) -> dict[str, Any]:
+    return report.model_dump(mode="json") | {"report_digest": digest}
+
+
 def _one_line(output: dict[str, Any]) -> str:
-    report = EvaluationReport.model_validate(output)
-    return (
-        ", ".join(f"{each.name} {each.bits_per_byte.value:.3f}" for each in report.scores)
-        + " bits/byte"
-    )
+    report = Evaluated.model_validate(output)
+    scores = ", ".join(f"{each.name} {each.bits_per_byte.value:.3f}" for each in report.scores)
+    return f"{scores} bits/byte, report {report.report_digest}"

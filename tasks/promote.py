@@ -16,11 +16,12 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from paceline.errors import Conflict, CorruptData, GateRefused, NotFound, SourceMissing
-from paceline.evaluation import decide
+from paceline.evaluation import EXCEPTED, decide
 from paceline.manifest import Manifest, build_manifest, fetch_manifest, publish_model
 from paceline.registry.lineage import gate_metrics
-from paceline.wire.training import EvaluationReport, Evidence, GateDecision, TrainResult
-from tasks import artifacts
+from paceline.wire import digest_of
+from paceline.wire.training import Evaluation, Evidence, GateDecision, TrainResult
+from tasks import artifacts, sealed
 from tasks.cancelling import stop_if_cancelled
 from tasks.code_version import code_version
 from tasks.prepare import published_url
@@ -28,6 +29,35 @@ from tasks.publishing import told
 from tasks.run import Run, StageResult
 
 MAX_VERSIONS = 10_000  # of one base; each is one look into the bucket
+
+
+def recorded_evidence(run: Run, report_digest: str) -> tuple[Evaluation, TrainResult]:
+    """Return the evaluation with ``report_digest`` and the training that it judged, as they were
+    recorded; raises GateRefused where either is missing or was not made by this installation."""
+    try:
+        evaluation = sealed.find(run, report_digest, "evaluation", Evaluation)
+        return evaluation, sealed.find(run, evaluation.training_digest, "training", TrainResult)
+    except (NotFound, CorruptData) as error:
+        raise GateRefused(
+            "the candidate was not promoted: its evidence was not recorded here",
+            got=error.one_line(),
+            wanted="the report_digest of an evaluation of this installation",
+            where=f"run {run.run_id}",
+            do=error.do,
+        ) from error
+
+
+def require_same(evaluation: Evaluation, **wanted: str | None) -> None:
+    """Raise GateRefused where ``evaluation`` is about another thing than ``wanted`` names."""
+    for name, value in wanted.items():
+        got = getattr(evaluation, name)
+        if value is not None and value.rstrip("/") != got:
+            raise GateRefused(
+                f"the report is about another {name}",
+                got=got,
+                wanted=value,
+                do="Evaluate this candidate, and promote it with that report.",
+            )
 
 
 @task(name="package-candidate", cache_policy=NO_CACHE)
@@ -65,21 +95,32 @@ def package_candidate(run: Run, base: Manifest, trained: TrainResult) -> StageRe
 
 @task(name="gate", cache_policy=NO_CACHE)
 def gate(
-    run: Run, base: Manifest, report: EvaluationReport, lineage: dict[str, str | None]
+    run: Run, base: Manifest, evaluation: Evaluation, lineage: dict[str, str | None]
 ) -> GateDecision:
     """Decide from the evidence alone whether the candidate may become champion.
 
-    Where there is a champion, a report without its score is missing evidence.
+    Where there is a champion, a report without its score is missing evidence; so is one with the
+    score of a champion before it.
     """
     began = time.monotonic()
+    report = evaluation.report
     candidate = report.score("candidate")
     weights = candidate.weights_digest if candidate else None
-    champion = "champion" if champion_reference(run, base, weights) else None
+    now = champion_reference(run, base, weights).get("champion")
+    champion = None if now is None else "champion"
+    if now is not None and evaluation.models.get("champion") != now["digest"]:
+        champion = f"champion of manifest {now['digest'][:12]}"  # the report has no such score
     decision = decide(report, run.runtime.profile.gate, champion=champion, lineage=lineage)
     artifacts.table(
         "gate", [each.model_dump(mode="json") for each in decision.checks], "Why, check by check"
     )
     run.registry.log_metrics(run.mlflow_run, gate_metrics(decision))
+    if excepted := run.runtime.profile.gate.except_baselines:
+        unbeaten = [each.name for each in decision.checks if each.wanted == EXCEPTED]
+        run.note(
+            f"the policy excepts {', '.join(excepted)} (gate.except_baselines); the candidate is "
+            + (f"not {', not '.join(unbeaten)}" if unbeaten else "better than each of them")
+        )
     message = "passed" if decision.passed else "refused: " + "; ".join(decision.reasons)
     run.did("gate", began, message)
     return decision
@@ -89,10 +130,12 @@ def bundle(
     run: Run,
     base: Manifest,
     trained: TrainResult,
-    report: EvaluationReport,
+    evaluation: Evaluation,
     decision: GateDecision,
     lineage: dict[str, str | None],
     approver: str | None,
+    *,
+    report_digest: str,
 ) -> Evidence:
     """Return the evidence that is bound to the version, whatever the gate said."""
     return Evidence(
@@ -102,13 +145,17 @@ def bundle(
         weights_digest=trained.weights_digest,
         base_version=base.version,
         base_manifest_digest=base.digest,
-        snapshot_digest=report.snapshot_digest,
+        snapshot_digest=evaluation.report.snapshot_digest,
         job_id=trained.job_id,
         training_config_digest=trained.config_digest,
         code_version=str(lineage["code_version"]),
-        evaluation=report,
+        evaluation=evaluation.report,
         gate=decision,
         approver=approver,
+        report_digest=report_digest,
+        training_digest=evaluation.training_digest,
+        training_snapshot_url=trained.snapshot_url,
+        training_snapshot_digest=trained.snapshot_digest,
     )
 
 
@@ -117,6 +164,7 @@ def promote(run: Run, evidence: Evidence, source_url: str) -> StageResult:
     """Register the published candidate with its evidence and make it champion."""
 
     def work() -> dict[str, Any]:
+        require_judged(evidence, fetch_manifest(source_url, run.store))
         with run.alone(_aliases_of(evidence.model_id)):
             version = run.registry.register_candidate(
                 evidence.model_id, source_url, evidence, run.mlflow_run
@@ -213,6 +261,26 @@ def require_passed(run: Run, evidence: Evidence) -> None:
         )
 
 
+def require_judged(evidence: Evidence, published: Manifest) -> None:
+    """Raise GateRefused unless ``published`` is the manifest of exactly the weights that were
+    judged, whatever the ledger says of the stages between (I10)."""
+    weights = {
+        each.path: each.sha256 for each in published.files if each.path.endswith(".safetensors")
+    }
+    for what, got, wanted in (
+        ("manifest", published.digest, evidence.manifest_digest),
+        ("set of weights", digest_of(weights), evidence.weights_digest),
+    ):
+        if got != wanted:
+            raise GateRefused(
+                f"the gate judged another {what} than what is published",
+                got=got,
+                wanted=wanted,
+                where=f"{published.model_id} {published.version}",
+                do="Run the promotion again under a new run; look at who writes the ledger.",
+            )
+
+
 def has_champion(run: Run, model_id: str) -> bool:
     """Return whether a version of ``model_id`` is champion; then nodes run that, not its base."""
     return run.registry.champion(model_id) is not None
@@ -290,6 +358,8 @@ def lineage_of(
         "manifest_digest": manifest_digest,
         "base_manifest_digest": base.digest,
         "snapshot_digest": snapshot["digest"],
+        "training_snapshot_digest": trained.snapshot_digest,
+        "weights_digest": trained.weights_digest,
         "config_digest": trained.config_digest,
         "job_id": trained.job_id,
         "code_version": code_version(),

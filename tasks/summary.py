@@ -14,7 +14,7 @@ from paceline.wire.summary import (
     StageLine,
     TrainingFigures,
 )
-from paceline.wire.training import EvaluationReport, GateDecision, TrainResult
+from paceline.wire.training import Evaluated, EvaluationReport, GateDecision, Trained, TrainResult
 from tasks import artifacts
 from tasks.lineage import links
 from tasks.run import Run
@@ -51,8 +51,8 @@ def summarise(
         data=_pick(DataFigures, inputs["snapshot"]),
         distribution=_movement(distribution),
         rollout=_movement(rollout),
-        training=_training(TrainResult.model_validate(training)),
-        evaluation=_evaluation(EvaluationReport.model_validate(report)),
+        training=_training(Trained.model_validate(training)),
+        evaluation=_evaluation(Evaluated.model_validate(report)),
         gate=GateDecision.model_validate(promotion["gate"]),
         registry=_pick(RegistryFigures, registry | {"version": registry["registry_version"]}),
         links=links(run) | {"model": registry["url"]},

@@ -23,7 +23,7 @@ from paceline.training import (
     with_own_id,
 )
 from paceline.wire.training import RankEvent, TrainJob, TrainResult
-from tasks import artifacts, cancelling
+from tasks import artifacts, cancelling, sealed
 from tasks.figures import Figures
 from tasks.run import Run, StageResult
 
@@ -115,17 +115,32 @@ def train(
         run.registry.log_artifact_text(
             run.mlflow_run, result.model_dump_json(), lineage.RESULT_FILE
         )
-        return result.model_dump(mode="json")
+        trained = result.model_dump(mode="json")
+        return trained | {"training_digest": sealed.keep(run, result, "training")}
 
     return run.stage(
         "train",
         inputs,
         work,
-        still_true=lambda o: run.store.exists(f"{o['export_url']}/config.json"),
+        still_true=lambda o: (
+            run.store.exists(f"{o['export_url']}/config.json")
+            and _is_recorded(run, o, config_digest(job))
+        ),
         describe=lambda o: (
             f"{o['steps']} steps, loss {o['final_loss'] or float('nan'):.3f}, "
             f"{o['tokens_per_second']:.0f} tokens/s, {len(o['restarts'])} restarts"
         ),
+    )
+
+
+def _is_recorded(run: Run, output: dict[str, Any], config: str) -> bool:
+    """Return whether the ledger's ``output`` is what a training of this configuration recorded."""
+    digest = output.get("training_digest")
+    result = sealed.found(run, digest, "training", TrainResult)
+    return (
+        result is not None
+        and result.config_digest == config
+        and result.model_dump(mode="json") | {"training_digest": digest} == output
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import servers
 from tests.support.rclone import RcloneS3, rclone_s3
+from tests.support.shared import lifecycle, small_disk, stack  # noqa: F401 - fixtures
 
 
 @pytest.fixture(scope="session")

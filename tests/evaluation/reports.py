@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.wire.training import EvaluationReport, Interval, ModelScore
+from paceline.wire.training import EvaluationReport, Interval, ModelScore, Overlap
 
 SNAPSHOT = "5" * 64
+TRAINING_SNAPSHOT = "7" * 64
+CLEAN = Overlap(
+    snapshot_digest=TRAINING_SNAPSHOT, held_out_documents=40, training_documents=400, found=0
+)
 LINEAGE: dict[str, str | None] = {
     "manifest_digest": "a" * 64,
     "snapshot_digest": SNAPSHOT,
+    "training_snapshot_digest": TRAINING_SNAPSHOT,
+    "weights_digest": "c" * 64,
     "config_digest": "c" * 64,
     "code_version": "paceline 0.1.0",
     "job_id": "job-1",
@@ -51,4 +57,5 @@ def passing(**changes: Any) -> EvaluationReport:
              "bits_per_byte": {"candidate": 2.3, "base": 2.7, "champion": 2.4, "ngram": 2.0}},
         ),
         seconds=1.0,
+        overlaps=(CLEAN,),
     )  # fmt: skip

@@ -13,7 +13,8 @@ from paceline.profile import GateSettings
 from paceline.wire.training import EvaluationReport, Interval, ModelScore
 from tests.evaluation.reports import LINEAGE, interval, passing, transformer
 
-SETTINGS = GateSettings(max_bits_per_byte=3.0)
+BASELINES = ("ngram", "gzip", "xz")
+SETTINGS = GateSettings(max_bits_per_byte=3.0, except_baselines=BASELINES)
 
 
 def refusals(
@@ -103,7 +104,12 @@ def test_missing_lineage_is_named(key: str, value: str | None) -> None:
         del lineage[key]
     failed = refusals(passing(), lineage=lineage)
     assert f"lineage: {key.replace('_', ' ')}" in failed
-    assert set(failed) <= {f"lineage: {key.replace('_', ' ')}", "judged on the snapshot it names"}
+    assert set(failed) <= {
+        f"lineage: {key.replace('_', ' ')}",
+        "judged on the snapshot it names",
+        "held-out documents compared with the training data",
+        "weights digest",
+    }
 
 
 def test_another_snapshot_is_refused() -> None:
@@ -125,13 +131,15 @@ def test_a_missing_candidate_fails_everything_about_it() -> None:
 def test_missing_opponents_are_refused() -> None:
     assert refusals(without(passing(), "base")) == ["better than base"]
     assert refusals(without(passing(), "champion")) == ["no regression against champion"]
-    settings = GateSettings(max_bits_per_byte=3.0, must_beat=("base", "ngram", "nobody"))
+    settings = SETTINGS.model_copy(update={"must_beat": ("base", "ngram", "nobody")})
     assert refusals(passing(), settings) == ["better than ngram", "better than nobody"]
 
 
 def test_the_bases_own_weights_are_not_a_candidate() -> None:
-    report = passing(weights_digest=transformer("base", 1.0).weights_digest)
-    assert refusals(report) == ["better than base"]
+    weights = transformer("base", 1.0).weights_digest
+    report = passing(weights_digest=weights)
+    lineage = LINEAGE | {"weights_digest": weights}
+    assert refusals(report, lineage=lineage) == ["better than base"]
 
 
 def test_few_documents_prove_nothing() -> None:

@@ -94,6 +94,7 @@ def test_the_demo_reads_a_persons_own_text_and_stops_at_ctrl_c(tmp_path: Path) -
         shown += line
     assert re.search(r"xz\s", shown)
     assert "champion" in shown
+    assert "the policy excepts ngram, gzip, xz" in shown
     demo.send_signal(signal.SIGINT)
     ended = finish(demo, 60)
     assert ended.code == 0, ended.err

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from pydantic import BaseModel, ValidationError
 
 from paceline.cli.options import json_option, point_prefect_at, state_directory, state_option
 from paceline.client import CoordinatorClient
 from paceline.errors import InvalidInput, PacelineError
 from paceline.profile import load_runtime
 from paceline.wire import new_run_id
+from paceline.wire.base import SHA256_HEX
 
 DEPLOYMENT_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # a UUID
 
@@ -153,12 +153,14 @@ def _placed(name: str) -> str:
     return name if name.startswith("s3://") or name == "stdlib" else str(Path(name).absolute())
 
 
+TRAINED = "JSON of `paceline train --json`, or the training_digest in it."
+REPORT = "JSON of `paceline evaluate --json`, or the report_digest in it."
+
+
 @click.command()
 @model_argument
 @click.option("--base", "base_version", required=True, help="Version the candidate started from.")
-@click.option(
-    "--trained", type=click.File(), required=True, help="JSON of `paceline train --json`."
-)
+@click.option("--trained", metavar="FILE|DIGEST", required=True, help=TRAINED)
 @click.option("--snapshot", required=True, help="URL of the data snapshot.")
 @run_id_option
 @state_option
@@ -166,14 +168,17 @@ def _placed(name: str) -> str:
 def evaluate(
     model_id: str,
     base_version: str,
-    trained: Any,
+    trained: str,
     snapshot: str,
     run_id: str | None,
     state: Path | None,
     as_json: bool,
 ) -> int:
-    """Judge a training job's candidate on held-out files."""
-    job = _json_of(trained)
+    """Judge a training job's candidate on held-out files, and record the report.
+
+    The training is found by its digest in what the installation recorded.
+    """
+    digest = _digest_of(trained, "training_digest", "train")
     here = start_flow(state, run_id)
     from flows.evaluate import evaluate_model
 
@@ -182,8 +187,7 @@ def evaluate(
         as_json,
         model_id=model_id,
         base_version=base_version,
-        candidate_url=_field(job, "export_url"),
-        candidate_digest=_field(job, "weights_digest"),
+        trained=digest,
         snapshot_url=snapshot,
         **here,
     )
@@ -191,33 +195,32 @@ def evaluate(
 
 @click.command()
 @model_argument
-@click.option("--base", "base_version", required=True, help="Version the candidate started from.")
-@click.option(
-    "--trained", type=click.File(), required=True, help="JSON of `paceline train --json`."
-)
-@click.option(
-    "--report", type=click.File(), required=True, help="JSON of `paceline evaluate --json`."
-)
-@click.option("--snapshot", required=True, help="URL of the data snapshot.")
+@click.option("--report", metavar="FILE|DIGEST", required=True, help=REPORT)
+@click.option("--base", "base_version", help="Refuse a report about another base version.")
+@click.option("--trained", metavar="FILE|DIGEST", help="Refuse a report about another training.")
+@click.option("--snapshot", help="Refuse a report about another data snapshot (its URL).")
 @click.option("--approver", default=None, help="Who stands for the promotion; kept as evidence.")
 @run_id_option
 @state_option
 @json_option
 def promote(
     model_id: str,
-    base_version: str,
-    trained: Any,
-    report: Any,
-    snapshot: str,
+    report: str,
+    base_version: str | None,
+    trained: str | None,
+    snapshot: str | None,
     approver: str | None,
     run_id: str | None,
     state: Path | None,
     as_json: bool,
 ) -> int:
-    """Gate a judged candidate; on a pass make it champion and publish it."""
-    from paceline.wire.training import EvaluationReport, TrainResult
+    """Gate a judged candidate; on a pass make it champion and publish it.
 
-    job, scores = _record(trained, TrainResult), _record(report, EvaluationReport)
+    The report is found by its digest in what the installation's evaluations recorded: of a file
+    nothing is read but the digest that it names.
+    """
+    digest = _digest_of(report, "report_digest", "evaluate")
+    training = None if trained is None else _digest_of(trained, "training_digest", "train")
     here = start_flow(state, run_id)
     from flows.promote import promote_model
 
@@ -225,9 +228,9 @@ def promote(
         promote_model,
         as_json,
         model_id=model_id,
+        report=digest,
         base_version=base_version,
-        trained=job,
-        report=scores,
+        trained=training,
         snapshot_url=snapshot,
         approver=approver,
         **here,
@@ -264,39 +267,33 @@ def rollback(
     return run_flow(rollback_model, as_json, model_id=what, **here)
 
 
-def _json_of(file: Any) -> dict[str, Any]:
+def _digest_of(given: str, field: str, command: str) -> str:
+    """Return the digest that ``given`` is, or that the JSON file of this name has as ``field``."""
+    if re.fullmatch(SHA256_HEX, given):
+        return given
     try:
-        value = json.load(file)
-    except (ValueError, RecursionError) as error:  # not JSON, not even UTF-8, or endless brackets
+        with click.open_file(given) as file:
+            value = json.load(file)
+    except OSError as error:
         raise InvalidInput(
-            "not JSON", got=error, wanted="a JSON object", where=file.name
+            "no such file, and no digest",
+            got=given,
+            wanted=f"JSON of `paceline {command} --json`, or its {field}",
         ) from error
+    except (ValueError, RecursionError) as error:  # not JSON, not even UTF-8, or endless brackets
+        raise InvalidInput("not JSON", got=error, wanted="a JSON object", where=given) from error
     if not isinstance(value, dict):
         raise InvalidInput(
-            "not a JSON object", got=type(value).__name__, wanted="an object", where=file.name
+            "not a JSON object", got=type(value).__name__, wanted="an object", where=given
         )
-    return value
-
-
-def _record(file: Any, kind: type[BaseModel]) -> dict[str, Any]:
-    """Return the record that a command printed with --json, without what every command adds."""
-    extra = {"status", "run_id", "notes"}
-    value = {key: value for key, value in _json_of(file).items() if key not in extra}
-    try:
-        return kind.model_validate(value).model_dump(mode="json")
-    except ValidationError as error:
-        first = error.errors()[0]
+    digest = value.get(field)
+    if not isinstance(digest, str) or not re.fullmatch(SHA256_HEX, digest):
         raise InvalidInput(
-            f"not a {kind.__name__}",
-            got=f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}",
-            wanted="what `paceline train --json` or `paceline evaluate --json` printed",
-            where=file.name,
-        ) from error
-
-
-def _field(value: dict[str, Any], name: str) -> str:
-    if not isinstance(value.get(name), str):
-        raise InvalidInput(
-            "a field is missing", got=", ".join(sorted(value)) or "an empty object", wanted=name
+            f"no {field}",
+            got=", ".join(sorted(value)) or "an empty object",
+            wanted=f"what `paceline {command} --json` printed",
+            where=given,
+            do=f"Run the same `paceline {command}` again: an older version did not print it, and a "
+            "finished training is not trained again.",
         )
-    return str(value[name])
+    return digest

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.data.shards import ShardCache
 from paceline.data.snapshot import Shard, Snapshot, Split, load_snapshot, require_purpose
-from paceline.data.texts import Document, documents
+from paceline.data.texts import Document, content_digest, documents
 from paceline.data.validate import ValidationReport, require_valid, validate_snapshot
 
 if TYPE_CHECKING:
     from paceline.data.batch import Batch
     from paceline.data.build import build_snapshot
     from paceline.data.stream import PlannedStream, Stream, open_stream
+    from paceline.data.tokenizer import tokenizer_of
 
 # they need numpy
 _LATE = {
@@ -26,6 +27,7 @@ _LATE = {
     "PlannedStream": "stream",
     "Stream": "stream",
     "open_stream": "stream",
+    "tokenizer_of": "tokenizer",
 }
 
 
@@ -46,10 +48,12 @@ __all__ = [
     "Stream",
     "ValidationReport",
     "build_snapshot",
+    "content_digest",
     "documents",
     "load_snapshot",
     "open_stream",
     "require_purpose",
     "require_valid",
+    "tokenizer_of",
     "validate_snapshot",
 ]

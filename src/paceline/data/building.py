@@ -21,6 +21,7 @@ from paceline.data.formats.columns import ColumnWriter, column_of
 from paceline.data.formats.sample import Array
 from paceline.data.snapshot import Column, Shard, SnapshotRecord, Split
 from paceline.data.splits import draw
+from paceline.data.texts import content_digest
 from paceline.data.tokenizer import Tokenizer
 from paceline.data.uploads import Uploads
 from paceline.errors import InvalidInput
@@ -234,8 +235,10 @@ def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 
 
 def _content(sample: Sample) -> bytes:
-    """Return what is the same for two samples that say the same."""
-    digest = hashlib.sha256(b"text:" + sample.text if sample.text is not None else b"")
+    """Return what is the same for two samples that say the same, white space apart: no held-out
+    document has such a copy in the training split of its own snapshot."""
+    text = sample.text
+    digest = hashlib.sha256(b"" if text is None else b"text:" + content_digest(text))
     arrays = dict(sample.features)
     if sample.tokens is not None:
         arrays[""] = sample.tokens

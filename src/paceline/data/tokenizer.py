@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from paceline.data.formats.sample import Array
-from paceline.data.snapshot import BYTES, Vocabulary
+from paceline.data.snapshot import BYTES, Snapshot, Vocabulary, store_at
 from paceline.errors import InvalidInput, MissingTool, SourceMissing
+from paceline.objects import ObjectStore
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 # What tokenizers call the token that ends a document; the first that is there parts documents.
@@ -50,6 +51,20 @@ class Tokenizer:
         if self._made is None:
             return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
         return str(self._made.decode(tokens.tolist(), skip_special_tokens=False))
+
+    def text(self, tokens: Array) -> bytes:
+        """Return the text of a document's ``tokens``, UTF-8; of bytes, exactly as it was."""
+        if self._made is None:
+            return tokens.tobytes()
+        return self.decode(tokens).encode("utf-8", errors="surrogatepass")
+
+
+def tokenizer_of(snapshot: Snapshot, store: ObjectStore) -> Tokenizer:
+    """Return the tokenizer that ``snapshot`` was made with."""
+    url = snapshot.tokenizer_url
+    if url is None:
+        return open_tokenizer("bytes")
+    return open_tokenizer(url, store_at(url, store).get_bytes(url, MAX_TOKENIZER_BYTES))
 
 
 def open_tokenizer(name: str, file: bytes | None = None) -> Tokenizer:

@@ -4,7 +4,7 @@
 registry and no scheduler; heavy libraries are imported where they are used.
 """
 
-from paceline.evaluation.gate import LINEAGE, decide
+from paceline.evaluation.gate import EXCEPTED, LINEAGE, decide
 from paceline.evaluation.report import as_frame, as_markdown, plot_report
 
-__all__ = ["LINEAGE", "as_frame", "as_markdown", "decide", "plot_report"]
+__all__ = ["EXCEPTED", "LINEAGE", "as_frame", "as_markdown", "decide", "plot_report"]

@@ -5,9 +5,13 @@ What is missing counts against the candidate and is named. The rules:
 - *better than X* (each name in ``must_beat``): the whole paired interval of candidate − X lies
   below zero. Equal weights, or an interval that touches zero, is not better: a run of zero steps
   fails.
+- *simple baselines*: each of ``BASELINES`` must be beaten in the same way, unless the policy
+  excepts it (``except_baselines``); an exception stays visible as a check that says so.
 - *no regression against the champion*: non-inferiority. The upper end of the paired interval is at
   most 1 % of the champion's bits per byte; "not significantly worse" alone would let anything pass
   on few documents.
+- *not judged on what it was trained on*: every snapshot in the candidate's lineage was compared
+  with the held-out documents, and none of them was found there.
 - At least 5 documents: with fewer, all of them agreeing happens by chance more than once in 20.
 """
 
@@ -30,7 +34,19 @@ MISSING = "missing"
 MIN_DOCUMENTS = 5  # 2**-5 = 3.1 % < 5 %
 REGRESSION_MARGIN = 0.01
 FORMATS = ("safetensors",)
-LINEAGE = ("manifest_digest", "snapshot_digest", "config_digest", "code_version", "job_id")
+BASELINES = ("ngram", "gzip", "xz")
+TRAINING_DATA = "training data"  # in a report's failures: why it could not be compared
+BELOW_ZERO = "the whole interval below 0"
+EXCEPTED = f"{BELOW_ZERO}, but the policy excepts it"
+LINEAGE = (
+    "manifest_digest",
+    "snapshot_digest",
+    "training_snapshot_digest",
+    "weights_digest",
+    "config_digest",
+    "code_version",
+    "job_id",
+)
 
 
 # Stands in for a candidate that was not evaluated: everything about it is missing.
@@ -56,7 +72,16 @@ def decide(
     checks = [
         _evaluated(report, candidate),
         _at_least("held-out documents", report.documents, MIN_DOCUMENTS),
-        *(_better_than(name, report, candidate) for name in settings.must_beat),
+        *(
+            _better_than(name, report, candidate)
+            for name in dict.fromkeys((*settings.must_beat, *BASELINES))
+            if name in settings.must_beat or name not in settings.except_baselines
+        ),
+        *(
+            _excepted(name, report, candidate)
+            for name in settings.except_baselines
+            if name not in settings.must_beat
+        ),
     ]
     if champion is not None:
         checks.append(_no_regression(champion, report, candidate))
@@ -68,8 +93,10 @@ def decide(
         _at_most("model bytes", facts.model_bytes, settings.max_model_bytes),
         _at_most("latency in ms", facts.latency_ms, settings.max_latency_ms),
         _check(
-            "weights digest", bool(facts.weights_digest),
-            facts.weights_digest or MISSING, "the digest of what was evaluated",
+            "weights digest",
+            bool(facts.weights_digest) and facts.weights_digest == lineage.get("weights_digest"),
+            facts.weights_digest or MISSING,
+            lineage.get("weights_digest") or MISSING,
         ),
         *(_traceable(key, lineage.get(key)) for key in LINEAGE),
         _check(
@@ -78,6 +105,7 @@ def decide(
             lineage.get("snapshot_digest") or MISSING,
             report.snapshot_digest,
         ),
+        *_not_trained_on(report, lineage.get("training_snapshot_digest")),
     ]  # fmt: skip
     return GateDecision(passed=all(each.passed for each in checks), checks=tuple(checks))
 
@@ -90,7 +118,7 @@ def _evaluated(report: EvaluationReport, candidate: ModelScore | None) -> GateCh
 
 
 def _better_than(name: str, report: EvaluationReport, candidate: ModelScore | None) -> GateCheck:
-    title, wanted = f"better than {name}", "the whole interval below 0"
+    title, wanted = f"better than {name}", BELOW_ZERO
     gain = candidate.gain_over.get(name) if candidate else None
     other = report.score(name)
     if candidate is None or gain is None or other is None:
@@ -98,6 +126,31 @@ def _better_than(name: str, report: EvaluationReport, candidate: ModelScore | No
     if candidate.weights_digest is not None and candidate.weights_digest == other.weights_digest:
         return _check(title, False, "the same weights", wanted)
     return _check(title, _sound(gain) and gain.high < 0, _show(gain), wanted)
+
+
+def _excepted(name: str, report: EvaluationReport, candidate: ModelScore | None) -> GateCheck:
+    found = _better_than(name, report, candidate)
+    return found if found.passed else found.model_copy(update={"passed": True, "wanted": EXCEPTED})
+
+
+def _not_trained_on(report: EvaluationReport, training_snapshot: str | None) -> list[GateCheck]:
+    overlaps = report.overlaps or ()
+    compared = [each.snapshot_digest for each in overlaps]
+    copies = [each for each in overlaps if each.found]
+    got = "; ".join(
+        f"{each.found} of {each.held_out_documents} in snapshot {each.snapshot_digest[:12]} "
+        f"({', '.join(each.examples)}{', …' if each.found > len(each.examples) else ''})"
+        for each in copies
+    )
+    return [
+        _check(
+            "held-out documents compared with the training data",
+            training_snapshot in compared,
+            ", ".join(compared) or report.failures.get(TRAINING_DATA, MISSING),
+            training_snapshot or MISSING,
+        ),
+        _check("held-out documents in the training data", not copies, got or "none", "none"),
+    ]
 
 
 def _no_regression(name: str, report: EvaluationReport, candidate: ModelScore | None) -> GateCheck:

@@ -58,6 +58,11 @@ def as_markdown(report: EvaluationReport) -> str:
     lines += [
         f"| {_cell(name)} | – | {_cell(why)} | | | |" for name, why in report.failures.items()
     ]
+    lines += [
+        f"\nTraining snapshot `{each.snapshot_digest[:12]}`: {each.found} of "
+        f"{each.held_out_documents} held-out documents are among its {each.training_documents}."
+        for each in report.overlaps or ()
+    ]
     lines += _gains(report)
     lines += _slices(report)
     return "\n".join(lines) + "\n"

@@ -11,18 +11,27 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from paceline.data import documents, load_snapshot
-from paceline.errors import CorruptData, InvalidInput, PacelineError, SourceMissing
+from paceline.errors import (
+    CorruptData,
+    InvalidInput,
+    PacelineError,
+    PermanentError,
+    SourceMissing,
+)
+from paceline.evaluation.gate import TRAINING_DATA
 from paceline.evaluation.heldout import choose
+from paceline.evaluation.overlap import overlap
 from paceline.evaluation.scoring import judge
 from paceline.objects import ObjectStore
 from paceline.profile import load_runtime
-from paceline.wire.training import EvaluationReport, EvaluationSpec
+from paceline.wire.training import EvaluationReport, EvaluationSpec, Overlap, TrainingData
 
 TRAIN_BYTES = 16 * 1024 * 1024  # what the n-gram model counts: about 4 s on one core
 HELD_OUT_READ_FACTOR = 64  # of the budget: how much text is looked at to cut prefixes from
@@ -44,15 +53,11 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport:
             where=spec.snapshot_url,
         )
     budget = spec.settings.held_out_bytes
-    held_out = choose(
-        (
-            (each.path, each.text)
-            for each in documents(
-                snapshot, "held-out", store, cache_dir, HELD_OUT_READ_FACTOR * budget
-            )
-        ),
-        budget,
-    )
+    read = [
+        (each.path, each.text)
+        for each in documents(snapshot, "held-out", store, cache_dir, HELD_OUT_READ_FACTOR * budget)
+    ]
+    held_out = choose(read, budget)
     train = [each.text for each in documents(snapshot, "train", store, cache_dir, TRAIN_BYTES)]
     with ExitStack() as stack:
         scratch = Path(
@@ -61,16 +66,44 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport:
         directories = {
             name: _local(name, where, store, scratch) for name, where in spec.models.items()
         }
-        return judge(
+        report = judge(
             directories,
             held_out,
             train,
             spec.settings,
             snapshot_digest=snapshot.digest,
-            on_progress=lambda fraction, message: _say(
-                "progress", {"fraction": round(fraction, 4), "message": message}
-            ),
+            on_progress=_progress,
         )
+    began = time.monotonic()
+    try:
+        overlaps = tuple(_overlap(each, read, store, cache_dir) for each in spec.trained_on)
+    except PermanentError as error:  # no comparison is no evidence: the gate refuses, and says why
+        failures = report.failures | {TRAINING_DATA: error.one_line()}
+        return report.model_copy(update={"failures": failures})
+    seconds = report.seconds + time.monotonic() - began
+    return report.model_copy(update={"overlaps": overlaps, "seconds": seconds})
+
+
+def _overlap(
+    trained_on: TrainingData, held_out: list[tuple[str, bytes]], store: ObjectStore, cache_dir: Path
+) -> Overlap:
+    """Return how many of ``held_out`` are in the snapshot ``trained_on``."""
+    snapshot = load_snapshot(trained_on.snapshot_url, store)
+    if snapshot.digest != trained_on.snapshot_digest:
+        raise CorruptData(
+            "this is not the snapshot that was trained on",
+            got=snapshot.digest,
+            wanted=trained_on.snapshot_digest,
+            where=trained_on.snapshot_url,
+        )
+    return overlap(
+        held_out,
+        snapshot,
+        store,
+        cache_dir,
+        quarantined=trained_on.quarantined_shards,
+        on_progress=lambda fraction: _progress(0.98, f"training data compared: {fraction:.0%}"),
+    )
 
 
 def main() -> int:
@@ -103,6 +136,10 @@ def _local(name: str, where: str, store: ObjectStore, scratch: Path) -> Path:
             continue  # a model is flat; checkpoints and the like below it are none of ours
         store.download_file(item.url, directory / relative)
     return directory
+
+
+def _progress(fraction: float, message: str) -> None:
+    _say("progress", {"fraction": round(fraction, 4), "message": message})
 
 
 def _fail(error: PacelineError) -> int:

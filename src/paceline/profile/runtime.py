@@ -53,6 +53,11 @@ class Secrets(Settings):
         return self.worker_token or derived_token(self.coordinator_token, "agents")
 
     @property
+    def for_records(self) -> str:
+        """Return the key that seals recorded results; "" on nodes that joined."""
+        return derived_token(self.coordinator_token, "records")
+
+    @property
     def for_peers(self) -> str:
         """Return what agents greet each other with; it opens nothing at the coordinator."""
         return self.peer_token or derived_token(self.coordinator_token, "peers")
@@ -95,6 +100,11 @@ class Runtime(Settings):
         """Return ``s3://bucket/prefix`` under which training checkpoints live."""
         storage = self.profile.storage
         return f"s3://{storage.bucket}/{storage.checkpoint_prefix}"
+
+    @property
+    def records_url(self) -> str:
+        """Return ``s3://bucket/prefix`` under which results are recorded by digest."""
+        return f"s3://{self.profile.storage.bucket}/records"
 
     @property
     def coordinator_ca(self) -> str:

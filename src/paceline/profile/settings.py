@@ -162,6 +162,8 @@ class GateSettings(Settings):
 
     max_bits_per_byte: float = Field(default=8.0, gt=0)
     must_beat: tuple[str, ...] = ("base",)  # names of evaluated models the interval must clear
+    # Beside those every simple baseline must be beaten, but for these: the policy's exceptions.
+    except_baselines: tuple[Literal["ngram", "gzip", "xz"], ...] = ()
     max_model_bytes: int = Field(default=2_000_000_000, gt=0)
     max_latency_ms: float = Field(default=1000.0, gt=0)  # one forward pass of one context
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")

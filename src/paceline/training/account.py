@@ -15,6 +15,7 @@ from paceline.errors import TrainingFailed
 from paceline.objects import join_url
 from paceline.training.gang import GangResult
 from paceline.training.history import History
+from paceline.training.identity import learned_from
 from paceline.training.ledger import Ledger
 from paceline.training.roster import FORGOTTEN_S, Roster
 from paceline.wire.training import Failures, RankEvent, Restart, TrainJob, TrainResult
@@ -289,6 +290,7 @@ class Account:
         return TrainResult.model_validate(
             said
             | {
+                **learned_from(self._job),
                 "job_id": self._job.job_id,
                 "restarts": [each.model_dump() for each in self._restarts],
                 "seconds": now - self._started,

@@ -28,7 +28,7 @@ from paceline.training.account import Account, Restarting
 from paceline.training.admission import admit
 from paceline.training.gang import Deadlines, GangMember, GangResult, Gangs, Launcher, OnLine
 from paceline.training.history import History, read_history
-from paceline.training.identity import config_digest
+from paceline.training.identity import config_digest, learned_from
 from paceline.training.local import launcher_argv
 from paceline.training.loose import Keeper
 from paceline.training.notes import Notes
@@ -143,7 +143,8 @@ def stored_result(job: TrainJob, store: ObjectStore) -> TrainResult | None:
     if not store.list(result.export_url):
         log.warning("a finished job's model is gone, it is exported again url=%s", where)
         return None
-    return result
+    # an older version's result names neither; the configuration, which is the same, holds both
+    return result.model_copy(update=learned_from(job))
 
 
 class _Course:

@@ -60,6 +60,16 @@ def config_digest(job: TrainJob) -> str:
     )
 
 
+def learned_from(job: TrainJob) -> dict[str, str]:
+    """Return what a result says of the data and the base that ``job`` learned from; all of it
+    counts in ``config_digest``."""
+    return {
+        "snapshot_url": job.snapshot_url,
+        "snapshot_digest": job.snapshot_digest,
+        "base_manifest_digest": job.manifest_digest,
+    }
+
+
 def own_task(profile: Profile) -> TaskSize | None:
     """Return what a job with a codeRef keeps of the profile's model; None where it has none."""
     if not profile.training.code_ref:

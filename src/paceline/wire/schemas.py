@@ -19,7 +19,7 @@ from paceline.wire.reproducing import Reproduction
 from paceline.wire.status import Changed, StatusReport
 from paceline.wire.stream import StreamItem, WatchLine
 from paceline.wire.summary import Failed, RunSummary
-from paceline.wire.training import EvaluationReport, Evidence, TrainResult
+from paceline.wire.training import Evaluated, Evidence, Trained
 
 SCHEMAS: dict[str, type[BaseModel]] = {
     "demo": RunSummary,
@@ -35,8 +35,8 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "watch": WatchLine,
     "status": StatusReport,
     "changed": Changed,
-    "train": TrainResult,
-    "evaluate": EvaluationReport,
+    "train": Trained,
+    "evaluate": Evaluated,
     "evidence": Evidence,
     "token-made": TokenMade,
     "tokens": TokensShown,

@@ -100,7 +100,7 @@ class RunSummary(Record):
     gate: GateDecision
     registry: RegistryFigures
     links: dict[str, str]
-    notes: tuple[str, ...]  # what went wrong on the way and was absorbed
+    notes: tuple[str, ...]  # what went wrong and was absorbed, what the policy excepts
     ready_seconds: float | None = None  # demo only: until every server was ready
     total_seconds: float | None = None  # demo only
 

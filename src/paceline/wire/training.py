@@ -10,6 +10,12 @@ from paceline.profile import DataSettings, EvaluationSettings, TrainingSettings
 from paceline.wire.base import Name, Record, Sha256
 
 
+def _unset(value: object) -> bool:
+    """Return whether a field that an older record lacks stays unwritten, so that the record keeps
+    its bytes and its digest."""
+    return value is None
+
+
 class TaskSize(Record):
     """What a codeRef's task is built for: the profile's model as the job began."""
 
@@ -128,6 +134,10 @@ class TrainResult(Record):
     held_out: dict[str, float] = {}  # the last evaluation
     ledger: TimeLedger | None = None
     failures: Failures = Failures()
+    # what it was learned from; None in a result of an older version
+    snapshot_url: str | None = Field(default=None, exclude_if=_unset)
+    snapshot_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
+    base_manifest_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
 
     @property
     def passed_over(self) -> list[str]:
@@ -140,6 +150,20 @@ class TrainResult(Record):
         return found
 
 
+class Trained(TrainResult):
+    """A training result and the digest under which the installation recorded it."""
+
+    training_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
+
+
+class TrainingData(Record):
+    """A snapshot whose training split a candidate, or a version before it, was trained on."""
+
+    snapshot_url: str
+    snapshot_digest: Sha256
+    quarantined_shards: tuple[str, ...] = ()  # not read by the training
+
+
 class EvaluationSpec(Record):
     """What an evaluation process is told."""
 
@@ -149,6 +173,7 @@ class EvaluationSpec(Record):
     snapshot_digest: Sha256
     models: dict[str, str]  # name → directory or s3://…: "candidate", "base", "champion"
     settings: EvaluationSettings
+    trained_on: tuple[TrainingData, ...] = ()
 
 
 class Interval(Record):
@@ -173,6 +198,16 @@ class ModelScore(Record):
     model_bytes: int | None = None
 
 
+class Overlap(Record):
+    """How many held-out documents are in the training split of one snapshot, by content."""
+
+    snapshot_digest: Sha256  # of the training snapshot
+    held_out_documents: int  # compared
+    training_documents: int  # compared with
+    found: int  # held-out documents with a copy in the training split
+    examples: tuple[str, ...] = ()  # "held-out key = training key"
+
+
 class EvaluationReport(Record):
     """All scores on one snapshot's held-out split, and worst slices by document."""
 
@@ -183,10 +218,29 @@ class EvaluationReport(Record):
     slices: tuple[dict[str, object], ...] = ()
     failures: dict[str, str] = {}  # name of a model without a score → why it has none
     seconds: float
+    overlaps: tuple[Overlap, ...] | None = Field(default=None, exclude_if=_unset)
 
     def score(self, name: str) -> ModelScore | None:
         """Return the score of the model called ``name``, or None where it was not evaluated."""
         return next((each for each in self.scores if each.name == name), None)
+
+
+class Evaluation(Record):
+    """What an evaluation recorded: its report, and what the report is about."""
+
+    model_id: Name
+    base_version: str
+    base_manifest_digest: Sha256
+    training_digest: Sha256  # of the recorded training result
+    snapshot_url: str
+    models: dict[str, str]  # name → digest of the weights or the manifest
+    report: EvaluationReport
+
+
+class Evaluated(EvaluationReport):
+    """A report and the digest of its Evaluation as the installation recorded it."""
+
+    report_digest: Sha256
 
 
 class GateCheck(Record):
@@ -228,3 +282,8 @@ class Evidence(Record):
     evaluation: EvaluationReport
     gate: GateDecision
     approver: str | None = None
+    # None in the evidence of an older version
+    report_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
+    training_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
+    training_snapshot_url: str | None = Field(default=None, exclude_if=_unset)
+    training_snapshot_digest: Sha256 | None = Field(default=None, exclude_if=_unset)

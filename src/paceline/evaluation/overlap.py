@@ -1,0 +1,67 @@
+"""Whether the documents that models are judged on are in what a candidate was trained on.
+
+Two documents are the same where their texts are, white space apart: a copy under another name, in
+another shard or with other line ends is found. The training split is read shard by shard, so that
+memory holds one shard and 32 bytes a held-out document, whatever the snapshot's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from paceline.data import ShardCache, Snapshot, content_digest, tokenizer_of
+from paceline.objects import ObjectStore
+from paceline.wire.training import Overlap
+
+EXAMPLES = 5
+AHEAD = 3  # shards that are fetched while one is compared
+
+
+def overlap(
+    held_out: Iterable[tuple[str, bytes]],
+    training: Snapshot,
+    store: ObjectStore,
+    cache_dir: Path,
+    *,
+    quarantined: Sequence[str] = (),
+    on_progress: Callable[[float], None] = lambda _fraction: None,
+) -> Overlap:
+    """Return how many of ``held_out`` (key, text) are in the training split of ``training``.
+
+    Shards named in ``quarantined`` were not trained on and are left out; any other that cannot be
+    read raises CorruptData. Samples of a tokenised snapshot are compared as the text that their
+    tokens decode to.
+    """
+    tokenizer = tokenizer_of(training, store)
+    keys: dict[bytes, list[str]] = {}
+    compared = 0
+    for key, text in held_out:
+        if not text.strip():
+            continue  # nothing to predict, and the same for every sample without text
+        compared += 1
+        (tokens,) = tokenizer.encode([text])
+        # What the tokenizer does not keep (case, rare letters) is missing on both sides.
+        for digest in {content_digest(text), content_digest(tokenizer.text(tokens))}:
+            keys.setdefault(digest, []).append(key)
+    left = {key for found in keys.values() for key in found}
+    examples: list[str] = []
+    shards = [each for each in training.of_split("train") if each.sha256 not in set(quarantined)]
+    with ShardCache(training, store, cache_dir, ahead=AHEAD - 1) as cache:
+        for number, shard in enumerate(shards):
+            cache.prefetch(shards[number : number + AHEAD])
+            with cache.samples(shard) as samples:
+                for i in range(len(samples)):
+                    digest = content_digest(tokenizer.text(samples.tokens(i)))
+                    for key in keys.get(digest, ()):
+                        if key in left:
+                            left.remove(key)
+                            examples.append(f"{key} = {samples.key(i)}")
+            on_progress((number + 1) / len(shards))
+    return Overlap(
+        snapshot_digest=training.digest,
+        held_out_documents=compared,
+        training_documents=sum(each.documents for each in shards),
+        found=len(examples),
+        examples=tuple(examples[:EXAMPLES]),
+    )

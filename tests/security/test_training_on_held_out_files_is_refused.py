@@ -1,0 +1,308 @@
+"""No candidate is judged on what it was trained on: copies of held-out documents in its training
+snapshot refuse, and so does evidence that does not say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from paceline.data import Snapshot, build_snapshot, documents, load_snapshot
+from paceline.errors import CorruptData, InvalidInput
+from paceline.evaluation import decide
+from paceline.evaluation.overlap import overlap
+from paceline.manifest import Manifest
+from paceline.objects import DiskStore, ObjectStore
+from paceline.profile import DataSettings, GateSettings, Runtime, TrainingSettings
+from paceline.registry import Registry
+from paceline.training.identity import config_digest, learned_from
+from paceline.wire.training import Overlap, TrainingData, TrainJob, TrainResult
+from tasks import evaluate
+from tests.evaluation.reports import CLEAN, LINEAGE, TRAINING_SNAPSHOT, passing
+from tests.registry.bundles import make_evidence
+from tests.security.test_a_forged_report_is_refused import Bucket, run_of, trained
+from tests.support.stack import Ended, paceline
+
+SETTINGS = DataSettings(held_out_share=0.25, shard_bytes=4096, purpose="tests")
+GATE = GateSettings(max_bits_per_byte=3.0, except_baselines=("ngram", "gzip", "xz"))
+
+
+def text_of(number: int) -> str:
+    return "".join(f"line {number * 7 + n} says {n**3}\n" for n in range(40 + number))
+
+
+def snapshot_of(files: dict[str, bytes], root: Path, settings: DataSettings = SETTINGS) -> Snapshot:
+    name = hashlib.sha256(repr(sorted(files)).encode()).hexdigest()[:8]
+    source = root / f"texts-{name}"
+    source.mkdir()
+    for path, text in files.items():
+        (source / path).write_bytes(text)
+    return build_snapshot(str(source), (root / "data").as_uri(), settings, store())
+
+
+def store() -> ObjectStore:
+    return DiskStore()
+
+
+def held_out_of(snapshot: Snapshot, root: Path) -> list[tuple[str, bytes]]:
+    found = documents(snapshot, "held-out", store(), root / "cache")
+    return [(each.path, each.text) for each in found]
+
+
+@pytest.fixture
+def judged_on(tmp_path: Path) -> Snapshot:
+    return snapshot_of({f"file-{n}.txt": text_of(n).encode() for n in range(24)}, tmp_path)
+
+
+def test_a_snapshot_shares_no_document_between_its_splits(
+    judged_on: Snapshot, tmp_path: Path
+) -> None:
+    held_out = held_out_of(judged_on, tmp_path)
+    found = overlap(held_out, judged_on, store(), tmp_path / "cache")
+    assert (found.found, found.examples) == (0, ())
+    assert found.held_out_documents == len(held_out) >= 3
+    assert found.training_documents == 24 - len(held_out)
+    assert len(judged_on.of_split("train")) > 2, "several shards were read"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text,
+        lambda text: text.replace(b"\n", b"\r\n"),
+        lambda text: b"\n\n" + text.replace(b"\n", b" \n") + b"\t",
+        lambda text: text.replace(b" ", b"    "),
+    ],
+    ids=["renamed", "line ends", "blanks", "indented"],
+)
+def test_renamed_copies_in_another_snapshot_are_found(
+    judged_on: Snapshot, tmp_path: Path, change: Any
+) -> None:
+    held_out = held_out_of(judged_on, tmp_path)
+    files = {f"new-{n}.txt": text_of(100 + n).encode() for n in range(40)}
+    for number, (_, text) in enumerate(held_out):
+        for copy in range(12):  # each but the first is told apart by its last line
+            mark = f"copy {copy}".encode() if copy else b""
+            files[f"copy-{number}-{copy}.txt"] = change(text) + mark
+    settings = SETTINGS.model_copy(update={"held_out_share": 0.01, "seed": 4})
+    training = snapshot_of(files, tmp_path, settings)
+    keys = {key for key, _ in held_out_of(training, tmp_path)}
+    assert keys.isdisjoint(f"copy-{n}-0.txt" for n in range(len(held_out)))
+    found = overlap(held_out, training, store(), tmp_path / "cache")
+    assert found.snapshot_digest == training.digest
+    assert found.found == len(held_out)
+    assert 0 < len(found.examples) <= 5
+    for example in found.examples:
+        key, _, copy = example.partition(" = ")
+        assert key in dict(held_out)
+        assert copy.startswith("copy-")
+        assert copy.endswith("-0.txt")
+
+
+def test_one_copy_among_many_documents_is_enough(judged_on: Snapshot, tmp_path: Path) -> None:
+    held_out = held_out_of(judged_on, tmp_path)
+    files = {f"new-{n}.txt": text_of(100 + n).encode() for n in range(30)}
+    files["notes.txt"] = held_out[0][1]
+    for seed in range(50):  # one that puts the copy into the training split
+        if not _is_held_out("notes.txt", seed):
+            break
+    training = snapshot_of(files, tmp_path, SETTINGS.model_copy(update={"seed": seed}))
+    found = overlap(held_out, training, store(), tmp_path / "cache")
+    assert (found.found, found.examples) == (1, (f"{held_out[0][0]} = notes.txt",))
+
+
+def _is_held_out(key: str, seed: int) -> bool:
+    from paceline.data.splits import in_held_out
+
+    return in_held_out(key, SETTINGS.held_out_share, seed)
+
+
+def test_near_copies_of_one_source_fall_on_one_side(tmp_path: Path) -> None:
+    files = {f"file-{n}.txt": text_of(n).encode() for n in range(24)}
+    files |= {f"dos-{n}.txt": text_of(n).replace("\n", "\r\n").encode() for n in range(24)}
+    built = snapshot_of(files, tmp_path)
+    assert (built.record.documents, built.record.duplicates) == (24, 24)
+
+
+def test_tokens_are_compared_as_text(judged_on: Snapshot, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([text_of(n) for n in range(8)], trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    held_out = held_out_of(judged_on, tmp_path)
+    files = {f"copy-{n}.txt": text + b"\n" for n, (_, text) in enumerate(held_out)}
+    files |= {f"new-{n}.txt": text_of(100 + n).encode() for n in range(9)}
+    settings = SETTINGS.model_copy(
+        update={"tokenizer": str(tmp_path / "tokenizer.json"), "held_out_share": 0.01, "seed": 4}
+    )
+    training = snapshot_of(files, tmp_path, settings)
+    assert training.vocabulary.kind == "tokenizers"
+    kept = {key for key, _ in held_out_of(training, tmp_path)}
+    found = overlap(held_out, training, store(), tmp_path / "cache")
+    assert found.found == len(held_out) - sum(f"copy-{n}.txt" in kept for n in range(len(held_out)))
+    assert found.found > 0
+
+
+def test_a_shard_that_cannot_be_read_is_no_clean_shard(judged_on: Snapshot, tmp_path: Path) -> None:
+    held_out = held_out_of(judged_on, tmp_path)
+    bad = judged_on.of_split("train")[1]
+    path = DiskStore.path_of(judged_on.shard_url(bad))
+    path.write_bytes(b"\0" * bad.bytes)
+    with pytest.raises(CorruptData):
+        overlap(held_out, judged_on, store(), tmp_path / "fresh")
+    found = overlap(held_out, judged_on, store(), tmp_path / "fresh", quarantined=[bad.sha256])
+    assert found.training_documents == 24 - len(held_out) - bad.documents
+
+
+# ── the gate ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def refusals(lineage: dict[str, str | None] | None = None, **changes: Any) -> dict[str, str]:
+    report = passing().model_copy(update=changes)
+    decision = decide(report, GATE, champion="champion", lineage=lineage or LINEAGE)
+    return {each.name: each.got for each in decision.checks if not each.passed}
+
+
+COMPARED = "held-out documents compared with the training data"
+
+
+def test_copies_refuse_with_how_many_and_a_few_of_them() -> None:
+    assert refusals() == {}
+    pairs = tuple(f"a{n}.py = copy-{n}.py" for n in range(5))
+    dirty = CLEAN.model_copy(update={"found": 9, "examples": pairs})
+    got = refusals(overlaps=(dirty,))
+    assert list(got) == ["held-out documents in the training data"]
+    assert "9 of 40" in got["held-out documents in the training data"]
+    assert "a0.py = copy-0.py" in got["held-out documents in the training data"]
+
+
+def test_a_report_that_does_not_say_is_refused() -> None:
+    assert refusals(overlaps=None) == {COMPARED: "missing"}
+    assert refusals(overlaps=()) == {COMPARED: "missing"}
+    gone = {"training data": "no snapshot here"}
+    assert refusals(overlaps=None, failures=gone) == {COMPARED: "no snapshot here"}
+    other = CLEAN.model_copy(update={"snapshot_digest": "8" * 64})
+    assert list(refusals(overlaps=(other,))) == [COMPARED]
+
+
+def test_a_training_without_its_snapshot_is_refused() -> None:
+    for value in (None, ""):
+        got = refusals(LINEAGE | {"training_snapshot_digest": value})
+        assert set(got) == {COMPARED, "lineage: training snapshot digest"}
+
+
+def test_what_a_version_before_was_trained_on_counts() -> None:
+    before = Overlap(
+        snapshot_digest="8" * 64, held_out_documents=4, training_documents=9, found=1,
+        examples=("a = b",),
+    )  # fmt: skip
+    assert list(refusals(overlaps=(CLEAN, before))) == ["held-out documents in the training data"]
+
+
+# ── lineage ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_result_names_what_it_was_trained_on() -> None:
+    job = TrainJob(
+        job_id="job-1",
+        run_id="run-20260101-000000-eeeeee",
+        state_dir="/state",
+        model_id="bytelm",
+        version="v1",
+        manifest_digest="b" * 64,
+        snapshot_url="s3://b/data",
+        snapshot_digest=TRAINING_SNAPSHOT,
+        purpose="tests",
+        checkpoint_url="s3://b/checkpoints",
+        settings=TrainingSettings(steps=2),
+    )
+    named = learned_from(job)
+    assert named["snapshot_digest"] == TRAINING_SNAPSHOT
+    assert set(named) <= set(TrainResult.model_fields)
+    for field, value in (("snapshot_digest", "8" * 64), ("manifest_digest", "9" * 64)):
+        other = job.model_copy(update={field: value})
+        assert config_digest(other) != config_digest(job), "an older result is filled in by it"
+
+
+def test_every_snapshot_back_to_the_first_version_is_compared() -> None:
+    """A version that learned held-out files hands them on to what is trained from it."""
+    run = run_of(Bucket())
+    second = make_evidence("bytelm", "2").model_copy(
+        update={"training_snapshot_url": "s3://b/8", "training_snapshot_digest": "8" * 64}
+    )
+    # of an older version: it does not say what it was trained on
+    first = make_evidence("bytelm", "1").model_copy(update={"base_manifest_digest": "0" * 64})
+    evidence = {"2": second, "1": first}
+    versions = {
+        "b" * 64: SimpleNamespace(version="2"),
+        second.base_manifest_digest: SimpleNamespace(version="1"),
+    }
+    run.__dict__["registry"] = SimpleNamespace(
+        by_manifest=lambda _, digest: versions.get(digest),
+        evidence=lambda _, version: evidence[version],
+    )
+    base = cast(Manifest, SimpleNamespace(model_id="bytelm", version="3", digest="b" * 64))
+    found = evaluate.trained_on(run, base, trained())
+    assert [each.snapshot_digest for each in found] == [TRAINING_SNAPSHOT, "8" * 64]
+    assert found[1] == TrainingData(snapshot_url="s3://b/8", snapshot_digest="8" * 64)
+    other = trained().model_copy(update={"base_manifest_digest": "1" * 64})
+    with pytest.raises(InvalidInput, match="was not trained from this version"):
+        evaluate.trained_on(run, base, other)
+
+
+# ── through the command line ─────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("installation")
+@pytest.mark.timeout(600)
+def test_the_command_line_promotes_nothing_that_saw_the_held_out_files(
+    stack: Runtime, lifecycle: Ended, tmp_path: Path
+) -> None:
+    state, model = stack.state_dir, lifecycle.answer["model"]["model_id"]
+    real = f"{stack.data_url}/snapshots/{lifecycle.answer['data']['digest']}"
+    bucket = ObjectStore.from_runtime(stack)
+    read = documents(load_snapshot(real, bucket), "held-out", bucket, tmp_path / "cache")
+    held_out = {each.path: each.text for each in read}
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number, text in enumerate(held_out.values()):
+        for copy in range(12):
+            mark = f"# {copy}\n".encode() if copy else b""
+            (texts / f"copy-{number}-{copy}.txt").write_bytes(mark + text)
+
+    def run(*words: str, expected: int = 0) -> dict[str, Any]:
+        ended = paceline(*words, "--json", state=state, timeout_s=400)
+        assert ended.code == expected, ended.err
+        return ended.answer
+
+    built = run("snapshot", str(texts))
+    job = run("train", model, "1", "--snapshot", built["url"], "--steps", "60")
+    assert job["snapshot_digest"] == built["digest"]
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(job))
+    report = run("evaluate", model, "--base", "1", "--trained", str(path), "--snapshot", real)
+    (compared,) = report["overlaps"]
+    assert compared["snapshot_digest"] == built["digest"]
+    assert compared["held_out_documents"] == len(held_out)
+    assert compared["found"] > len(held_out) // 2  # some copies are held out there, too
+    refused = run("promote", model, "--report", report["report_digest"], expected=3)
+    assert refused["error"]["code"] == "GateRefused"
+    assert f"{compared['found']} of {len(held_out)} in snapshot" in refused["error"]["got"]
+    assert any(name in refused["error"]["got"] for name in held_out)
+    champion = Registry.from_runtime(stack).champion(model)
+    assert champion is not None
+    assert champion.version == lifecycle.answer["registry"]["version"]
+    assert champion.evidence is not None
+    assert champion.evidence.training_snapshot_digest == lifecycle.answer["data"]["digest"]
