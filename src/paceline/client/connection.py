@@ -9,7 +9,6 @@ gives up as soon as that is not answered either. Standard library only.
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import select
 import ssl
 import time
@@ -53,10 +52,7 @@ class Endpoint:
     @property
     def on_loopback(self) -> bool:
         """Return whether it is this machine's own, reached by nobody else."""
-        try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     def serves(self, url: str) -> bool:
         """Return whether ``url`` lies at this endpoint: the same scheme, host, port and prefix."""
