@@ -25,9 +25,11 @@ def printable(text: str, longest: int = LONGEST) -> str:
     return shown if len(shown) <= longest else shown[: longest - 1] + "…"
 
 
-def printable_lines(text: str) -> str:
-    """Return ``text`` with its lines kept, each of them ``printable``."""
-    return "\n".join(printable(line.expandtabs()) for line in text.split("\n"))
+def quoted(text: str) -> str:
+    """Return ``text`` with its lines kept, each ``printable`` and behind two spaces, so that none
+    passes for a line of ours: for tracebacks.
+    """
+    return "\n".join(f"  {printable(line.expandtabs())}" for line in text.split("\n"))
 
 
 def log_to_stderr(level: int | str, form: str) -> None:
@@ -50,5 +52,4 @@ class OneLine(logging.Formatter):
 
     def formatException(self, ei: object) -> str:  # noqa: N802 (logging's name)
         """Return the traceback, indented, control characters escaped."""
-        lines = printable_lines(super().formatException(ei))  # type: ignore[arg-type]
-        return "\n".join(f"  {line}" for line in lines.split("\n"))
+        return quoted(super().formatException(ei))  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from paceline.errors import InvalidInput, PacelineError, ServiceUnavailable
-from paceline.text import OneLine, printable_lines
+from paceline.text import OneLine, quoted
 
 # name → (module, function, help): the help is here so that `--help` imports nothing.
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -160,7 +160,7 @@ def _translated(error: Exception) -> PacelineError:
             where=os.environ.get("PREFECT_API_URL"),
             do="See `paceline status`; start the installation with `paceline up`.",
         )
-    sys.stderr.write(printable_lines("".join(traceback.format_exception(error))))
+    sys.stderr.write(quoted("".join(traceback.format_exception(error)).rstrip()) + "\n")
     return PacelineError(
         "unexpected error",
         got=f"{type(error).__name__}: {first}",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from paceline.errors import InvalidInput
+from paceline.system.addresses import is_loopback
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024  # a manifest of 100,000 pieces is some 15 MB
 CONNECT_S = 1.0  # where there are other endpoints to turn to

@@ -16,6 +16,7 @@ from paceline.errors import InvalidInput, InvalidProfile, MissingTool
 from paceline.fleet.spec import Ready, ServiceSpec
 from paceline.profile import Profile, Runtime, write_private
 from paceline.system.addresses import is_loopback
+from paceline.system.files import own_directory
 
 WORK_POOL = "paceline"
 PLAIN = ("s3", "prefect", "mlflow")  # servers that speak plain HTTP
@@ -256,7 +257,7 @@ def _directory(runtime: Runtime, name: str) -> Path:
             wanted="a path without ?, # or %",
             do="Name another one with --state.",
         )
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own_directory(path)
     return path
 
 

@@ -34,6 +34,7 @@ from paceline.profile import (
     write_private,
 )
 from paceline.relay.wires.identity import fingerprint, new_request
+from paceline.system.files import own_directory
 from paceline.wire.access import JoinWorker, WorkerIdentity
 
 log = logging.getLogger(__name__)
@@ -57,8 +58,8 @@ def join(
 
     ``ca`` is what the coordinator's certificate is checked against; without one, the authority that
     the token names. Raises AccessDenied (the token was spent, expired, or is another worker's),
-    Conflict (the directory is another worker's, or an installation's), InvalidInput, ServiceUnavailable; nothing is left
-    behind then.
+    Conflict (the directory is another worker's, or an installation's), InvalidInput,
+    ServiceUnavailable; nothing is left behind then.
     """
     if _joined_as(state_dir) is not None:
         _require_same(state_dir, worker_id)

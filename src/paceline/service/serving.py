@@ -23,7 +23,7 @@ from fastapi import FastAPI
 
 from paceline.errors import PortInUse
 from paceline.service.connections import Prompt
-from paceline.system.files import ensure_private
+from paceline.system.files import PRIVATE_DIRECTORY, ensure_private, make_directories
 from paceline.text import OneLine
 
 log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class _PrivateLog(RotatingFileHandler):
 
 def _log_to(path: Path) -> None:
     """Have this process's log end in a file; standard output stays empty."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(path.parent, PRIVATE_DIRECTORY)
     handler = _PrivateLog(path, maxBytes=LOG_BYTES, backupCount=2, encoding="utf-8")
     handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s %(message)s"))
     root = logging.getLogger()

@@ -65,14 +65,14 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def make_directories(directory: Path) -> None:
-    """Make ``directory`` and its parents, each new name durable."""
+def make_directories(directory: Path, mode: int = 0o777) -> None:
+    """Make ``directory`` and its parents with ``mode``, each new name durable."""
     missing = []
     while not directory.is_dir():
         missing.append(directory)
         directory = directory.parent
     for each in reversed(missing):
-        each.mkdir(exist_ok=True)
+        each.mkdir(mode, exist_ok=True)
         sync_directory(each.parent)
 
 
@@ -103,7 +103,7 @@ def own_directory(path: Path, most: int = PRIVATE_DIRECTORY) -> None:
 
     Raises AccessDenied where it belongs to another user.
     """
-    path.mkdir(mode=most, parents=True, exist_ok=True)
+    make_directories(path, most)
     found = path.stat()
     if found.st_uid != os.geteuid():
         raise AccessDenied(

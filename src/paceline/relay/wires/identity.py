@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import InvalidInput
 from paceline.relay.wires.tls import TlsSettings, valid_name, worker_host_name, worker_uri
-from paceline.system.files import ensure_private, write_private
+from paceline.system.files import PRIVATE_DIRECTORY, ensure_private, make_directories, write_private
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -65,7 +65,7 @@ def make_authority(directory: Path, name: str = "paceline cluster") -> Authority
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directories(directory, PRIVATE_DIRECTORY)
     if not found:
         write_private(made.key, _key_pem(key))
     write_private(made.cert, _certificate_pem(certificate))
@@ -74,7 +74,7 @@ def make_authority(directory: Path, name: str = "paceline cluster") -> Authority
 
 def ensure_authority(directory: Path) -> Authority:
     """Return the CA in ``directory``, made by the first of all processes that ask."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directories(directory, PRIVATE_DIRECTORY)
     ensure_private(directory / "lock")
     with (directory / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -132,7 +132,7 @@ def issue_identity(
         cert=directory / f"{worker_id}.pem",
         key=directory / f"{worker_id}-key.pem",
     )
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directories(directory, PRIVATE_DIRECTORY)
     write_private(made.key, _key_pem(key))
     write_private(made.cert, certificate)
     return made
@@ -181,7 +181,7 @@ def issue_server(
     certificate = _issue(
         authority, "paceline coordinator", key.public_key(), names, None, valid_days
     )
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directories(directory, PRIVATE_DIRECTORY)
     made = directory / "server.pem", directory / "server-key.pem"
     write_private(made[1], _key_pem(key))
     write_private(made[0], certificate)
