@@ -80,7 +80,13 @@ def test_the_agent_that_holds_the_store_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pid", ["0", "-1", "1e9", str(2**40), "[]", '"x"', "null"])
-def test_a_pid_that_is_none_ends_nothing(tmp_path: Path, pid: str) -> None:
+def test_a_pid_that_is_none_ends_nothing(
+    tmp_path: Path, pid: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:  # 0 is this process's group, -1 every process
+        raise AssertionError(f"os.kill{arguments}")
+
+    monkeypatch.setattr(os, "kill", refuse)
     copy = rotten_copy(tmp_path, 0)
     (tmp_path / "agent.json").write_text(f'{{"pid": {pid}}}')
     _set_aside(tmp_path, copy)
