@@ -15,7 +15,7 @@ import pytest
 from paceline import fleet
 from paceline.coordinator.stores.sqlite_file import SqliteFile
 from paceline.errors import AccessDenied
-from paceline.system.files import create_durably, own_directory, write_private
+from paceline.system.files import create_durably, narrow_directory, own_directory, write_private
 from tests.fleet.conftest import small_profile
 from tests.support.powerloss import Disk
 from tests.support.servers import free_port
@@ -150,7 +150,7 @@ def test_a_wider_directory_is_tightened(tmp_path: Path) -> None:
     wide = tmp_path / "wide"
     wide.mkdir()
     wide.chmod(0o777)
-    own_directory(wide, 0o755)
+    assert narrow_directory(wide, 0o755) == os.geteuid()
     assert mode(wide) == 0o755
     own_directory(wide)
     assert mode(wide) == 0o700

@@ -34,7 +34,7 @@ from paceline.profile import (
     write_private,
 )
 from paceline.relay.wires.identity import fingerprint, new_request
-from paceline.system.files import own_directory
+from paceline.system.files import narrow_directory, own_directory
 from paceline.wire.access import JoinWorker, WorkerIdentity
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def join(
             do='Set [security] rest_tls = "installation" where the coordinator runs.',
         )
     directory = state_dir / DIRECTORY
-    own_directory(state_dir, READABLE)
+    narrow_directory(state_dir, READABLE)
     own_directory(directory)
     trusted = ca
     if endpoint.secure and trusted is None:

@@ -103,18 +103,26 @@ def own_directory(path: Path, most: int = PRIVATE_DIRECTORY) -> None:
 
     Raises AccessDenied where it belongs to another user.
     """
-    make_directories(path, most)
-    found = path.stat()
-    if found.st_uid != os.geteuid():
+    owner = narrow_directory(path, most)
+    if owner != os.geteuid():
         raise AccessDenied(
             "the directory belongs to another user",
-            got=f"owner {found.st_uid}",
+            got=f"owner {owner}",
             wanted=f"owner {os.geteuid()}",
             where=path,
             do="Name another with --state, or change its owner.",
         )
-    if stat.S_IMODE(found.st_mode) & ~most:
+
+
+def narrow_directory(path: Path, most: int) -> int:
+    """Make ``path`` where it is missing, take permissions beyond ``most`` where it is ours, and
+    return its owner (of a mounted volume, another one).
+    """
+    make_directories(path, most)
+    found = path.stat()
+    if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & ~most:
         path.chmod(stat.S_IMODE(found.st_mode) & most)
+    return found.st_uid
 
 
 def ensure_private(path: Path) -> None:
