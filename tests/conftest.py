@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import servers
+from tests.support import reaper, servers
 from tests.support.rclone import RcloneS3, rclone_s3
 from tests.support.shared import lifecycle, small_disk, stack  # noqa: F401 - fixtures
 
@@ -17,6 +17,11 @@ def s3() -> Iterator[RcloneS3]:
     """One real S3 server for the session; use a bucket of your own."""
     with rclone_s3() as server:
         yield server
+
+
+def pytest_configure() -> None:
+    """Have what this process starts end with it (each process of the run comes here)."""
+    reaper.start()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -43,6 +43,8 @@ PacelineError
 
 from __future__ import annotations
 
+from paceline.text import printable
+
 
 class PacelineError(Exception):
     """Root of every error that Paceline raises on purpose."""
@@ -66,17 +68,20 @@ class PacelineError(Exception):
         super().__init__(self.one_line())
 
     def one_line(self) -> str:
-        """Return the whole message on one line: what, got, wanted, where, what to do."""
-        parts = [self.what]
+        """Return the whole message on one line: what, got, wanted, where, what to do.
+
+        Each part is bounded and printable: peers, servers and files supply some of them.
+        """
+        parts = [_shown(self.what)]
         details = [
-            f"{label} {value}"
+            f"{label} {_shown(value)}"
             for label, value in (("got", self.got), ("wanted", self.wanted), ("at", self.where))
             if value is not None
         ]
         if details:
             parts.append(", ".join(details))
         line = ": ".join(parts)
-        return (f"{line}. {self.do}" if self.do else line).replace("\n", " ")
+        return f"{line}. {_shown(self.do)}" if self.do else line
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors cross Dask and process borders; rebuild them with all their fields.
@@ -87,6 +92,10 @@ class PacelineError(Exception):
     def code(self) -> str:
         """Return the stable name of this kind of error, as JSON output and REST carry it."""
         return type(self).__name__
+
+
+def _shown(value: object) -> str:
+    return printable(str(value).replace("\r\n", " ").replace("\n", " ").replace("\t", " "))
 
 
 def _rebuild(

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli.following import Item, Lost
+from paceline.text import printable
 from paceline.wire.events import Event, EventName
 from paceline.wire.records import WorkerStatus
 from paceline.wire.stream import (
@@ -144,7 +145,7 @@ def told(event: Event) -> str:
 
 def plain(text: str) -> str:
     """Return ``text`` on one line, and without what would steer the terminal: workers chose it."""
-    return "".join(each if each.isprintable() else " " for each in text)
+    return printable(text)
 
 
 def is_bad(event: Event) -> bool:

@@ -28,6 +28,7 @@ from paceline.cli.options import (
 from paceline.errors import InvalidInput, NotReady
 from paceline.profile import Runtime
 from paceline.relay.lifetime import SignalEvent
+from paceline.system.files import write_private
 from paceline.wire import new_run_id
 
 MARKER = "demo.json"
@@ -121,9 +122,7 @@ def _unfinished(state_dir: Path, data: str | None) -> str | None:
 
 
 def _mark(state_dir: Path, **fields: Any) -> None:
-    temporary = state_dir / f"{MARKER}.tmp"
-    temporary.write_text(json.dumps(fields))
-    temporary.replace(state_dir / MARKER)
+    write_private(state_dir / MARKER, json.dumps(fields).encode())
 
 
 @contextlib.contextmanager

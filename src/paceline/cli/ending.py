@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from paceline.text import OneLine
+
 LAST = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -40,5 +42,6 @@ def ends_in_order() -> Iterator[None]:
 def say_only_defects() -> None:
     """Log nothing but tracebacks: what else there is to say, the command's result or error says."""
     handler = logging.StreamHandler()
+    handler.setFormatter(OneLine())
     handler.addFilter(lambda record: bool(record.exc_info))
     logging.getLogger("paceline").addHandler(handler)

@@ -16,9 +16,14 @@ from paceline.cli.options import (
 )
 from paceline.client import Endpoint
 from paceline.errors import Conflict, InvalidInput
+from paceline.fleet.credentials import SECRETS_FILE
 from paceline.profile import RUNTIME_FILE, Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.relay.wires.identity import ensure_authority, fingerprint
+from paceline.system.files import own_directory
 from paceline.wire.access import FleetInitialised
+
+# What `init` or a join writes, and what `up` writes: secrets that are nowhere else.
+MADE = (RUNTIME_FILE, SECRETS_FILE)
 
 
 @click.command()
@@ -55,15 +60,17 @@ def init(
     """
     settings = read_profile(profile, overrides)
     directory = state_directory(state)
-    if (directory / RUNTIME_FILE).exists():
+    taken = next((each for each in MADE if (directory / each).exists()), None)
+    if taken is not None:
         raise Conflict(
             "this directory is an installation's already",
-            got=RUNTIME_FILE,
+            got=taken,
             where=directory,
             do="Name another with --state, or edit its profile in place.",
         )
     settings = _with_names(settings, [Endpoint.of(url) for url in urls])
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    own_directory(directory)
+    kept = (directory / settings.security.authority / "ca-key.pem").exists()
     authority = ensure_authority(directory / settings.security.authority)
     runtime = Runtime(
         profile=settings,
@@ -86,7 +93,7 @@ def init(
         coordinators=urls,
         authority=fingerprint(authority.cert.read_bytes()),
     )
-    click.echo(made.model_dump_json() if as_json else _next_steps(made))
+    click.echo(made.model_dump_json() if as_json else _next_steps(made, kept=kept))
     return 0
 
 
@@ -128,11 +135,12 @@ def _trusted(profile: Profile) -> str:
     return security.rest_ca if security.rest_tls == "files" else ""
 
 
-def _next_steps(made: FleetInitialised) -> str:
+def _next_steps(made: FleetInitialised, *, kept: bool) -> str:
     replicas = [Endpoint.of(url) for url in made.coordinators]
     lines = [
         f"{made.state} holds the profile, the first admin's token and the authority (mode 0600).",
-        f"authority  sha256 {made.authority}",
+        f"authority  sha256 {made.authority}"
+        + (" (it was there already and is kept; the first admin's token is new)" if kept else ""),
         "Next, on each replica's machine, with a copy of that directory:",
         *(
             f"  paceline coordinator --state {made.state} --host ADDRESS --port {each.port}"

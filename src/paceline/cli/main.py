@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import sys
 import traceback
@@ -17,6 +18,7 @@ from typing import Any
 import click
 
 from paceline.errors import InvalidInput, PacelineError, ServiceUnavailable
+from paceline.text import OneLine, quoted
 
 # name → (module, function, help): the help is here so that `--help` imports nothing.
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -100,6 +102,8 @@ def cli() -> None:
 def run() -> None:
     """Run the command line; the console script and ``python -m paceline.cli.main`` come here."""
     wants_json = "--json" in sys.argv
+    if logging.lastResort is not None:  # of commands that configure no log of their own
+        logging.lastResort.setFormatter(OneLine())
     try:
         code = cli.main(prog_name="paceline", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -156,7 +160,7 @@ def _translated(error: Exception) -> PacelineError:
             where=os.environ.get("PREFECT_API_URL"),
             do="See `paceline status`; start the installation with `paceline up`.",
         )
-    traceback.print_exception(error)
+    sys.stderr.write(quoted("".join(traceback.format_exception(error)).rstrip()) + "\n")
     return PacelineError(
         "unexpected error",
         got=f"{type(error).__name__}: {first}",

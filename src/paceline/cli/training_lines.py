@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cli.training_facts import JOB_FILE, METRICS_FILE, held_out, number
 from paceline.errors import Cancelled
+from paceline.text import OneLine
 
 if TYPE_CHECKING:
     from paceline.wire.training import RankEvent, TrainJob
@@ -42,7 +43,7 @@ def warnings_told() -> Iterator[logging.Handler]:
     """Write what the engine warns of among the other lines; yields what may be given filters."""
     handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger("paceline")
     handler.setLevel(logging.WARNING)
-    handler.setFormatter(logging.Formatter("! %(message)s"))
+    handler.setFormatter(OneLine("! %(message)s"))
     logger.addHandler(handler)
     try:
         yield handler

@@ -9,7 +9,6 @@ gives up as soon as that is not answered either. Standard library only.
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import select
 import ssl
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from paceline.errors import InvalidInput
+from paceline.system.addresses import is_loopback
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024  # a manifest of 100,000 pieces is some 15 MB
 CONNECT_S = 1.0  # where there are other endpoints to turn to
@@ -53,10 +53,7 @@ class Endpoint:
     @property
     def on_loopback(self) -> bool:
         """Return whether it is this machine's own, reached by nobody else."""
-        try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     def serves(self, url: str) -> bool:
         """Return whether ``url`` lies at this endpoint: the same scheme, host, port and prefix."""

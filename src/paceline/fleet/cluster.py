@@ -23,6 +23,8 @@ from paceline.fleet.agents import WANTED_FILE
 from paceline.fleet.embedded import CLUSTER_FILE, port_of
 from paceline.fleet.nodes import CONTROL_THREADS, node_names
 from paceline.profile import Runtime, load_runtime
+from paceline.system.files import write_private
+from paceline.text import log_to_stderr
 
 log = logging.getLogger(__name__)
 
@@ -158,9 +160,7 @@ def _node_options(runtime: Runtime, worker_id: str, security: Any) -> dict[str, 
 
 
 def _write_ready(path: Path, address: str, names: list[str]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"address": address, "nodes": names}))
-    temporary.replace(path)
+    write_private(path, json.dumps({"address": address, "nodes": names}).encode())
 
 
 def main() -> int:
@@ -168,7 +168,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="paceline.fleet.cluster")
     parser.add_argument("--state", required=True, type=Path)
     runtime = load_runtime(parser.parse_args().state)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    log_to_stderr(logging.INFO, "%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("distributed").setLevel(logging.WARNING)
     asyncio.run(serve(runtime))
     return 0

@@ -11,7 +11,9 @@ import ipaddress
 import secrets
 from pathlib import Path
 
-from paceline.profile import Secrets, write_private
+from paceline.errors import Conflict
+from paceline.profile import RUNTIME_FILE, Secrets, write_private
+from paceline.system.files import own_directory
 
 SECRETS_FILE = "secrets.json"
 _VALIDITY = datetime.timedelta(days=3650)
@@ -23,7 +25,7 @@ def ensure_secrets(state_dir: Path) -> Secrets:
     if path.is_file():
         return Secrets.model_validate_json(path.read_bytes())
     directory = state_dir / "tls"
-    directory.mkdir(mode=0o700, exist_ok=True)
+    own_directory(directory)
     made = Secrets(
         s3_access_key="paceline" + secrets.token_hex(6),
         s3_secret_key=secrets.token_urlsafe(30),
@@ -37,6 +39,27 @@ def ensure_secrets(state_dir: Path) -> Secrets:
     _write_certificates(Path(made.tls_ca), Path(made.tls_cert), Path(made.tls_key))
     write_private(path, made.model_dump_json(indent=2).encode())  # last: it vouches for the rest
     return made
+
+
+def require_ours(state_dir: Path) -> None:
+    """Raise Conflict where `paceline init` or a join made ``state_dir``: its ``runtime.json`` is
+    the only place of its secrets. That of `paceline up` is made again from ``secrets.json``.
+    """
+    if (state_dir / RUNTIME_FILE).exists() and not (state_dir / SECRETS_FILE).exists():
+        raise Conflict(
+            "the directory was not made by `paceline up`",
+            got=f"{RUNTIME_FILE} without {SECRETS_FILE}",
+            wanted=f"a directory of `paceline up`; the secrets in {RUNTIME_FILE} are nowhere else",
+            where=state_dir,
+            do="Name another with --state. End a coordinator or agent of this directory by SIGTERM"
+            " (systemctl stop).",
+        )
+
+
+def remove_runtime(state_dir: Path) -> None:
+    """Remove the ``runtime.json`` that `paceline up` wrote; raises Conflict as `require_ours`."""
+    require_ours(state_dir)
+    (state_dir / RUNTIME_FILE).unlink(missing_ok=True)
 
 
 def _write_certificates(ca_path: Path, cert_path: Path, key_path: Path) -> None:

@@ -9,13 +9,17 @@ import hashlib
 import shutil
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.errors import InvalidInput, MissingTool
+from paceline.errors import InvalidInput, InvalidProfile, MissingTool
 from paceline.fleet.spec import Ready, ServiceSpec
-from paceline.profile import Runtime, write_private
+from paceline.profile import Profile, Runtime, write_private
+from paceline.system.addresses import is_loopback
+from paceline.system.files import own_directory
 
 WORK_POOL = "paceline"
+PLAIN = ("s3", "prefect", "mlflow")  # servers that speak plain HTTP
 CLUSTER_FILE = "cluster.json"  # below <state>/dask; written once every node has joined
 
 
@@ -28,6 +32,27 @@ def embedded_services(runtime: Runtime) -> tuple[ServiceSpec, ...]:
         _dask(runtime),
         *_coordinators(runtime),
         _prefect_worker(runtime),
+    )
+
+
+def require_protected(profile: Profile, only: Sequence[str] | None = None) -> None:
+    """Raise InvalidProfile where servers would take passwords in the clear beyond loopback.
+
+    The rule of the coordinator's port, for those that have no TLS here; Dask has its own.
+    """
+    host, security = profile.services.host, profile.security
+    plain = [each for each in PLAIN if only is None or each in only]
+    if is_loopback(host) or security.rest_tls == "plaintext-anywhere" or not plain:
+        return
+    raise InvalidProfile(
+        "the embedded servers may not listen there without TLS",
+        got=f'[services] host = "{host}" for {", ".join(plain)}, '
+        f'[security] rest_tls = "{security.rest_tls}"',
+        wanted='[services] host = "127.0.0.1"',
+        where=f"profile {profile.name}",
+        do="For other machines run Prefect, MLflow and S3 behind TLS and use `paceline init`; or, "
+        "where everybody on that network may read passwords and models, set [security] "
+        'rest_tls = "plaintext-anywhere".',
     )
 
 
@@ -60,7 +85,7 @@ def _s3(runtime: Runtime) -> ServiceSpec:
         # Not on the command line, where every user of the machine could read it; rclone reads a
         # list as CSV, hence the quotes around one pair.
         env={"RCLONE_AUTH_KEY": f'"{secrets.s3_access_key},{secrets.s3_secret_key}"'},
-        ready=Ready(kind="port", port=port),
+        ready=Ready(kind="port", port=port, host=runtime.profile.services.host),
         stop_phase=2,
     )  # fmt: skip
 
@@ -194,12 +219,14 @@ def _coordinators(runtime: Runtime) -> list[ServiceSpec]:
     """Every replica of the coordinator; they find out among themselves who leads."""
     urls = runtime.endpoints.coordinator_urls or (runtime.endpoints.coordinator_url,)
     home = str(_directory(runtime, "coordinator"))
+    host = runtime.profile.services.host
     specs = []
     for number, url in enumerate(urls, start=1):
         name = "coordinator" if number == 1 else f"coordinator-{number}"
         argv = (
             sys.executable, "-m", "paceline.cli.main", "coordinator",
-            "--state", str(runtime.state_dir), "--port", str(port_of(url)),
+            "--state", str(runtime.state_dir),
+            "--host", host, "--port", str(port_of(url)),
             "--replica-id", name, "--advertise", url,
         )  # fmt: skip
         specs.append(
@@ -208,16 +235,16 @@ def _coordinators(runtime: Runtime) -> list[ServiceSpec]:
                 argv=argv,
                 cwd=home,
                 env={"PACELINE_STATE": str(runtime.state_dir)},
-                ready=_answers(f"{url}/healthz"),
+                ready=_answers(f"{url}/healthz", host),
                 stop_phase=1,
             )
         )
     return specs
 
 
-def _answers(url: str) -> Ready:
+def _answers(url: str, host: str) -> Ready:
     if url.startswith("https:"):  # the check trusts nobody: that it listens is what can be asked
-        return Ready(kind="port", port=port_of(url))
+        return Ready(kind="port", port=port_of(url), host=host)
     return Ready(kind="http", url=url, port=port_of(url))
 
 
@@ -230,7 +257,7 @@ def _directory(runtime: Runtime, name: str) -> Path:
             wanted="a path without ?, # or %",
             do="Name another one with --state.",
         )
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own_directory(path)
     return path
 
 

@@ -72,9 +72,7 @@ def kill_descendants(keep: frozenset[int] = frozenset()) -> bool:
         left = [pid for pid in descendants(os.getpid()) if pid not in keep]
         if not left:
             return True
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        _kill_below(left)
         for pid in left:
             with contextlib.suppress(
                 ChildProcessError
@@ -83,6 +81,22 @@ def kill_descendants(keep: frozenset[int] = frozenset()) -> bool:
         if time.monotonic() > patience:
             return False
         time.sleep(0.01)
+
+
+def _kill_below(pids: list[int]) -> None:
+    """SIGKILL those of ``pids`` that are below this process: a pid may be used again at any time,
+    so each is looked up again once a descriptor holds its process.
+    """
+    held = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            held[pid] = os.pidfd_open(pid)
+    below = set(descendants(os.getpid()))
+    for pid, descriptor in held.items():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if pid in below:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        os.close(descriptor)
 
 
 def _start_child(argv: list[str]) -> int:

@@ -20,6 +20,8 @@ from typing import Any
 
 from paceline import errors
 from paceline.errors import NotReady, PacelineError
+from paceline.fleet.credentials import remove_runtime, require_ours
+from paceline.fleet.embedded import require_protected
 from paceline.fleet.guard import descendants
 from paceline.fleet.processes import clean_environment, resident_bytes
 from paceline.fleet.spec import (
@@ -28,7 +30,9 @@ from paceline.fleet.spec import (
     StopReport,
 )
 from paceline.fleet.supervisor import LOCK_FILE, SERVICES_LOCK_FILE, STATUS_FILE, locked_error
-from paceline.profile import RUNTIME_FILE, Profile, Runtime
+from paceline.profile import Profile, Runtime
+from paceline.system.files import ensure_private, own_directory
+from paceline.system.processes import holder_of
 from paceline.wire.status import InstallationStatus, ServiceStatus
 
 STOP_DEADLINE_S = 40.0
@@ -57,12 +61,16 @@ def start(
     names the embedded servers to run, all by default. ``on_progress`` hears (service, state,
     seconds).
 
-    Raises StateLocked, PortInUse, NotReady, MissingTool; nothing is left running then.
+    Raises StateLocked, PortInUse, NotReady, MissingTool, InvalidProfile (servers would listen
+    unprotected), Conflict (the directory is not an embedded installation's), AccessDenied (it is
+    another user's); nothing is left running then.
     """
     state = Path(state_dir).absolute()
+    require_protected(profile, only)
+    require_ours(state)
+    own_directory(state)
     logs = state / "logs"
-    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    state.chmod(0o700)
+    own_directory(logs)
     if _is_locked(state / LOCK_FILE):
         raise locked_error(state)
     launch = Launch(
@@ -85,6 +93,7 @@ def start(
         argv += ["--liveness-fd", str(liveness_fd)]
         lent_to_child.append(liveness_fd)
     log_path = logs / "supervisor.log"
+    ensure_private(log_path)
     try:
         with log_path.open("ab") as output:
             process = subprocess.Popen(
@@ -118,27 +127,28 @@ def stop(state_dir: Path | str, *, timeout_s: float = STOP_DEADLINE_S) -> StopRe
     """Stop the installation in ``state_dir`` in order, and return once nothing of it runs.
 
     Past ``timeout_s`` the supervisor is killed, and everything with it. Stopping what does not run
-    is fine.
+    is fine. Raises Conflict where the directory is not an embedded installation's.
     """
     state = Path(state_dir).absolute()
     began = time.monotonic()
+    require_ours(state)
     pid = _owner(state)
     if pid is None:
         _wait_unlocked(state / SERVICES_LOCK_FILE, 10.0)
-        (state / RUNTIME_FILE).unlink(missing_ok=True)
+        remove_runtime(state)
         return StopReport(was_running=False)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
-    forced = not _wait_unlocked(state / LOCK_FILE, timeout_s)
-    if forced:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    with holder_of(state / LOCK_FILE, pid) as supervisor:
+        if supervisor is not None:
+            supervisor.send(signal.SIGTERM)
+        forced = not _wait_unlocked(state / LOCK_FILE, timeout_s)
+        if forced and supervisor is not None:
+            supervisor.send(signal.SIGKILL)
     if not _wait_unlocked(state / SERVICES_LOCK_FILE, 15.0):
         raise NotReady(
             "processes of the installation still run", where=state, do="Look for guard.py."
         )
     _reap(pid)
-    (state / RUNTIME_FILE).unlink(missing_ok=True)
+    remove_runtime(state)
     return StopReport(was_running=True, pid=pid, seconds=time.monotonic() - began, forced=forced)
 
 

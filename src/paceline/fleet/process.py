@@ -19,6 +19,7 @@ from paceline.errors import WorkerLost
 from paceline.fleet.claims import check_cancel
 from paceline.fleet.crew import Crew, Member
 from paceline.fleet.remote import Order
+from paceline.text import printable
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,6 @@ def deliver(lines: Sequence[tuple[Member, str]], on_event: OnEvent | None) -> No
         except ValueError:
             event = None
         if not isinstance(event, dict):
-            log.info("%s: %s", member.worker_id, line[:500])
+            log.info("%s: %s", member.worker_id, printable(line, 500))
         elif on_event is not None:
             on_event(event)

@@ -234,16 +234,16 @@ def check(ready: Ready, guard_pid: int) -> bool:
     """Return whether ``ready`` holds now, and by a process of ours below ``guard_pid``."""
     if ready.kind == "http" and not _answers(ready.url, ready.authorization):
         return False
-    if ready.kind == "port" and not _accepts(ready.port):
+    if ready.kind == "port" and not _accepts(ready.host, ready.port):
         return False
     if ready.kind == "file" and not Path(ready.path).exists():
         return False
     return not ready.port or listens(descendants(guard_pid), ready.port)
 
 
-def _accepts(port: int) -> bool:
+def _accepts(host: str, port: int) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=CHECK_TIMEOUT_S).close()
+        socket.create_connection((host, port), timeout=CHECK_TIMEOUT_S).close()
     except OSError:
         return False
     return True

@@ -24,6 +24,7 @@ class Ready(Record):
     url: str = ""
     authorization: str = ""  # "user:password" to ask with
     port: int = 0
+    host: str = "127.0.0.1"  # where ``port`` is tried
     path: str = ""
 
 

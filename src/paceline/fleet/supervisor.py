@@ -23,14 +23,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from paceline.errors import Cancelled, Conflict, NotReady, PacelineError, PortInUse, StateLocked
-from paceline.fleet.credentials import ensure_secrets
+from paceline.fleet.credentials import ensure_secrets, remove_runtime, require_ours
 from paceline.fleet.embedded import embedded_services
 from paceline.fleet.guard import become_subreaper, descendants, kill_descendants
 from paceline.fleet.ports import ReservedPort, reserve_port
 from paceline.fleet.processes import resident_bytes
 from paceline.fleet.service import Service
 from paceline.fleet.spec import Launch
-from paceline.profile import RUNTIME_FILE, Endpoints, Profile, Runtime, save_runtime, write_private
+from paceline.profile import Endpoints, Profile, Runtime, save_runtime, write_private
+from paceline.text import log_to_stderr
 from paceline.wire.status import InstallationStatus
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Supervisor:
         """Start everything, report, keep it running, stop it. Raises what made starting fail."""
         self._watch_signals()
         self._lock()
+        require_ours(self.state_dir)  # before anything may remove its runtime.json
         become_subreaper()
         try:
             self._start(launch)
@@ -275,7 +277,7 @@ class Supervisor:
         for reservation in self.ports:
             reservation.close()
         self._save_status()
-        (self.state_dir / RUNTIME_FILE).unlink(missing_ok=True)
+        remove_runtime(self.state_dir)
         log.info("stopped")
 
     # -- telling
@@ -331,7 +333,7 @@ def main() -> int:
     if options.liveness_fd is not None:
         os.set_inheritable(options.liveness_fd, False)
     os.umask(0o077)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log_to_stderr(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
     launch = Launch.model_validate_json(sys.stdin.buffer.read())
     supervisor = Supervisor(options.state, options.report_fd, options.liveness_fd)
     try:

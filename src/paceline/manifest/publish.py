@@ -8,7 +8,6 @@ its content. Versions of a model that stand side by side (``…/MODEL/VERSION``)
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +31,7 @@ from paceline.manifest.sizes import Sizes, choose_sizes
 from paceline.manifest.together import results
 from paceline.manifest.version import version_key
 from paceline.objects import ObjectStore, join_url, parse_url
+from paceline.system.files import write_durably
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -131,12 +131,7 @@ def fetch_manifest(url: str, store: ObjectStore | None, policy: TrustPolicy = AN
 def write_manifest(directory: Path | str, manifest: Manifest) -> Path:
     """Write ``manifest.json`` into ``directory`` at once and durably, and return its path."""
     path = Path(directory) / MANIFEST_FILE
-    temporary = path.with_name(f".{MANIFEST_FILE}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(manifest.to_bytes())
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_durably(path, manifest.to_bytes(), 0o666)
     return path
 
 

@@ -8,7 +8,6 @@ passed off as one of these. Nothing is negotiable: one algorithm, RFC 8032.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from paceline.errors import (
     UntrustedManifest,
 )
 from paceline.manifest.model import Manifest, Signature
+from paceline.system.files import create_durably, sync_directory
 
 if TYPE_CHECKING:  # the library takes 20 ms to import; most manifests are not signed
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -77,17 +77,14 @@ def new_key(path: Path) -> str:
         serialization.NoEncryption(),
     )
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        create_durably(path, pem)
+        sync_directory(path.parent)
     except FileExistsError as error:
         raise Conflict(
             "a file is there already", got=path, do="Choose another path; keys are not overwritten."
         ) from error
     except OSError as error:
         raise InvalidInput("cannot write a key there", got=error.strerror, where=path) from error
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(pem)
-        file.flush()
-        os.fsync(file.fileno())
     return public_key(key)
 
 

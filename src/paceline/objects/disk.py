@@ -34,6 +34,7 @@ from paceline.objects.ranges import Failed
 from paceline.objects.store import ObjectStore
 from paceline.objects.url import MAX_URL, ObjectInfo
 from paceline.profile import Runtime, object_access
+from paceline.system.files import make_directories, sync_directory
 
 MIB = 1024 * 1024
 BLOCK = 4 * MIB
@@ -232,7 +233,7 @@ class DiskStore(ObjectStore):
                 path.unlink()
             except FileNotFoundError:
                 return
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
 
     def delete_prefix(self, url: str) -> int:
         """Delete every object below ``url``, and the directory, and return how many."""
@@ -260,7 +261,7 @@ class DiskStore(ObjectStore):
         path = self.path_of(url)
         part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
         with _translated(url):
-            _make_directories(path.parent)
+            make_directories(path.parent)
             try:
                 descriptor = os.open(part, _CREATE, 0o666)
                 try:
@@ -272,27 +273,8 @@ class DiskStore(ObjectStore):
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
         return info
-
-
-def _make_directories(directory: Path) -> None:
-    """Make ``directory``, each new name in its parent synced."""
-    missing = []
-    while not directory.is_dir():
-        missing.append(directory)
-        directory = directory.parent
-    for each in reversed(missing):
-        each.mkdir(exist_ok=True)
-        _sync_directory(each.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write(descriptor: int, data: memoryview) -> None:

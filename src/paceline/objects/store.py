@@ -28,6 +28,7 @@ from paceline.objects.translate import from_client_error, translated
 from paceline.objects.uploads import Uploader
 from paceline.objects.url import ObjectInfo, parse_url
 from paceline.profile import ObjectAccess, Runtime
+from paceline.system.files import sync_directory
 
 MIB = 1024 * 1024
 PART_BYTES = 16 * MIB
@@ -289,6 +290,7 @@ class ObjectStore:
                 self._fetch(info, file.fileno())
                 os.fsync(file.fileno())
             temporary.replace(target)
+            sync_directory(target.parent)
         finally:
             temporary.unlink(missing_ok=True)
         return info

@@ -20,8 +20,8 @@ from paceline.profile.runtime import (
     load_runtime,
     named_secret,
     object_access,
+    require_unused,
     save_runtime,
-    write_private,
 )
 from paceline.profile.settings import (
     ClusterSettings,
@@ -45,6 +45,7 @@ from paceline.profile.training import (
     SynchronySettings,
     TrainingSettings,
 )
+from paceline.system.files import write_private
 
 __all__ = [
     "RUNTIME_FILE",
@@ -77,6 +78,7 @@ __all__ = [
     "named_secret",
     "object_access",
     "profile_directories",
+    "require_unused",
     "save_runtime",
     "write_private",
 ]

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from paceline.errors import AccessDenied, NotReady
+from paceline.errors import AccessDenied, Conflict, NotReady
 from paceline.profile.base import Settings
 from paceline.profile.settings import Profile
+from paceline.system.files import write_private
 
 RUNTIME_FILE = "runtime.json"
 
@@ -189,22 +190,31 @@ def default_state_dir() -> Path:
     return Path(os.environ.get("PACELINE_STATE") or ".paceline").absolute()
 
 
-def write_private(path: Path, content: bytes) -> None:
-    """Write ``content`` so that only the owner can read it, whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def save_runtime(runtime: Runtime) -> Path:
-    """Write ``runtime`` into its state directory (mode 0600) and return the path."""
+    """Write ``runtime`` into its state directory (mode 0600) and return the path.
+
+    Raises Conflict where another installation's is there: its first admin's token would be lost.
+    """
     path = runtime.state_dir / RUNTIME_FILE
+    require_unused(runtime.state_dir, runtime.secrets.coordinator_token)
     write_private(path, runtime.model_dump_json(indent=2).encode())
     return path
+
+
+def require_unused(state_dir: Path, token: str = "") -> None:
+    """Raise Conflict where ``state_dir`` is an installation's with another token than ``token``."""
+    try:
+        found = json.loads((state_dir / RUNTIME_FILE).read_bytes())["secrets"]["coordinator_token"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # none, or nothing that says whose it is
+    if found and found != token:
+        raise Conflict(
+            "this directory is another installation's",
+            got=f"{RUNTIME_FILE} with the token of its first admin",
+            wanted="a new directory",
+            where=state_dir,
+            do="Name another with --state.",
+        )
 
 
 def load_runtime(state_dir: Path | str | None = None) -> Runtime:

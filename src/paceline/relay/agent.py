@@ -38,7 +38,7 @@ from paceline.manifest.signing import TrustPolicy, verify_signature
 from paceline.profile import Runtime, load_runtime
 from paceline.relay import descriptors
 from paceline.relay.advertise import advertised
-from paceline.relay.assignments import Assignments, write_durably
+from paceline.relay.assignments import Assignments
 from paceline.relay.deployments import as_error
 from paceline.relay.disk.reading import Readings
 from paceline.relay.disk.room import StorePolicy
@@ -51,6 +51,8 @@ from paceline.relay.settings import AgentConfig, address_of
 from paceline.relay.sources import Sources
 from paceline.relay.wires.transport import Transport
 from paceline.relay.wires.transports import transport_for
+from paceline.system.files import write_durably
+from paceline.text import log_to_stderr
 from paceline.wire.calls import NEWS_S, Command, Heartbeat, HeartbeatAnswer, RegisterWorker
 from paceline.wire.plan import Labels, WorkerLanes
 from paceline.wire.records import WorkerStatus
@@ -389,7 +391,7 @@ def main(arguments: list[str]) -> int:
     """Run an agent from ``key=value`` arguments: for tests and supervisors without the CLI."""
     given = dict(argument.split("=", 1) for argument in arguments)
     level = given.get("log", "INFO")
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    log_to_stderr(level, "%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         return run_agent(
             AgentConfig(

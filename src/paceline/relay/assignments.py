@@ -8,7 +8,6 @@ newer lanes replace it as always.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from pydantic import ValidationError
 
 from paceline.errors import PacelineError
 from paceline.manifest import Manifest, parse_manifest
+from paceline.system.files import write_durably
 from paceline.wire.plan import WorkerLanes
 
 log = logging.getLogger(__name__)
@@ -81,13 +81,3 @@ class Assignments:
             digest = path.name.removesuffix(_MANIFEST).encode()
             if not any(digest in each for each in lanes):
                 path.unlink()
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content``, whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -24,8 +24,17 @@ from pydantic import ValidationError
 from paceline.client.access import AccessClient
 from paceline.client.connection import Endpoint
 from paceline.errors import AccessDenied, Conflict, InvalidInput, PacelineError, ServiceUnavailable
-from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime, write_private
+from paceline.profile import (
+    Endpoints,
+    Profile,
+    Runtime,
+    Secrets,
+    require_unused,
+    save_runtime,
+    write_private,
+)
 from paceline.relay.wires.identity import fingerprint, new_request
+from paceline.system.files import narrow_directory, own_directory
 from paceline.wire.access import JoinWorker, WorkerIdentity
 
 log = logging.getLogger(__name__)
@@ -39,6 +48,7 @@ MAX_CA_BYTES = 64 * 1024
 TIMEOUT_S = 10.0
 LOOK_S = 60.0  # between two looks at the clock; after a failure too
 FINGERPRINT_CHARACTERS = 64
+READABLE = 0o755  # of a node's state directory: servers of other users load models from it
 
 
 def join(
@@ -48,12 +58,13 @@ def join(
 
     ``ca`` is what the coordinator's certificate is checked against; without one, the authority that
     the token names. Raises AccessDenied (the token was spent, expired, or is another worker's),
-    Conflict (the directory is another worker's), InvalidInput, ServiceUnavailable; nothing is left
-    behind then.
+    Conflict (the directory is another worker's, or an installation's), InvalidInput,
+    ServiceUnavailable; nothing is left behind then.
     """
     if _joined_as(state_dir) is not None:
         _require_same(state_dir, worker_id)
         return False
+    require_unused(state_dir)
     endpoint = Endpoint.of(coordinator_url)
     if not endpoint.secure and not endpoint.on_loopback:
         raise InvalidInput(
@@ -63,7 +74,8 @@ def join(
             do='Set [security] rest_tls = "installation" where the coordinator runs.',
         )
     directory = state_dir / DIRECTORY
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    narrow_directory(state_dir, READABLE)
+    own_directory(directory)
     trusted = ca
     if endpoint.secure and trusted is None:
         trusted = directory / CA_FILE

@@ -15,6 +15,7 @@ from paceline.errors import InvalidProfile
 from paceline.profile import Runtime
 from paceline.relay.wires.identity import ensure_authority, issue_server
 from paceline.service.limits import LOOPBACK_NAMES
+from paceline.system.addresses import is_loopback
 
 SERVER_DAYS = 825.0  # a new certificate at each start
 SERVER_DIRECTORY = "tls/coordinator"
@@ -61,7 +62,7 @@ def names_of(runtime: Runtime, host: str) -> tuple[str, ...]:
 
 def _require_settings(runtime: Runtime, host: str) -> None:
     security = runtime.profile.security
-    beyond = not _is_loopback(host)
+    beyond = not is_loopback(host)
     missing = []
     if not runtime.secrets.coordinator_token:
         missing.append("a coordinator_token in secrets.json (`paceline up` makes one)")
@@ -104,13 +105,6 @@ def _context(cert: Path, key: Path) -> ssl.SSLContext:
             do="Correct [security] rest_cert and rest_key.",
         ) from error
     return context
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _is_wildcard(host: str) -> bool:

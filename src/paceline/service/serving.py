@@ -13,6 +13,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import FrameType
@@ -22,6 +23,8 @@ from fastapi import FastAPI
 
 from paceline.errors import PortInUse
 from paceline.service.connections import Prompt
+from paceline.system.files import PRIVATE_DIRECTORY, ensure_private, make_directories
+from paceline.text import OneLine
 
 log = logging.getLogger(__name__)
 
@@ -138,27 +141,18 @@ def _announce(ready_fd: int | None, url: str) -> None:
             ready.write(json.dumps({"url": url}) + "\n")
 
 
-class OneLine(logging.Formatter):
-    """One line an event: a line break that came with somebody's words makes no line of its own.
+class _PrivateLog(RotatingFileHandler):
+    """A rotating log that only its owner can read, whatever the umask."""
 
-    What a traceback has stays as it is.
-    """
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
-        """Return the line, with what no terminal should be sent written out."""
-        text = record.message
-        if not text.isprintable():
-            record.message = "".join(
-                each if each.isprintable() else each.encode("unicode_escape").decode()
-                for each in text
-            )
-        return super().formatMessage(record)
+    def _open(self) -> TextIOWrapper:
+        ensure_private(Path(self.baseFilename))
+        return super()._open()
 
 
 def _log_to(path: Path) -> None:
     """Have this process's log end in a file; standard output stays empty."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=2, encoding="utf-8")
+    make_directories(path.parent, PRIVATE_DIRECTORY)
+    handler = _PrivateLog(path, maxBytes=LOG_BYTES, backupCount=2, encoding="utf-8")
     handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)

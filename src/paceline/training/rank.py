@@ -21,6 +21,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError, PeerLost
+from paceline.text import log_to_stderr
 from paceline.training import outfit
 from paceline.training.keeping import keeps_of
 from paceline.training.loading import load
@@ -39,7 +40,7 @@ def main() -> int:
     """Run this rank and return its exit code."""
     from paceline.training.guard import BadStep
 
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
+    log_to_stderr(logging.WARNING, "%(name)s: %(message)s")
     stop = StopFlag()
     stop.install()
     die_with_parent()

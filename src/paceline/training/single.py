@@ -31,6 +31,7 @@ from paceline.errors import (
 from paceline.models import ModelConfig, read_config
 from paceline.objects import DiskStore, ObjectStore, join_url, open_store
 from paceline.profile import Profile, Runtime, Secrets, load_runtime, save_runtime
+from paceline.system.files import sync_directory, sync_tree
 from paceline.training import code_ref, starting
 from paceline.training import local_remote as remote
 from paceline.training.driver import run_job
@@ -265,7 +266,9 @@ def _base(asked: Single, runtime: Runtime, snapshot: Snapshot) -> tuple[str, sta
         manifest = build_manifest(making, model_id=MODEL, version=VERSION, link_mbit=link_mbit)
         write_manifest(making, manifest)
         shutil.rmtree(directory, ignore_errors=True)
+        sync_tree(making)
         making.rename(directory)
+        sync_directory(directory.parent)
     finally:
         shutil.rmtree(making, ignore_errors=True)
     return manifest.digest, start

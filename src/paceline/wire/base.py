@@ -6,8 +6,17 @@ import hashlib
 import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    StringConstraints,
+)
 from pydantic_core import CoreSchema
+
+from paceline.text import printable
 
 SHA256_HEX = r"^[0-9a-f]{64}$"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -18,6 +27,8 @@ COUNT_MAX = 2**63 - 1
 # Of bytes, pieces, restarts: what a machine may say. JSON knows larger numbers, and stores, floats
 # and monitors do not.
 Count = Annotated[int, Field(ge=0, le=COUNT_MAX)]
+# Another process chose it, and logs, tables and pages show it: control characters are escaped.
+Text = Annotated[str, AfterValidator(printable)]
 
 
 def _be_strict(schema: Any) -> None:

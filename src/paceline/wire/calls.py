@@ -32,7 +32,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paceline.wire.base import COUNT_MAX, Count, Name, Record
+from paceline.wire.base import COUNT_MAX, Count, Name, Record, Text
 from paceline.wire.events import Event
 from paceline.wire.plan import Labels, Topology
 from paceline.wire.records import (
@@ -61,8 +61,8 @@ class CreateDeployment(Record):
     max_failed: float = Field(default=0.05, ge=0, le=1)
     seed: int = Field(default=0, ge=-COUNT_MAX, le=COUNT_MAX)
     allow_older: bool = False  # than the version that is active on a target; else a Conflict
-    flow_run_id: str | None = Field(default=None, max_length=64)
-    run_id: str | None = Field(default=None, max_length=64)
+    flow_run_id: Text | None = Field(default=None, max_length=64)
+    run_id: Text | None = Field(default=None, max_length=64)
 
 
 class CreatedDeployment(Record):
@@ -143,15 +143,15 @@ class SwitchView(Record):
 
 class RegisterWorker(Record):
     worker_id: Name
-    hostname: str = Field(max_length=255)
-    rack: str = Field(max_length=255)
+    hostname: Text = Field(max_length=255)
+    rack: Text = Field(max_length=255)
     available_storage: Count
     labels: Labels = Labels()
-    address: str = Field(default="", max_length=300)
+    address: Text = Field(default="", max_length=300)
     link_mbit: float = Field(default=10_000, ge=1e-3, le=1e9)  # what plans can be made with
     incarnation: int = Field(default=1, ge=1, le=COUNT_MAX)
     pid: int = Field(default=0, ge=0, le=2**32)
-    process: str = Field(default="", max_length=64)  # random: in containers pids come again
+    process: Text = Field(default="", max_length=64)  # random: in containers pids come again
 
 
 class Registered(Record):
@@ -241,11 +241,11 @@ class Problem(Record):
     """RFC 9457, plus Paceline's own fields."""
 
     type: str = "about:blank"
-    title: str
+    title: Text
     status: int
-    detail: str
-    code: str
-    got: str | None = None
-    wanted: str | None = None
-    where: str | None = None
-    do: str | None = None
+    detail: Text
+    code: Text
+    got: Text | None = None
+    wanted: Text | None = None
+    where: Text | None = None
+    do: Text | None = None

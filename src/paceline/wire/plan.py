@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.wire.base import Name, Record, Sha256
+from paceline.wire.base import Name, Record, Sha256, Text
 
 PLAN_VERSION = 1
 
@@ -30,9 +30,9 @@ class Topology(StrEnum):
 class Labels(Record):
     """Where a worker stands; planners cross racks as rarely as they can."""
 
-    host: str = Field(default="", max_length=255)
-    rack: str = Field(default="", max_length=255)
-    zone: str = Field(default="", max_length=255)
+    host: Text = Field(default="", max_length=255)
+    rack: Text = Field(default="", max_length=255)
+    zone: Text = Field(default="", max_length=255)
 
 
 class Source(Record):
@@ -40,7 +40,7 @@ class Source(Record):
 
     kind: Literal["worker", "origin"]
     worker_id: Name | None = None  # kind == "worker"
-    address: str = Field(default="", max_length=300)  # "host:port" of the worker's peer port
+    address: Text = Field(default="", max_length=300)  # "host:port" of the worker's peer port
     url: str = Field(default="", max_length=2048)  # kind == "origin": s3://bucket/prefix or a path
 
     @property

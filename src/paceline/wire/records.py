@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from paceline.wire.base import Count, Name, Record, Sha256
+from paceline.wire.base import Count, Name, Record, Sha256, Text
 from paceline.wire.plan import Labels, Topology
 
 
@@ -41,8 +41,8 @@ class WorkerStatus(StrEnum):
 class Failure(Record):
     """Why a worker (or a whole deployment) failed, as people and programs read it."""
 
-    code: str = Field(max_length=100)  # name of the error class
-    message: str = Field(max_length=2000)
+    code: Text = Field(max_length=100)  # name of the error class
+    message: Text = Field(max_length=2000)
 
 
 class Receipt(Record):
@@ -54,7 +54,7 @@ class Receipt(Record):
     model_id: Name
     version: Name
     manifest_digest: Sha256
-    path: str = Field(max_length=4096)
+    path: Text = Field(max_length=4096)
     total_bytes: Count
     received_bytes: Count  # from peers, counted at the socket
     origin_bytes: Count  # from the source
@@ -89,7 +89,7 @@ class Deployment(Record):
     model_id: Name
     version: Name
     status: DeploymentStatus
-    source_url: str
+    source_url: Text
     manifest_digest: Sha256
     total_bytes: int = Field(ge=0)
     total_chunks: int = Field(ge=1)
@@ -105,18 +105,18 @@ class Deployment(Record):
     bound_seconds: float = 0.0
     origin_bytes: int = 0
     failure: Failure | None = None
-    flow_run_id: str | None = None  # of the Prefect flow run that drives it
+    flow_run_id: Text | None = None  # of the Prefect flow run that drives it
     flow_wanted: bool = False  # the coordinator starts that flow run (or has)
-    run_id: str | None = None
+    run_id: Text | None = None
 
 
 class Worker(Record):
     """One agent as the fleet knows it."""
 
     worker_id: Name
-    hostname: str = Field(max_length=255)
+    hostname: Text = Field(max_length=255)
     labels: Labels
-    address: str = Field(max_length=300)  # peer port, "host:port"
+    address: Text = Field(max_length=300)  # peer port, "host:port"
     available_storage: int = Field(ge=0)  # bytes
     link_mbit: float = Field(gt=0)
     incarnation: int = Field(ge=1)  # higher with each restart of the same worker
@@ -125,7 +125,7 @@ class Worker(Record):
     bandwidth_in: float = 0.0  # bytes per second
     bandwidth_out: float = 0.0
     pid: int = 0
-    process: str = ""  # what it calls its process; "": pid and address have to do
+    process: Text = ""  # what it calls its process; "": pid and address have to do
 
 
 class StageRecord(Record):

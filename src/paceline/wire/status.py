@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from paceline.wire.base import Record
+from paceline.wire.base import Record, Text
 from paceline.wire.stream import DeploymentMoment, WorkerMoment
 
 
@@ -20,7 +20,7 @@ class ServiceStatus(Record):
     rss_bytes: int = 0
     processes: int = 0
     log: str = ""
-    problem: str = ""
+    problem: Text = ""
 
 
 class InstallationStatus(Record):
@@ -35,7 +35,7 @@ class InstallationStatus(Record):
     )
     services: tuple[ServiceStatus, ...] = ()
     rss_bytes: int = 0
-    problem: str = ""
+    problem: Text = ""
 
 
 class ReplicaStatus(Record):
@@ -46,7 +46,7 @@ class ReplicaStatus(Record):
     leads: bool = False
     leader_url: str | None = None  # as this replica knows it
     epoch: int = 0
-    problem: str = ""
+    problem: Text = ""
 
 
 class StatusReport(InstallationStatus):

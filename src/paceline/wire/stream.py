@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, RootModel
 
-from paceline.wire.base import Name, Record
+from paceline.wire.base import Name, Record, Text
 from paceline.wire.events import Event
 from paceline.wire.plan import Topology
 from paceline.wire.records import DeploymentStatus, Failure, WorkerStatus
@@ -72,7 +72,7 @@ class DeploymentMoment(Record):
     completed_at: float | None = None
     seconds: float | None = None
     failure: Failure | None = None
-    flow_run_id: str | None = None
+    flow_run_id: Text | None = None
     flow_wanted: bool = False
     parts: tuple[PartMoment, ...] = ()
 
@@ -81,9 +81,9 @@ class WorkerMoment(Record):
     """One agent of the fleet."""
 
     worker_id: Name
-    hostname: str = ""
-    rack: str = ""
-    zone: str = ""
+    hostname: Text = ""
+    rack: Text = ""
+    zone: Text = ""
     alive: bool
     bandwidth_in: float = Field(default=0.0, ge=0)  # bytes per second
     bandwidth_out: float = Field(default=0.0, ge=0)
@@ -121,7 +121,7 @@ class Dropped(Record):
     """The connection ends now, and why; the reader may come back with ``Last-Event-ID``."""
 
     kind: Literal["dropped"] = "dropped"
-    reason: str
+    reason: Text
 
 
 class Outcome(Record):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ServiceUnavailable
+from paceline.system.files import PRIVATE_DIRECTORY, ensure_private, make_directories
 
 BUSY_S = 5.0  # how long a transaction waits for another process's
 
@@ -30,7 +31,11 @@ class SqliteFile:
         self.path, self._what = path, what
         self._lock = threading.RLock()
         with self.translated():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_directories(path.parent, PRIVATE_DIRECTORY)
+            ensure_private(path)  # SQLite gives the two files beside it the same mode
+            for beside in (f"{path}-wal", f"{path}-shm"):
+                if Path(beside).exists():
+                    ensure_private(Path(beside))
             self.db = sqlite3.connect(
                 path, isolation_level=None, check_same_thread=False, timeout=BUSY_S
             )

@@ -6,9 +6,7 @@ but this: a copy that is found rotten is set aside, for nothing may be shown tha
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import time
 from collections.abc import Mapping
@@ -18,6 +16,7 @@ from paceline.errors import CorruptData
 from paceline.manifest import ACTIVE, parse_manifest, verify_directory
 from paceline.profile import load_runtime
 from paceline.relay.disk.room import Room, held_files, reclaimable
+from paceline.system.processes import holder_of
 
 
 def verify_copy(
@@ -58,9 +57,15 @@ def _set_aside(node_dir: Path, directory: Path) -> None:
     rotten = node_dir / "store" / "rotten"  # the same filesystem: a rename, not a copy
     rotten.mkdir(exist_ok=True)
     directory.rename(rotten / f"{directory.parent.name}-{directory.name}-{time.time_ns()}")
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        announced = json.loads((node_dir / "agent.json").read_text())
-        os.kill(int(announced["pid"]), signal.SIGTERM)
+    try:
+        pid = int(json.loads((node_dir / "agent.json").read_bytes())["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # no agent runs, or none that finished starting
+    # agent.json outlives an agent that was killed, and its pid may be another process's by now;
+    # the agent holds its store's lock.
+    with holder_of(node_dir / "store" / ".lock", pid) as agent:
+        if agent is not None:
+            agent.send(signal.SIGTERM)
 
 
 def shows_version(

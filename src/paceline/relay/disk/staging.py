@@ -22,6 +22,7 @@ from paceline.manifest import Manifest, Piece
 from paceline.relay.disk.edges import Edges
 from paceline.relay.disk.marks import Marks
 from paceline.relay.session.extents import Extent, Extents
+from paceline.system.files import sync_directories, sync_directory
 
 _COPY = 4 * 1024 * 1024
 READ_ONLY = 0o444  # what is published never changes; a link to it is never written to
@@ -56,15 +57,6 @@ def disk_errors(where: object) -> Iterator[None]:
                 do="Check the disk; what was in progress there has been discarded.",
             ) from error
         raise
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in ``path`` durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_read_only(path: Path) -> bool:
@@ -134,9 +126,9 @@ class Staging:
             fresh = [self._allocate(index) for index in range(len(self.manifest.files))]
             self._load_marks(trust=not any(fresh))
             if any(fresh):  # names must last as long as the marks do
-                inside = {(self.data / file.path).parent for file in self.manifest.files}
-                for directory in {*inside, self.data, self.directory, self.directory.parent}:
-                    sync_directory(directory)
+                sync_directories(self.data, (file.path for file in self.manifest.files))
+                sync_directory(self.directory)
+                sync_directory(self.directory.parent)
 
     def _allocated(self, path: str) -> int:
         try:

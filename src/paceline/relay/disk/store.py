@@ -34,7 +34,8 @@ from paceline.relay.disk.room import (
     room_lacking,
     set_aside,
 )
-from paceline.relay.disk.staging import READ_ONLY, Staging, disk_errors, sync_directory
+from paceline.relay.disk.staging import READ_ONLY, Staging, disk_errors
+from paceline.system.files import create_durably, sync_directories, sync_directory
 
 log = logging.getLogger(__name__)
 
@@ -152,9 +153,9 @@ class Store:
                 if size != file.size:
                     raise Conflict(f"{file.path} changed size", got=size, wanted=file.size)
                 os.fchmod(staging.descriptor(index), READ_ONLY)
-            _write_durably(data / MANIFEST_FILE, manifest.to_bytes())
-            for directory in {data, *((data / file.path).parent for file in manifest.files)}:
-                sync_directory(directory)
+            (data / MANIFEST_FILE).unlink(missing_ok=True)  # of a publish that was interrupted
+            create_durably(data / MANIFEST_FILE, manifest.to_bytes(), READ_ONLY)
+            sync_directories(data, (file.path for file in manifest.files))
             final.parent.mkdir(parents=True, exist_ok=True)
             if final.exists() and self._published(final) is None:
                 self._trash(final)  # not a version: ours appear whole, with their manifest
@@ -326,12 +327,3 @@ class Store:
         sync_directory(path.parent)  # or a power loss may bring back the name and not the files
         sync_directory(self._staging)
         shutil.rmtree(trash, ignore_errors=True)
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    path.unlink(missing_ok=True)  # read-only where a publish was interrupted
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fchmod(file.fileno(), READ_ONLY)
-        os.fsync(file.fileno())

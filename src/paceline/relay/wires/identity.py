@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import InvalidInput
-from paceline.profile import write_private
 from paceline.relay.wires.tls import TlsSettings, valid_name, worker_host_name, worker_uri
+from paceline.system.files import PRIVATE_DIRECTORY, ensure_private, make_directories, write_private
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -39,12 +39,17 @@ class Authority:
 
 
 def make_authority(directory: Path, name: str = "paceline cluster") -> Authority:
-    """Make a CA in ``directory`` (``ca.pem``, ``ca-key.pem``, mode 0600) and return it."""
+    """Make a CA in ``directory`` (``ca.pem``, ``ca-key.pem``, mode 0600) and return it.
+
+    A key that is there already is kept, and gets its certificate again.
+    """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    key = ec.generate_private_key(ec.SECP256R1())
+    made = Authority(cert=directory / "ca.pem", key=directory / "ca-key.pem")
+    found = made.key.exists()
+    key = _authority_key(made) if found else ec.generate_private_key(ec.SECP256R1())
     now = datetime.datetime.now(datetime.UTC)
     subject = _name(name)
     certificate = (
@@ -60,21 +65,37 @@ def make_authority(directory: Path, name: str = "paceline cluster") -> Authority
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
-    made = Authority(cert=directory / "ca.pem", key=directory / "ca-key.pem")
-    directory.mkdir(parents=True, exist_ok=True)
-    write_private(made.key, _key_pem(key))
+    make_directories(directory, PRIVATE_DIRECTORY)
+    if not found:
+        write_private(made.key, _key_pem(key))
     write_private(made.cert, _certificate_pem(certificate))
     return made
 
 
 def ensure_authority(directory: Path) -> Authority:
     """Return the CA in ``directory``, made by the first of all processes that ask."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directories(directory, PRIVATE_DIRECTORY)
+    ensure_private(directory / "lock")
     with (directory / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         known = Authority(cert=directory / "ca.pem", key=directory / "ca-key.pem")
         # The certificate is written last: it vouches for the key.
         return known if known.cert.is_file() else make_authority(directory)
+
+
+def _authority_key(authority: Authority) -> ec.EllipticCurvePrivateKey:
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        key = load_pem_private_key(authority.key.read_bytes(), password=None)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(
+            "the authority cannot be read", got=error, where=authority.cert.parent
+        ) from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise InvalidInput("not an authority's key", where=authority.key, wanted="a P-256 key")
+    return key
 
 
 def fingerprint(certificate_pem: bytes) -> str:
@@ -111,7 +132,7 @@ def issue_identity(
         cert=directory / f"{worker_id}.pem",
         key=directory / f"{worker_id}-key.pem",
     )
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directories(directory, PRIVATE_DIRECTORY)
     write_private(made.key, _key_pem(key))
     write_private(made.cert, certificate)
     return made
@@ -160,7 +181,7 @@ def issue_server(
     certificate = _issue(
         authority, "paceline coordinator", key.public_key(), names, None, valid_days
     )
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directories(directory, PRIVATE_DIRECTORY)
     made = directory / "server.pem", directory / "server-key.pem"
     write_private(made[1], _key_pem(key))
     write_private(made[0], certificate)
@@ -200,19 +221,15 @@ def _issue(
 ) -> bytes:
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
     try:
         issuer = x509.load_pem_x509_certificate(authority.cert.read_bytes())
-        issuer_key = load_pem_private_key(authority.key.read_bytes(), password=None)
     except (OSError, ValueError) as error:
         raise InvalidInput(
             "the authority cannot be read", got=error, where=authority.cert.parent
         ) from error
-    if not isinstance(issuer_key, ec.EllipticCurvePrivateKey):
-        raise InvalidInput("not an authority's key", where=authority.key, wanted="a P-256 key")
+    issuer_key = _authority_key(authority)
     start = valid_from or datetime.datetime.now(datetime.UTC) - _SKEW
     both_sides = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     certificate = (

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from paceline.errors import Conflict, PacelineError, StorageFailed, StorageFull, TrainingFailed
+from paceline.system.files import make_directories, sync_directory, sync_tree
 from paceline.training.checkpoint.dcp import Contents, Names, saved_value
 from paceline.training.checkpoint.generations import Generation, Generations
 from paceline.training.checkpoint.layout import DTYPES
@@ -75,7 +76,8 @@ def export_dcp(
     making = directory.with_name(f".{directory.name}.{os.getpid()}")
     try:
         with _disk(directory):
-            making.mkdir(parents=True)
+            make_directories(directory.parent)
+            making.mkdir()
         with Files(generations, generation, contents.commit) as files, translated(directory):
             writer = FileSystemWriter(making)
             save({}, storage_writer=writer, planner=_Planner(contents, files), no_dist=True)
@@ -83,9 +85,11 @@ def export_dcp(
             if config:
                 (making / CONFIG_FILE).write_bytes(config)
             _sum(making)
+            sync_tree(making)
             if directory.exists():
                 directory.rmdir()
             making.rename(directory)
+            sync_directory(directory.parent)
     finally:
         shutil.rmtree(making, ignore_errors=True)
     return contents.commit, len(contents.tensors)
@@ -193,5 +197,3 @@ def _sum(directory: Path) -> None:
             lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n")
     with (directory / SUMS_FILE).open("w", encoding="ascii") as file:
         file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())

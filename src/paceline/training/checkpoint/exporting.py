@@ -21,6 +21,7 @@ from paceline.errors import InvalidInput, PacelineError, TrainingFailed
 from paceline.models import ModelConfig
 from paceline.models.files import CONFIG_FILE, INDEX_FILE
 from paceline.models.weights import file_groups
+from paceline.system.files import write_durably
 from paceline.training.checkpoint.exchange import Exchange, agree_on_held
 from paceline.training.checkpoint.layout import (
     DTYPES,
@@ -221,11 +222,12 @@ def _describe(
 ) -> None:
     index = {"metadata": {"total_size": total}, "weight_map": dict(weight_map)}
     with _translated(directory):
-        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        write_durably(directory / INDEX_FILE, text.encode(), 0o666)
         if config is not None:
             unset = None if config.tokenizer_digest else {"tokenizer_digest"}
             text = config.model_dump_json(indent=2, exclude=unset) + "\n"
-            (directory / CONFIG_FILE).write_text(text)
+            write_durably(directory / CONFIG_FILE, text.encode(), 0o666)
 
 
 @contextlib.contextmanager

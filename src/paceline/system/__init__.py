@@ -1,0 +1,1 @@
+"""What every component needs of the operating system: durable files, processes, addresses."""

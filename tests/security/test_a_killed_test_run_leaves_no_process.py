@@ -1,0 +1,71 @@
+"""A test run that is killed leaves no process: neither servers that detach nor xdist's workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.stack import processes_of, wait_until
+
+ROOT = Path(__file__).parents[2]
+CONFTEST = """
+from tests.support import reaper
+
+def pytest_configure():
+    reaper.start()
+"""
+SLOW = """
+import os, time
+from pathlib import Path
+
+from paceline import fleet
+from tests.fleet.conftest import small_profile
+from tests.fleet.test_supervisor import service
+
+def test_slow():
+    state = Path({state!r})
+    state.mkdir()
+    fleet.start(small_profile(), state, detach=True, only=(),
+                extra_services=[service(state, "deaf", "--deaf"), service(state, "fine")])
+    if (child := os.fork()) == 0:  # it holds every descriptor of this process, and runs no program
+        os.setsid()
+        time.sleep(600)
+    Path({ready!r}).write_text(f"{{child}}")
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("workers", "number"), [(0, signal.SIGKILL), (1, signal.SIGTERM)])
+def test_servers_end_with_the_run(tmp_path: Path, number: signal.Signals, workers: int) -> None:
+    state, ready = tmp_path / "state", tmp_path / "ready"
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_slow.py").write_text(SLOW.format(state=str(state), ready=str(ready)))
+    words = ["-q", "-p", "no:cacheprovider", "-n", str(workers), "--rootdir", str(ROOT)]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *words, "-c", str(ROOT / "pyproject.toml"), str(tmp_path)],
+        cwd=ROOT,
+        env={key: each for key, each in os.environ.items() if not key.startswith("PYTEST_")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(
+            lambda: (ready.exists() and ready.read_text()) or run.poll() is not None,
+            60,
+            "the installation started",
+        )
+        assert run.poll() is None
+        assert len(processes_of(state)) >= 6  # a supervisor, two guards, services with children
+        run.send_signal(number)
+        run.wait(30)
+        forked = Path("/proc", ready.read_text())
+        wait_until(lambda: not forked.exists(), 30, "the forked child gone")
+        wait_until(lambda: not processes_of(tmp_path), 30, "every process of the run gone")
+    finally:
+        run.kill()
+        run.wait()
