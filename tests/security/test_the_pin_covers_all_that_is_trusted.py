@@ -77,7 +77,7 @@ def coordinator(
             self.end_headers()
             self.wfile.write(body)
 
-        do_GET = do_POST = answer  # noqa: N815
+        do_GET = do_POST = answer
 
         def log_message(self, *_: object) -> None:
             pass

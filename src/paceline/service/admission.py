@@ -7,6 +7,7 @@ The node's private key stays on the node. Nothing is handed out before its token
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ from paceline.relay.wires.identity import (
     requested_key,
 )
 from paceline.wire.access import JoinWorker, WorkerIdentity
+
+log = logging.getLogger(__name__)
 
 RENEW_AT = 2 / 3  # of its life
 DAY_S = 86_400.0
@@ -128,12 +131,16 @@ class Admission:
 
 @contextlib.contextmanager
 def _own_files() -> Iterator[None]:
-    """Raise what is wrong with this installation's own files as no fault of the caller's."""
+    """Raise what is wrong with this installation's own files as no fault of the caller's.
+
+    Which file it is stands in the log: callers without a token get here too.
+    """
     try:
         yield
     except (InvalidInput, StorageFailed) as error:
+        log.error("the installation's own files: %s", error)
         raise ServiceUnavailable(
-            error.what, got=error.got, wanted=error.wanted, where=error.where, do=error.do
+            f"the coordinator's own files: {error.what}", do="Call again; its log says which."
         ) from error
 
 
