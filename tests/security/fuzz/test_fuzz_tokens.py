@@ -27,7 +27,7 @@ from paceline.service.guard import Doorman
 from paceline.wire.access import CreateJoinToken, CreateToken, Scope
 
 BOUNDED = settings(
-    max_examples=200,
+    max_examples=500,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
