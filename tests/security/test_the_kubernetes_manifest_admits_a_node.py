@@ -69,10 +69,10 @@ def read_only(paths: list[Path]) -> tuple[str, ...]:
         tried = subprocess.run([*under, "true"], capture_output=True, check=False)
         if tried.returncode == 0:
             return under
-    if os.geteuid() == 0:
-        pytest.skip("needs a mount namespace: modes do not hold back root")
     for each in paths:
         each.chmod(0o500 if each.is_dir() else 0o400)
+        if os.access(each, os.W_OK):
+            pytest.skip("needs a mount namespace: modes do not hold back this user")
     return ()
 
 

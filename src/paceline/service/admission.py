@@ -138,7 +138,7 @@ def _own_files() -> Iterator[None]:
     try:
         yield
     except (InvalidInput, StorageFailed) as error:
-        log.error("the installation's own files: %s", error)
+        log.warning("the installation's own files: %s", error)
         raise ServiceUnavailable(
             f"the coordinator's own files: {error.what}", do="Call again; its log says which."
         ) from error
