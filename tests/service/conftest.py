@@ -59,12 +59,14 @@ class Served:
     runtime: Runtime
     process: subprocess.Popen[bytes] | None = None
     url: str = ""
+    under: tuple[str, ...] = ()  # a command line that starts the one after it
 
     def start(self) -> None:
         save_runtime(self.runtime)
         reader, writer = os.pipe()
         port = self.url.rsplit(":", 1)[1] if self.url else "0"
-        argv = [sys.executable, "-c", PROCESS, str(self.runtime.state_dir), port, str(writer)]
+        argv = [*self.under, sys.executable, "-c", PROCESS]
+        argv += [str(self.runtime.state_dir), port, str(writer)]
         self.process = subprocess.Popen(
             argv, pass_fds=[writer], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )

@@ -156,7 +156,9 @@ def test_who_is_taken_out_is_named_to_everybody_else_until_it_joins_again(served
     with pytest.raises(AccessDenied):
         register(clients["node-8"], "node-8")
     join(tmp_path / "again", "node-8", served.url, join_token(admin, "node-8"))
-    assert clients["node-9"].heartbeat(beat).barred == ()
+    barred = clients["node-9"].heartbeat(beat).barred
+    assert "node-8" not in barred
+    assert len(barred) == 1, "the certificate of before, by its admission"
 
 
 def test_a_join_token_works_once_and_the_second_use_is_recorded(served, admin, tmp_path):
@@ -168,7 +170,7 @@ def test_a_join_token_works_once_and_the_second_use_is_recorded(served, admin, t
     assert caught.value.do
     assert not (tmp_path / "second" / "runtime.json").exists()
     row = refused_rows(admin, "POST /workers/join")[0]
-    assert row.data["outcome"] == "401 AccessDenied"
+    assert row.data["outcome"] == "403 AccessDenied"
     assert row.data["address"] == "127.0.0.1"
 
 
@@ -177,9 +179,9 @@ def test_many_at_once_with_one_token_are_one_worker(served, admin):
 
     token = join_token(admin, "node-4")
     ca = served.runtime.state_dir / "authority" / "ca.pem"
-    request = new_request("node-4")[1].decode()
 
     def once(_):
+        request = new_request("node-4")[1].decode()  # of a key of its own
         client = AccessClient(served.url, token, ca=ca)
         try:
             return client.join(JoinWorker(worker_id="node-4", csr=request)).token

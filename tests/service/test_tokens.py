@@ -13,16 +13,29 @@ from paceline.coordinator import tokens as module
 from paceline.coordinator.messages import (
     AdmitWorker,
     Answer,
+    BeginToken,
     DropToken,
     IssueToken,
     KeepToken,
     RevokeToken,
     TokensUsed,
 )
-from paceline.coordinator.tokens import REMEMBERED_S, TokenBook, draw, sha256_of
+from paceline.coordinator.tokens import (
+    REMEMBERED_S,
+    UNUSED_AT_MOST,
+    TokenBook,
+    draw,
+    sha256_of,
+)
 from paceline.errors import AccessDenied, Conflict, NotFound
 from paceline.relay.wires.identity import new_request
-from paceline.wire.access import CreateJoinToken, CreateToken, JoinWorker, Scope
+from paceline.wire.access import (
+    CreateJoinToken,
+    CreateToken,
+    JoinWorker,
+    Scope,
+    barred_admission,
+)
 
 WORKERS = st.sampled_from(["w-1", "w-2"])
 
@@ -37,6 +50,9 @@ class Tokens(RuleBasedStateMachine):
         self.texts = {}  # token_id → text
         self.ends = {}  # token_id → when it opens nothing any more
         self.join_of, self.access_of = {}, {}  # token_id → worker
+        self.admission_of = {}  # token_id of an issued one → the token that its chain began with
+        self.key_of = {}  # token_id of a spent join token → the key that it was spent for
+        self.begun, self.kept_at = set(), {}
 
     def take(self, event):
         for effect in self.book.handle(event):
@@ -76,8 +92,8 @@ class Tokens(RuleBasedStateMachine):
         self.join_of[drawn.token_id] = worker
 
     @precondition(lambda self: self.ends)
-    @rule(data=st.data(), worker=WORKERS)
-    def admit(self, data, worker):
+    @rule(data=st.data(), worker=WORKERS, key=st.sampled_from(["1" * 64, "2" * 64]))
+    def admit(self, data, worker, key):
         shown = self.one_of_them(data)
         mine = self.join_of.get(shown) or self.access_of.get(shown)
         drawn, end = draw(), self.now + 5000.0
@@ -87,32 +103,69 @@ class Tokens(RuleBasedStateMachine):
             token_id=drawn.token_id,
             sha256=drawn.sha256,
             expires_at=end,
+            key_sha256=key,
             at=self.now,
         )
-        if not self.alive(shown) or mine != worker:
+        if not self.alive(shown) or mine != worker or self.key_of.get(shown, key) != key:
             before = dict(self.kept)
             with pytest.raises(AccessDenied):
                 self.take(event)
             assert self.kept == before, "what is refused changes nothing"
             return
         self.take(event)
-        for token_id, owner in self.access_of.items():
-            if owner == worker and token_id != shown and self.alive(token_id):
-                self.ends[token_id] = self.now
+        admission = self.admission_of.get(shown, shown)
         if shown in self.join_of:
-            self.ends[shown] = self.now
+            self.key_of[shown] = key
+        owned = {**self.access_of, **{e: self.join_of[e] for e in self.key_of}}
+        unused = []
+        for token_id, owner in owned.items():
+            if owner != worker or token_id in (shown, admission) or not self.alive(token_id):
+                continue
+            if self.admission_of.get(token_id) != admission:
+                self.ends[token_id] = self.now
+            elif token_id not in self.begun:
+                unused.append(token_id)
+        # Of one age, the ids decide.
+        unused.sort(key=lambda each: (self.kept_at[each], each))
+        for token_id in unused[: 1 - UNUSED_AT_MOST]:
+            self.ends[token_id] = self.now
         self.texts[drawn.token_id], self.ends[drawn.token_id] = drawn.text, end
-        self.access_of[drawn.token_id] = worker
+        self.access_of[drawn.token_id], self.kept_at[drawn.token_id] = worker, self.now
+        self.admission_of[drawn.token_id] = admission
+
+    @precondition(lambda self: self.admission_of)
+    @rule(data=st.data())
+    def begin(self, data):
+        """A token is used for the first time: whatever it was issued beside or after ends."""
+        known = list(self.admission_of)
+        token_id = known[data.draw(st.integers(0, len(known) - 1))]
+        self.take(BeginToken(token_id=token_id, at=self.now))
+        if not self.alive(token_id) or token_id in self.begun:
+            return
+        self.begun.add(token_id)
+        admission = self.admission_of[token_id]
+        for other in self.access_of:
+            same = admission in (self.admission_of.get(other), other)
+            if other != token_id and same and self.alive(other):
+                self.ends[other] = self.now
 
     @precondition(lambda self: self.ends)
     @rule(data=st.data())
     def revoke(self, data):
         token_id = self.one_of_them(data)
-        if self.book.find(token_id) is None:
+        record = self.book.find(token_id)
+        if record is None:
             with pytest.raises(NotFound):
                 self.take(RevokeToken(token_id=token_id, at=self.now))
             return
+        until = float("inf") if record.revoked_at is None else record.revoked_at
+        made = {each.token_id: each.created_at for each in self.book.tokens()}
         self.take(RevokeToken(token_id=token_id, at=self.now))
+        worker = self.access_of.get(token_id)
+        for other, owner in {**self.join_of, **self.access_of}.items():
+            with_it = owner == worker or self.admission_of.get(other) == token_id
+            if with_it and other in made and made[other] < until:
+                self.ends[other] = min(self.ends[other], self.now)
         self.ends[token_id] = min(self.ends[token_id], self.now)
 
     @precondition(lambda self: self.ends)
@@ -143,6 +196,8 @@ class Tokens(RuleBasedStateMachine):
         good = {owner for each, owner in self.access_of.items() if self.alive(each)}
         barred = set(self.book.barred())
         assert not barred & good
+        held = {self.admission_of.get(each) for each in self.access_of if self.alive(each)}
+        assert not barred & {barred_admission(each) for each in held if each}
         for worker in set(self.access_of.values()) - good:
             mine = [
                 self.kept[e]
@@ -155,6 +210,18 @@ class Tokens(RuleBasedStateMachine):
         fresh = TokenBook()
         fresh.restore(self.kept.values())
         assert set(fresh.barred()) == barred, "as after a restart"
+
+    @invariant()
+    def an_admission_that_was_taken_back_stays_barred(self):
+        """Whatever the worker has got since, the certificates of before open no peer's port."""
+        barred = set(self.book.barred())
+        for worker in set(self.access_of.values()):
+            mine = [e for e, owner in self.access_of.items() if owner == worker]
+            held = {self.admission_of.get(each) for each in mine if self.alive(each)}
+            for each in mine:
+                kept, admission = self.kept.get(each), self.admission_of.get(each)
+                if kept and kept.revoked_at and admission and admission not in held:
+                    assert barred & {worker, barred_admission(admission)}, each
 
     @invariant()
     def the_store_and_the_book_agree_and_no_secret_is_in_them(self):
@@ -211,6 +278,7 @@ def test_tokens_and_what_was_spent_survive_a_killed_coordinator(served):
     for dead in (bad.token, spent):
         with pytest.raises(AccessDenied):
             CoordinatorClient(served.url, dead).workers()
+    other = JoinWorker(worker_id="w-1", csr=new_request("w-1")[1].decode())
     with pytest.raises(AccessDenied):
-        AccessClient(served.url, spent).join(call)
+        AccessClient(served.url, spent).join(other)
     assert AccessClient(served.url, identity.token).renew(call).worker_id == "w-1"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import http.client
 import json
 import random
-import ssl
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from urllib.parse import quote
 
 from pydantic import ValidationError
 
+from paceline.client.asking import trusting
 from paceline.client.connection import Endpoint
 from paceline.errors import AccessDenied, NotFound, ServiceUnavailable
 from paceline.profile import Runtime
@@ -60,7 +60,7 @@ class Follower:
         self._deployment_id = deployment_id
         self._heard = after
         self._patience_s = patience_s
-        self._tls = ssl.create_default_context(cafile=ca) if ca else None
+        self._tls = trusting(ca) if ca else None
         self._met = False  # somebody answered once: a replica that knows less is only behind
         self.url = urls[0]  # of the replica that is read
 

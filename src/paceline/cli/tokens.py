@@ -128,16 +128,30 @@ def list_tokens(state: Path | None, as_json: bool) -> int:
 
 
 @tokens.command()
-@click.argument("token_id")
+@click.argument("token_id", required=False)
+@click.option("--worker-id", default=None, help="Take this worker out: every token of it ends.")
 @state_option
 @json_option
-def revoke(token_id: str, state: Path | None, as_json: bool) -> int:
-    """Have the token with this id open nothing any more."""
-    _client(state).revoke_token(token_id)
-    if as_json:
-        click.echo(TokenRevoked(token_id=token_id).model_dump_json())
+def revoke(token_id: str | None, worker_id: str | None, state: Path | None, as_json: bool) -> int:
+    """Have the token with this id open nothing any more.
+
+    A worker's token ends with everything that worker has; so does --worker-id. Other workers
+    refuse its certificate from their next beat on.
+    """
+    if (token_id is None) == (worker_id is None):
+        raise click.UsageError("Name a token's id, or --worker-id.")
+    client = _client(state)
+    if worker_id is not None:
+        ended = client.revoke_worker(worker_id)
     else:
-        click.echo(f"{token_id} opens nothing any more")
+        assert token_id is not None
+        client.revoke_token(token_id)
+        ended = [token_id]
+    for each in ended:
+        if as_json:
+            click.echo(TokenRevoked(token_id=each).model_dump_json())
+        else:
+            click.echo(f"{each} opens nothing any more")
     return 0
 
 

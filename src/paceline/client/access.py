@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from urllib.parse import quote, urlencode
 
 from paceline.client.calls import CoordinatorClient
+from paceline.errors import NotFound
 from paceline.wire.access import (
     CreatedToken,
     CreateJoinToken,
@@ -35,11 +36,33 @@ class AccessClient(CoordinatorClient):
         return list(self._call(TokenList, "GET", "/tokens").tokens)
 
     def revoke_token(self, token_id: str) -> None:
-        """Have a token open nothing any more; raises NotFound."""
+        """Have a token open nothing any more, and with a worker's all of that worker's.
+
+        Raises NotFound.
+        """
         self._call(Success, "DELETE", f"/tokens/{quote(token_id, safe='')}")
 
+    def revoke_worker(self, worker_id: str) -> list[str]:
+        """Take a worker out, and have no join token for it open anything any more.
+
+        Return the ids of what was ended; raises NotFound where there was nothing to end.
+        """
+        ended: list[str] = []
+        for each in self.tokens():
+            if each.worker_id == worker_id and each.revoked_at is None:
+                self.revoke_token(each.token_id)  # a worker's token ends with all of that worker
+                ended.append(each.token_id)
+        if not ended:
+            raise NotFound(
+                "this worker has no token", got=worker_id, do="See `paceline tokens list`."
+            )
+        return ended
+
     def join(self, call: JoinWorker) -> WorkerIdentity:
-        """Spend this client's join token for an identity; raises AccessDenied the second time."""
+        """Spend this client's join token for an identity, or get another for the same key.
+
+        Raises AccessDenied where it was spent for another key.
+        """
         return self._call(WorkerIdentity, "POST", "/workers/join", call)
 
     def renew(self, call: JoinWorker) -> WorkerIdentity:

@@ -32,6 +32,7 @@ from paceline.errors import (
     ServiceUnavailable,
     TemporaryError,
 )
+from paceline.profile import one_certificate, read_certificate
 from paceline.wire.calls import Problem
 from paceline.wire.leading import EPOCH_HEADER, LEADER_HEADER
 
@@ -50,14 +51,14 @@ class Asking:
         timeout_s: float = 10.0,
         *,
         patience_s: float = 0.0,
-        ca: str | Path = "",
+        ca: str | Path | bytes = "",
     ) -> None:
-        """``ca`` is a PEM file to trust in place of the system's authorities."""
+        """``ca`` is one certificate (PEM, or its file) to trust in place of the system's CAs."""
         self._replicas = Replicas([url] if isinstance(url, str) else url)
         self.use_token(token)
         self._timeout_s = timeout_s
         self._patience_s = patience_s
-        self._tls = _trusting(ca) if ca else None
+        self._tls = trusting(ca) if ca else None
         self._local = threading.local()
 
     def use_token(self, token: str) -> None:
@@ -195,12 +196,17 @@ class Asking:
         return held
 
 
-def _trusting(ca: str | Path) -> ssl.SSLContext:
+def trusting(ca: str | Path | bytes) -> ssl.SSLContext:
+    """Return the TLS settings of a caller that trusts the certificate ``ca`` (PEM, or its file).
+
+    Raises InvalidInput where it is not exactly one.
+    """
+    pem = one_certificate(ca) if isinstance(ca, bytes) else read_certificate(ca)
     try:
-        return ssl.create_default_context(cafile=str(ca))
-    except OSError as error:  # ssl.SSLError is one
+        return ssl.create_default_context(cadata=pem.decode())
+    except ssl.SSLError as error:
         raise InvalidInput(
-            "the coordinator's certificate authority cannot be read", got=error, where=ca
+            "the coordinator's certificate authority is not usable", got=error, where=ca
         ) from error
 
 

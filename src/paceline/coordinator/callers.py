@@ -34,6 +34,8 @@ class Caller:
     token_id: str
     scopes: frozenset[Scope]  # included ones too
     worker_id: str | None = None  # it speaks for this worker only
+    admission: str = ""  # the token that its chain of renewals began with
+    begins: bool = False  # it is used for the first time, and ends what it was issued in place of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

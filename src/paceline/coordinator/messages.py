@@ -96,6 +96,8 @@ class RaiseBudget(_Event):
 
     deployment_id: str
     extra_bytes: int
+    key: str | None = None
+    body_digest: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +111,7 @@ class IssueToken(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RevokeToken(_Event):
-    """Somebody wants a token to open nothing any more."""
+    """Somebody wants a token to open nothing any more; a worker's ends with all of that worker."""
 
     token_id: str
 
@@ -118,7 +120,8 @@ class RevokeToken(_Event):
 class AdmitWorker(_Event):
     """An agent gets a token of its own: for a join token, which is spent, or for the one before.
 
-    The one before works on until it expires, since the answer may be lost; older ones end now.
+    The answer may be lost. So the one before works on until the new one is first used, and a join
+    token is taken again for the same key.
     """
 
     spends: str  # the token_id that the agent showed
@@ -126,6 +129,14 @@ class AdmitWorker(_Event):
     token_id: str
     sha256: str
     expires_at: float
+    key_sha256: str | None = None  # of the public key that the certificate is for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeginToken(_Event):
+    """A worker's token is used for the first time: what it was issued in place of ends."""
+
+    token_id: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +161,7 @@ class Tick(_Event):
     """Time passed."""
 
 
-TokenEvent = IssueToken | RevokeToken | AdmitWorker | TokensUsed
+TokenEvent = IssueToken | RevokeToken | AdmitWorker | BeginToken | TokensUsed
 Event = (
     Create
     | Register

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from http import HTTPStatus
 
@@ -12,7 +13,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive, Scope, Send
 
 from paceline import errors
-from paceline.errors import InvalidInput, NotFound, PacelineError
+from paceline.errors import InvalidInput, NotFound, PacelineError, ServiceUnavailable
 from paceline.wire.calls import Problem
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,15 @@ def problem_response(
     return ProblemResponse(problem, sent)
 
 
+def unavailable(error: OSError) -> ServiceUnavailable:
+    """Return what an operating system's refusal of this process means to a caller: come again."""
+    return ServiceUnavailable(
+        "a file or a connection of the coordinator failed",
+        got=errno.errorcode.get(error.errno or 0, type(error).__name__),
+        do="Call again; if it stays so, the coordinator's log says which.",
+    )
+
+
 def add_problem_handlers(app: FastAPI) -> None:
     """Have ``app`` answer every error with a problem document."""
 
@@ -101,13 +111,21 @@ def add_problem_handlers(app: FastAPI) -> None:
         problem = kind(str(error.detail), where=where)
         return problem_response(problem, error.status_code, dict(error.headers or {}))
 
+    async def storage(request: Request, error: Exception) -> Response:
+        assert isinstance(error, OSError)
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return problem_response(unavailable(error))
+
     async def broken(request: Request, error: Exception) -> Response:
+        if isinstance(error, OSError):
+            return await storage(request, error)
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return problem_response(PacelineError("the coordinator failed; its log says why"), 500)
 
     app.add_exception_handler(PacelineError, refused)
     app.add_exception_handler(RequestValidationError, malformed)
     app.add_exception_handler(StarletteHTTPException, http)
+    app.add_exception_handler(OSError, storage)
     app.add_exception_handler(Exception, broken)
 
 

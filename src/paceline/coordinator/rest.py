@@ -26,7 +26,7 @@ from paceline.coordinator.messages import (
     Rollback,
 )
 from paceline.errors import InvalidInput, NotFound, ServiceUnavailable
-from paceline.wire.base import Name, Sha256
+from paceline.wire.base import Name, Sha256, digest_of
 from paceline.wire.calls import (
     CreatedDeployment,
     CreateDeployment,
@@ -140,10 +140,19 @@ def _add_switching(router: APIRouter, coordinator: Coordinator) -> None:
         return coordinator.read(lambda state: state.switch_of(deployment_id))
 
     @router.post("/deployments/{deployment_id}/budget", tags=["deployments"])
-    def raise_budget(deployment_id: DeploymentId, call: RaiseOriginBudget) -> Success:
-        """Let a stalled deployment read more from the origin, and go on."""
+    def raise_budget(
+        deployment_id: DeploymentId, call: RaiseOriginBudget, idempotency_key: Key = None
+    ) -> Success:
+        """Let a stalled deployment read more from the origin, and go on.
+
+        Called again with the same Idempotency-Key, it adds nothing.
+        """
         event = RaiseBudget(
-            deployment_id=deployment_id, extra_bytes=call.extra_bytes, at=coordinator.now()
+            deployment_id=deployment_id,
+            extra_bytes=call.extra_bytes,
+            key=idempotency_key,
+            body_digest=digest_of({"budget_of": deployment_id, "extra_bytes": call.extra_bytes}),
+            at=coordinator.now(),
         )
         return _answer(coordinator, event, Success)
 

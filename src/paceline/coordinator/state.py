@@ -27,6 +27,7 @@ from paceline.coordinator.messages import (
     AdmitWorker,
     Answer,
     Beat,
+    BeginToken,
     Cancel,
     Create,
     Effect,
@@ -145,7 +146,7 @@ class CoordinatorState:
                 return self._raise_budget(event)
             case FlowTold():
                 return self._flow_told(event)
-            case IssueToken() | RevokeToken() | AdmitWorker() | TokensUsed():
+            case IssueToken() | RevokeToken() | AdmitWorker() | BeginToken() | TokensUsed():
                 return self.tokens.handle(event)
 
     def _stamped(self, effect: Effect, now_s: float) -> Effect:
@@ -300,6 +301,8 @@ class CoordinatorState:
         return [*effects, Answer(Success())]
 
     def _raise_budget(self, event: RaiseBudget) -> list[Effect]:
+        if self._book.known_key(event.key, event.body_digest) is not None:
+            return [Answer(Success())]
         run = self.run(event.deployment_id)
         if run.final or not run.fused:
             raise Conflict(
@@ -316,8 +319,15 @@ class CoordinatorState:
             "origin_bytes": run.origin_bytes,
         }
         name = EventName.BUDGET_RAISED
-        told = Observed(name, event.at, event.deployment_id, None, data)
-        return [KeepDeployment(run.shown(), run.memo), told, Answer(Success())]
+        effects: list[Effect] = [
+            KeepDeployment(run.shown(), run.memo),
+            Observed(name, event.at, event.deployment_id, None, data),
+        ]
+        if event.key is not None:
+            key = KeepKey(event.key, event.body_digest, event.deployment_id)
+            self._book.keep_key(key)
+            effects.append(key)
+        return [*effects, Answer(Success())]
 
     def _flow_told(self, event: FlowTold) -> list[Effect]:
         run = self.run(event.deployment_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import re
 import secrets
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from paceline.coordinator.messages import (
     AdmitWorker,
     Answer,
+    BeginToken,
     DropToken,
     Effect,
     IssueToken,
@@ -26,12 +28,13 @@ from paceline.coordinator.messages import (
     TokensUsed,
 )
 from paceline.errors import AccessDenied, Conflict, InvalidInput, NotFound
-from paceline.wire.access import CreateToken, Scope, TokenRecord, TokenView
+from paceline.wire.access import CreateToken, Scope, TokenRecord, TokenView, barred_admission
 from paceline.wire.calls import Success
 
 SECRET_BYTES = 32
 MAX_BARRED = 1000
 MAX_TOKENS = 50_000  # living and remembered: 10,000 workers that renew, and people
+UNUSED_AT_MOST = 4  # of one admission: answers to joining or renewing that may be on their way
 REMEMBERED_S = 30 * 86_400.0  # how long `list` still shows one that opens nothing any more
 INCLUDES: dict[Scope, frozenset[Scope]] = {
     Scope.READ: frozenset({Scope.READ}),
@@ -80,43 +83,60 @@ class TokenBook:
 
     def __init__(self) -> None:
         self._tokens: dict[str, TokenRecord] = {}
+        self._ids_of: dict[str, set[str]] = {}  # of each worker's tokens, of every kind
         self._barred: tuple[str, ...] | None = ()  # None: to be found anew
 
     def restore(self, tokens: Iterable[TokenRecord]) -> None:
         """Begin with what the store kept."""
-        self._tokens = {each.token_id: each for each in tokens}
-        self._barred = None
+        self._tokens, self._ids_of = {}, {}
+        self._apply([KeepToken(each) for each in tokens])
 
     def tokens(self) -> list[TokenRecord]:
         """Return every token that is remembered, oldest first."""
         return sorted(self._tokens.values(), key=lambda each: (each.created_at, each.token_id))
 
     def barred(self) -> tuple[str, ...]:
-        """Return the workers whose identity was taken back, and who have got no other since.
+        """Return whose certificates peers must refuse: they may be good for a long time yet.
 
-        Their certificates may be good for a long time yet. At most ``MAX_BARRED``, newest first.
+        A worker whose identity was taken back is named itself; once it has got another one, the
+        admissions before are (``barred_admission``). At most ``MAX_BARRED``, newest first.
         """
         if self._barred is None:
             self._barred = self._find_barred()
         return self._barred
 
     def _find_barred(self) -> tuple[str, ...]:
-        taken: dict[str, float] = {}
-        for each in self._identities():
-            if each.revoked_at is not None:
-                taken[each.worker_id or ""] = max(
-                    taken.get(each.worker_id or "", 0.0), each.revoked_at
-                )
-        for each in self._identities():
-            if each.revoked_at is None and (
-                each.expires_at is None or each.expires_at > taken.get(each.worker_id or "", 0.0)
-            ):
-                taken.pop(each.worker_id or "", None)  # another one was good when it was taken
-        return tuple(sorted(taken, key=lambda worker_id: -taken[worker_id])[:MAX_BARRED])
+        taken: dict[str, float] = {}  # by worker: when an identity was taken back last
+        for each in self._tokens.values():
+            if each.worker_id and each.kind == "access" and each.revoked_at is not None:
+                taken[each.worker_id] = max(taken.get(each.worker_id, 0.0), each.revoked_at)
+        found: dict[str, float] = {}
+        for worker_id, at in taken.items():
+            mine = self._identities(worker_id)
+            good = [
+                each
+                for each in mine
+                if each.revoked_at is None
+                and each.replaced_at is None
+                and (each.expires_at or math.inf) > at
+            ]
+            if not good:
+                found[worker_id] = at
+                continue
+            held = {each.admission for each in good}
+            for each in mine:
+                if each.revoked_at is not None and each.admission and each.admission not in held:
+                    found[barred_admission(each.admission)] = each.revoked_at
+        return tuple(sorted(found, key=lambda name: -found[name])[:MAX_BARRED])
 
-    def _identities(self) -> Iterable[TokenRecord]:
-        """Yield every token that makes its bearer one certain worker."""
-        return (each for each in self._tokens.values() if each.worker_id and each.kind == "access")
+    def _of(self, worker_id: str) -> list[TokenRecord]:
+        """Return every token that is bound to ``worker_id``, oldest first."""
+        found = [self._tokens[each] for each in self._ids_of.get(worker_id, ())]
+        return sorted(found, key=lambda each: (each.created_at, each.token_id))
+
+    def _identities(self, worker_id: str) -> list[TokenRecord]:
+        """Return every token that makes its bearer ``worker_id``, oldest first."""
+        return [each for each in self._of(worker_id) if each.kind == "access"]
 
     def find(self, token_id: str) -> TokenRecord | None:
         """Return the token of this id, or None."""
@@ -131,7 +151,8 @@ class TokenBook:
         record = self._tokens.get(form[1]) if form else None
         if record is None or not hmac.compare_digest(record.sha256, sha256_of(token)):
             raise AccessDenied("the token is not accepted", do="Ask an admin for a token.")
-        if (why := why_dead(record, now)) is not None:
+        # A spent join token passes: its key decides whether it is answered again.
+        if (why := why_dead(record, now, record.key_sha256)) is not None:
             raise AccessDenied(
                 f"the token {why}", got=record.token_id, do="Ask an admin for another token."
             )
@@ -146,6 +167,8 @@ class TokenBook:
                 return self._revoke(event)
             case AdmitWorker():
                 return self._admit(event)
+            case BeginToken():
+                return self._begin(event)
             case TokensUsed():
                 return self._used(event)
 
@@ -188,14 +211,29 @@ class TokenBook:
             raise NotFound(
                 "no such token", got=event.token_id[:200], do="See `paceline tokens list`."
             )
-        if record.revoked_at is not None:
-            return [Answer(Success())]
-        revoked = record.model_copy(update={"revoked_at": event.at})
-        return [*self._apply([KeepToken(revoked)]), Answer(Success())]
+        # Asked again, it does not end what was issued since: the worker was let in again.
+        until = math.inf if record.revoked_at is None else record.revoked_at
+        effects: list[Effect] = [
+            KeepToken(each.model_copy(update={"revoked_at": event.at}))
+            for each in self._taken_with(record)
+            if each.revoked_at is None and each.created_at < until
+        ]
+        return [*self._apply(effects), Answer(Success())]
+
+    def _taken_with(self, record: TokenRecord) -> list[TokenRecord]:
+        """Return every token that ends with ``record``, itself last.
+
+        With a worker's token that is every token of the worker, whichever came from which; with a
+        join token it is what was joined with it.
+        """
+        others = [] if record.worker_id is None else self._of(record.worker_id)
+        if record.kind == "join":
+            others = [each for each in others if each.admission == record.token_id]
+        return [*(each for each in others if each is not record), record]
 
     def _admit(self, event: AdmitWorker) -> list[Effect]:
         shown, at = self._tokens.get(event.spends), event.at
-        if shown is None or (why := why_dead(shown, at)) is not None:
+        if shown is None or (why := why_dead(shown, at, event.key_sha256)) is not None:
             reason = "is not known" if shown is None else f"{why}"
             raise AccessDenied(
                 f"the token {reason}", got=event.spends, do="Make another join token."
@@ -212,17 +250,48 @@ class TokenBook:
             worker_id=event.worker_id,
             created_at=at,
             expires_at=event.expires_at,
+            admission=shown.admission or shown.token_id,
         )
         effects = self._forget(at)
-        if shown.kind == "join":
-            effects.append(KeepToken(shown.model_copy(update={"used_at": at})))
-        for other in self._of_worker(event.worker_id, at):
-            # A node that joins again lost what it had: nobody else shall go on with it. One that
-            # renews keeps what it showed, in case that this answer does not arrive.
-            if other.token_id != shown.token_id:
+        if shown.kind == "join" and shown.used_at is None:
+            spent = {"used_at": at, "key_sha256": event.key_sha256}
+            effects.append(KeepToken(shown.model_copy(update=spent)))
+        unused = []
+        for other in self._of(event.worker_id):
+            unspent = other.kind == "join" and other.used_at is None
+            if unspent or why_dead(other, at, other.key_sha256) is not None:
+                continue
+            if other.token_id in (shown.token_id, made.admission):
+                continue
+            if other.admission != made.admission:
+                # A node that joins again lost what it had: nobody else shall go on with it.
                 effects.append(KeepToken(other.model_copy(update={"revoked_at": at})))
+            elif other.begun_at is None:
+                unused.append(other)
+        # An answer may be lost, and asked for again while it is still on its way.
+        effects += [_end(e, made, at) for e in unused[: 1 - UNUSED_AT_MOST]]
         self._require_room(sum(isinstance(each, DropToken) for each in effects))
         return [*self._apply([*effects, KeepToken(made)]), Answer(TokenView.of(made))]
+
+    def _begin(self, event: BeginToken) -> list[Effect]:
+        """End what was good in place of a worker's token until this was used for the first time."""
+        record, at = self._tokens.get(event.token_id), event.at
+        if (
+            record is None
+            or record.admission is None
+            or record.begun_at is not None
+            or why_dead(record, at) is not None
+        ):
+            return []
+        effects: list[Effect] = []
+        for other in self._identities(record.worker_id or ""):
+            if other is record or record.admission not in (other.admission, other.token_id):
+                continue
+            if other.replaced_at is not None and _outlasts(record, other):
+                effects.append(DropToken(other.token_id))  # one predecessor is remembered
+            elif why_dead(other, at) is None:
+                effects.append(_end(other, record, at))
+        return self._apply([*effects, KeepToken(record.model_copy(update={"begun_at": at}))])
 
     def _used(self, event: TokensUsed) -> list[Effect]:
         effects: list[Effect] = []
@@ -231,13 +300,6 @@ class TokenBook:
             if record is not None and (record.last_used_at or 0.0) < at:
                 effects.append(KeepToken(record.model_copy(update={"last_used_at": at})))
         return self._apply(effects)
-
-    def _of_worker(self, worker_id: str, now: float) -> list[TokenRecord]:
-        return [
-            each
-            for each in self._tokens.values()
-            if each.worker_id == worker_id and each.kind == "access" and not why_dead(each, now)
-        ]
 
     def _forget(self, now: float) -> list[Effect]:
         return [
@@ -262,25 +324,50 @@ class TokenBook:
                 if known is None or known.revoked_at != each.token.revoked_at:
                     self._barred = None
                 self._tokens[each.token.token_id] = each.token
+                if each.token.worker_id is not None:
+                    self._ids_of.setdefault(each.token.worker_id, set()).add(each.token.token_id)
             elif isinstance(each, DropToken):
-                self._tokens.pop(each.token_id, None)
+                dropped = self._tokens.pop(each.token_id, None)
+                if dropped is not None and dropped.worker_id is not None:
+                    mine = self._ids_of[dropped.worker_id]
+                    mine.discard(each.token_id)
+                    if not mine:
+                        del self._ids_of[dropped.worker_id]
                 self._barred = None
         return effects
 
 
-def why_dead(record: TokenRecord, now: float) -> str | None:
-    """Return why ``record`` opens nothing at ``now``, or None while it does."""
+def why_dead(record: TokenRecord, now: float, key_sha256: str | None = None) -> str | None:
+    """Return why ``record`` opens nothing at ``now``, or None while it does.
+
+    A join token that was spent for the key ``key_sha256`` is good for that key until it expires.
+    """
     if record.revoked_at is not None:
         return "was revoked"
-    if record.used_at is not None:
+    if record.replaced_at is not None:
+        return "was replaced by the one that it was renewed for"
+    if record.used_at is not None and (key_sha256 is None or record.key_sha256 != key_sha256):
         return "was used already; a join token works once"
     if record.expires_at is not None and record.expires_at <= now:
         return "has expired"
     return None
 
 
+def _end(record: TokenRecord, successor: TokenRecord, at: float) -> Effect:
+    """Return how ``record`` ends: one that was never used is forgotten, its text was lost."""
+    if record.admission and record.begun_at is None and _outlasts(successor, record):
+        return DropToken(record.token_id)
+    return KeepToken(record.model_copy(update={"replaced_at": at}))
+
+
+def _outlasts(record: TokenRecord, other: TokenRecord) -> bool:
+    """Return whether ``record`` is remembered for as long as the certificate of ``other`` lasts."""
+    return other.expires_at is not None and (record.expires_at or 0.0) >= other.expires_at
+
+
 def _ended_at(record: TokenRecord) -> float | None:
-    known = [t for t in (record.revoked_at, record.used_at, record.expires_at) if t is not None]
+    ends = (record.revoked_at, record.replaced_at, record.used_at, record.expires_at)
+    known = [each for each in ends if each is not None]
     if not known:
         return None
     # A worker's certificate ends with its token: until then peers must be told of it.

@@ -22,7 +22,7 @@ from typing import Any
 from paceline.fleet.agents import WANTED_FILE
 from paceline.fleet.embedded import CLUSTER_FILE, port_of
 from paceline.fleet.nodes import CONTROL_THREADS, node_names
-from paceline.profile import Runtime, load_runtime
+from paceline.profile import Runtime, load_runtime, read_certificate
 from paceline.system.files import write_private
 from paceline.text import log_to_stderr
 
@@ -64,7 +64,8 @@ def security_of(runtime: Runtime) -> Any:
         for role in ("scheduler", "worker", "client")
         for part, path in pair.items()
     }
-    return Security(require_encryption=True, tls_ca_file=secrets.tls_ca, **roles)
+    authority = read_certificate(secrets.tls_ca).decode()  # Dask takes PEM text in place of a path
+    return Security(require_encryption=True, tls_ca_file=authority, **roles)
 
 
 async def serve(runtime: Runtime) -> None:

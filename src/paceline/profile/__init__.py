@@ -5,6 +5,7 @@ valid one. ``Runtime`` is what a running installation adds: where its servers li
 that were generated for it.
 """
 
+from paceline.profile.authority import one_certificate, read_certificate
 from paceline.profile.loading import (
     load_profile,
     profile_directories,
@@ -77,7 +78,9 @@ __all__ = [
     "load_runtime",
     "named_secret",
     "object_access",
+    "one_certificate",
     "profile_directories",
+    "read_certificate",
     "require_unused",
     "save_runtime",
     "write_private",

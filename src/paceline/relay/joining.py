@@ -12,10 +12,12 @@ import http.client
 import json
 import logging
 import random
+import re
 import ssl
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,21 @@ from pydantic import ValidationError
 
 from paceline.client.access import AccessClient
 from paceline.client.connection import Endpoint
-from paceline.errors import AccessDenied, Conflict, InvalidInput, PacelineError, ServiceUnavailable
+from paceline.errors import (
+    AccessDenied,
+    Conflict,
+    InvalidInput,
+    PacelineError,
+    PermanentError,
+    ServiceUnavailable,
+)
 from paceline.profile import (
     Endpoints,
     Profile,
     Runtime,
     Secrets,
+    one_certificate,
+    read_certificate,
     require_unused,
     save_runtime,
     write_private,
@@ -36,6 +47,7 @@ from paceline.profile import (
 from paceline.relay.wires.identity import fingerprint, new_request
 from paceline.system.files import narrow_directory, own_directory
 from paceline.wire.access import JoinWorker, WorkerIdentity
+from paceline.wire.base import SHA256_HEX
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +56,10 @@ NODE_FILE = "node.pem"  # the key and its certificate in one file, so that they 
 CA_FILE = "ca.pem"
 REST_CA_FILE = "rest-ca.pem"
 ABOUT_FILE = "identity.json"
+JOINING_FILE = "joining.pem"  # the key of a request whose answer has not arrived yet
 MAX_CA_BYTES = 64 * 1024
 TIMEOUT_S = 10.0
 LOOK_S = 60.0  # between two looks at the clock; after a failure too
-FINGERPRINT_CHARACTERS = 64
 READABLE = 0o755  # of a node's state directory: servers of other users load models from it
 
 
@@ -57,9 +69,10 @@ def join(
     """Make this node ``worker_id``; return False where it is that already, and spend nothing.
 
     ``ca`` is what the coordinator's certificate is checked against; without one, the authority that
-    the token names. Raises AccessDenied (the token was spent, expired, or is another worker's),
-    Conflict (the directory is another worker's, or an installation's), InvalidInput,
-    ServiceUnavailable; nothing is left behind then.
+    the token names. Raises AccessDenied (the token was spent for another node, expired, or is
+    another worker's), Conflict (the directory is another worker's, or an installation's),
+    InvalidInput; nothing is left behind then. Raises ServiceUnavailable where no answer arrives:
+    called again, the same token is answered for the same key, which stays here for that.
     """
     if _joined_as(state_dir) is not None:
         _require_same(state_dir, worker_id)
@@ -73,20 +86,33 @@ def join(
             wanted="an https:// URL",
             do='Set [security] rest_tls = "installation" where the coordinator runs.',
         )
-    directory = state_dir / DIRECTORY
-    narrow_directory(state_dir, READABLE)
-    own_directory(directory)
-    trusted = ca
+    pinned = _pin_of(token)
+    trusted: Path | bytes | None = ca
     if endpoint.secure and trusted is None:
-        trusted = directory / CA_FILE
-        write_private(trusted, _named_authority(endpoint, token))
-    key, request = new_request(worker_id)
-    client = AccessClient(endpoint.url, token, TIMEOUT_S, ca=trusted or "")
+        trusted = _named_authority(endpoint, pinned)
+    directory = state_dir / DIRECTORY
+    kept = directory / JOINING_FILE
+    made = [each for each in (directory, *directory.parents) if not each.exists()]
     try:
-        identity = client.join(JoinWorker(worker_id=worker_id, csr=request.decode()))
-    finally:
-        client.close()
-    _keep(state_dir, identity, key, _runtime_of(state_dir, endpoint.url, identity))
+        narrow_directory(state_dir, READABLE)
+        own_directory(directory)
+        key = kept.read_bytes() if kept.exists() else None
+        key, request = new_request(worker_id, key)
+        write_private(kept, key)
+        client = AccessClient(endpoint.url, token, TIMEOUT_S, ca=trusted or "")
+        try:
+            identity = client.join(JoinWorker(worker_id=worker_id, csr=request.decode()))
+        finally:
+            client.close()
+        _require_pinned(identity, pinned)
+        _keep(state_dir, identity, key, _runtime_of(state_dir, endpoint.url, identity))
+    except PermanentError:
+        kept.unlink(missing_ok=True)
+        for each in made:
+            with suppress(OSError):  # something else is in it by now
+                each.rmdir()
+        raise
+    kept.unlink()
     log.info("joined worker=%s coordinator=%s", worker_id, endpoint.url)
     return True
 
@@ -131,6 +157,8 @@ class Renewal:
             identity = client.renew(JoinWorker(worker_id=worker_id, csr=request.decode()))
         finally:
             client.close()
+        held = self._runtime.state_dir / DIRECTORY / CA_FILE
+        _require_pinned(identity, fingerprint(read_certificate(held)))
         base_url = self._runtime.endpoints.coordinator_url
         renewed = _runtime_of(self._runtime.state_dir, base_url, identity)
         _keep(self._runtime.state_dir, identity, key, renewed)
@@ -149,18 +177,35 @@ class Renewal:
                 log.warning("the renewed identity cannot be kept (trying again): %s", error)
 
 
-def _named_authority(endpoint: Endpoint, token: str) -> bytes:
+def _pin_of(token: str) -> str:
+    """Return the fingerprint of the authority that a join token names; raises InvalidInput."""
+    pinned = token.rpartition("_")[2]
+    if not re.fullmatch(SHA256_HEX, pinned):
+        raise InvalidInput(
+            "the join token names no authority",
+            wanted="the whole line that `paceline tokens join` printed",
+        )
+    return pinned
+
+
+def _require_pinned(identity: WorkerIdentity, pinned: str) -> None:
+    """Raise AccessDenied unless the authority that the node is to trust is the pinned one."""
+    got = fingerprint(identity.ca.encode())
+    if got != pinned:
+        raise AccessDenied(
+            "the answer names another authority than the one that is trusted here",
+            got=f"authority {got}",
+            wanted=f"authority {pinned}",
+            do="Check the coordinator's authority; join again with a new token if it was replaced.",
+        )
+
+
+def _named_authority(endpoint: Endpoint, wanted: str) -> bytes:
     """Return the CA certificate that the coordinator shows, if it is the one the token names.
 
     Nothing secret is sent and nothing else is believed on this connection: what makes the answer
-    good is its fingerprint.
+    good is its fingerprint, and that it holds this one certificate and nothing else.
     """
-    wanted = token.rpartition("_")[2]
-    if len(wanted) != FINGERPRINT_CHARACTERS:
-        raise InvalidInput(
-            "the join token names no authority",
-            wanted="the whole line that `paceline tokens join` printed, or --ca FILE",
-        )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     connection = endpoint.connect(TIMEOUT_S, context)
@@ -168,7 +213,7 @@ def _named_authority(endpoint: Endpoint, token: str) -> bytes:
     try:
         connection.request("GET", f"{endpoint.prefix}/ca.pem")
         response = connection.getresponse()
-        found = response.read(MAX_CA_BYTES)
+        found = response.read(MAX_CA_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
         raise ServiceUnavailable(
             "the coordinator does not answer", got=f"{type(error).__name__}: {error}", where=where
@@ -179,7 +224,8 @@ def _named_authority(endpoint: Endpoint, token: str) -> bytes:
         raise ServiceUnavailable(
             "the coordinator shows no authority", got=f"HTTP {response.status}", where=where
         )
-    got = fingerprint(found)
+    trusted = one_certificate(found, where)
+    got = fingerprint(trusted)
     if got != wanted:
         raise AccessDenied(
             "this is not the coordinator that made the token",
@@ -188,7 +234,7 @@ def _named_authority(endpoint: Endpoint, token: str) -> bytes:
             where=where,
             do="Check the URL: somebody else answers there.",
         )
-    return found
+    return trusted
 
 
 def _runtime_of(state_dir: Path, asked_url: str, identity: WorkerIdentity) -> Runtime:
@@ -235,9 +281,10 @@ def _reachable(urls: tuple[str, ...], asked_url: str) -> tuple[str, ...]:
 def _keep(state_dir: Path, identity: WorkerIdentity, key: bytes, runtime: Runtime) -> None:
     """Write everything down; what says when to renew comes last, since it vouches for the rest."""
     directory = state_dir / DIRECTORY
-    write_private(directory / CA_FILE, identity.ca.encode())
-    if identity.rest_ca:
-        write_private(directory / REST_CA_FILE, identity.rest_ca.encode())
+    authorities = {CA_FILE: identity.ca, REST_CA_FILE: identity.rest_ca}
+    trusted = {name: one_certificate(pem.encode()) for name, pem in authorities.items() if pem}
+    for name, pem in trusted.items():
+        write_private(directory / name, pem)
     save_runtime(runtime)
     write_private(directory / NODE_FILE, key + identity.certificate.encode())
     about = {

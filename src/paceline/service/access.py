@@ -68,14 +68,21 @@ def make_access_router(
 
     @router.delete("/tokens/{token_id}", tags=["access"])
     def revoke_token(token_id: Annotated[Name, Path()]) -> Success:
-        """Have a token open nothing any more, from the next call on."""
+        """Have a token open nothing any more, from the next call on.
+
+        A worker's token ends with every token of that worker, a spent join token with what was
+        joined with it.
+        """
         answer = coordinator.handle(RevokeToken(token_id=token_id, at=coordinator.now()))
         assert isinstance(answer, Success)
         return answer
 
     @router.post("/workers/join", tags=["access"])
     def join_worker(call: JoinWorker) -> WorkerIdentity:
-        """Spend a join token for a worker's certificate and token."""
+        """Spend a join token for a worker's certificate and token.
+
+        Called again with the same key while the token lasts, it is answered again.
+        """
         return admission.admit(call)
 
     @router.post("/workers/renew", tags=["access"])

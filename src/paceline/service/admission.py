@@ -6,23 +6,29 @@ The node's private key stays on the node. Nothing is handed out before its token
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from paceline.coordinator import Coordinator
 from paceline.coordinator.callers import caller
 from paceline.coordinator.messages import AdmitWorker
 from paceline.coordinator.tokens import draw
-from paceline.errors import AccessDenied
-from paceline.profile import Profile, Runtime
+from paceline.errors import AccessDenied, InvalidInput, ServiceUnavailable, StorageFailed
+from paceline.profile import Profile, Runtime, read_certificate
 from paceline.relay.wires.identity import (
     Authority,
     ensure_authority,
     fingerprint,
-    issue_for_request,
+    issue_for_key,
+    key_sha256,
+    requested_key,
 )
 from paceline.wire.access import JoinWorker, WorkerIdentity
+
+log = logging.getLogger(__name__)
 
 RENEW_AT = 2 / 3  # of its life
 DAY_S = 86_400.0
@@ -44,18 +50,23 @@ class Admission:
         self._urls, self._wall = urls, wall
 
     def ca_pem(self) -> bytes:
-        """Return the authority's certificate; it is made where there is none yet."""
-        return self._authority().cert.read_bytes()
+        """Return the authority's certificate; it is made where there is none yet.
+
+        Raises ServiceUnavailable where it cannot be read.
+        """
+        with _own_files():
+            return read_certificate(self._authority().cert)
 
     def ca_sha256(self) -> str:
         """Return the authority's fingerprint; it is made where there is none yet."""
         return fingerprint(self.ca_pem())
 
     def admit(self, asked: JoinWorker) -> WorkerIdentity:
-        """Return the caller's next identity; a join token is spent by it.
+        """Return the caller's next identity; a join token is spent by it, for the request's key.
 
-        Raises AccessDenied where the caller's token is not bound to that worker, InvalidInput for
-        a request that is none.
+        Raises AccessDenied where the caller's token is not bound to that worker or was spent for
+        another key, InvalidInput for a request that is none, ServiceUnavailable where this
+        installation's own files cannot be read.
         """
         who = caller()
         if who.worker_id != asked.worker_id:
@@ -65,11 +76,17 @@ class Admission:
                 wanted=who.worker_id or "a token that is bound to a worker",
                 do="Make a join token for this worker: `paceline tokens join --worker-id ID`.",
             )
-        authority, now = self._authority(), self._wall()
+        key, now = requested_key(asked.csr.encode()), self._wall()
         days = self._runtime.profile.security.identity_days
-        certificate = issue_for_request(
-            authority, asked.worker_id, asked.csr.encode(), valid_days=days
-        )
+        with _own_files():
+            ca, rest_ca = self.ca_pem(), self._rest_ca()
+            certificate = issue_for_key(
+                self._authority(),
+                asked.worker_id,
+                key,
+                valid_days=days,
+                admission=who.admission,
+            )
         token, expires_at = draw(), now + days * DAY_S
         self._coordinator.handle(
             AdmitWorker(
@@ -78,19 +95,20 @@ class Admission:
                 token_id=token.token_id,
                 sha256=token.sha256,
                 expires_at=expires_at,
+                key_sha256=key_sha256(key),
                 at=now,
             )
         )
         return WorkerIdentity(
             worker_id=asked.worker_id,
             certificate=certificate.decode(),
-            ca=authority.cert.read_bytes().decode(),
+            ca=ca.decode(),
             certificate_expires_at=expires_at,
             token=token.text,
             token_expires_at=expires_at,
             renew_at=now + days * DAY_S * RENEW_AT,
             peer_token=self._runtime.secrets.for_peers,
-            rest_ca=self._rest_ca(),
+            rest_ca=rest_ca,
             coordinator_urls=self._urls(),
             profile=_for_nodes(self._runtime.profile),
         )
@@ -101,7 +119,7 @@ class Admission:
         if security.rest_tls == "installation":
             return self.ca_pem().decode()
         if security.rest_tls == "files" and security.rest_ca:
-            return (self._runtime.state_dir / security.rest_ca).read_text(encoding="ascii")
+            return read_certificate(self._runtime.state_dir / security.rest_ca).decode()
         return None
 
     def _authority(self) -> Authority:
@@ -109,6 +127,21 @@ class Admission:
 
     def _directory(self) -> Path:
         return self._runtime.state_dir / self._runtime.profile.security.authority
+
+
+@contextlib.contextmanager
+def _own_files() -> Iterator[None]:
+    """Raise what is wrong with this installation's own files as no fault of the caller's.
+
+    Which file it is stands in the log: callers without a token get here too.
+    """
+    try:
+        yield
+    except (InvalidInput, StorageFailed) as error:
+        log.warning("the installation's own files: %s", error)
+        raise ServiceUnavailable(
+            f"the coordinator's own files: {error.what}", do="Call again; its log says which."
+        ) from error
 
 
 def _for_nodes(profile: Profile) -> dict[str, object]:

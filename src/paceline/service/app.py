@@ -16,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from paceline import __version__
 from paceline.coordinator import Coordinator, Patience
 from paceline.coordinator.beating import Beating
+from paceline.coordinator.messages import BeginToken
 from paceline.coordinator.problems import add_problem_handlers
 from paceline.coordinator.replica import Duty, Replica
 from paceline.coordinator.replica_gate import LeaderGate
@@ -115,7 +116,15 @@ def create_app(
     # The last one added is asked first.
     app.add_middleware(Beating, coordinator=coordinator)
     app.add_middleware(LeaderGate, coordinator=coordinator)
-    app.add_middleware(Guard, doorman=doorman, security=security, refused=clerk.refused)
+    app.add_middleware(
+        Guard,
+        doorman=doorman,
+        security=security,
+        refused=clerk.refused,
+        begin=lambda token_id: coordinator.handle(
+            BeginToken(token_id=token_id, at=coordinator.now())
+        ),
+    )
     app.add_middleware(SizeGuard)
     own = urlsplit(url).hostname or "localhost"
     app.add_middleware(HostGuard, names=(own, *names, *security.rest_hosts))

@@ -8,11 +8,13 @@ stays shut.
 from __future__ import annotations
 
 import hmac
+import logging
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.coordinator.callers import Call, Caller, acting
@@ -23,6 +25,8 @@ from paceline.service.buckets import Buckets
 from paceline.service.limits import refuse
 from paceline.service.routes import Found, RouteTable
 from paceline.wire.access import Scope as TokenScope
+
+log = logging.getLogger(__name__)
 
 BURST = 4.0  # seconds' worth of calls at once
 UNBOUND_WORKERS = 400.0  # a token that is bound to no worker may be as many of them
@@ -80,6 +84,8 @@ class Doorman:
             token_id=record.token_id,
             scopes=scopes_of(record),
             worker_id=record.worker_id,
+            admission=record.admission or record.token_id,
+            begins=record.admission is not None and record.begun_at is None,
         )
 
 
@@ -93,10 +99,12 @@ class Guard:
         doorman: Doorman,
         security: SecuritySettings,
         refused: Callable[[Refused], None],
+        begin: Callable[[str], object],
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._app, self._doorman, self._refused = app, doorman, refused
+        """``begin`` is given the id of each worker's token that is used for the first time."""
+        self._app, self._doorman, self._refused, self._begin = app, doorman, refused, begin
         self._monotonic, self._wall = monotonic, wall
         self._table = RouteTable()
         calls, beats = security.calls_per_s, security.beats_per_s
@@ -135,6 +143,11 @@ class Guard:
                 self._refused(Refused(call, message["status"], code))
             await send(message)
 
+        if caller is not None and caller.begins:
+            try:
+                await run_in_threadpool(self._begin, caller.token_id)
+            except PacelineError as error:  # this replica cannot commit now; the next call tries
+                log.info("first use of %s is not kept now: %s", caller.token_id, error)
         mark = acting.set(call)
         try:
             await self._app(scope, receive, noted if call.is_change else send)

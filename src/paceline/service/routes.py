@@ -88,7 +88,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     # Open: the probes, pages that hold no data and ask for the token, and what is public anyway.
     ("GET", "/healthz"): _open(),
     ("GET", "/readyz"): _open((503,)),
-    ("GET", "/ca.pem"): _open(),
+    ("GET", "/ca.pem"): _open((503,)),
     ("GET", "/fleet"): _open(),
     ("GET", "/docs"): _open(),
 }

@@ -40,6 +40,11 @@ class Scope(StrEnum):
 GrantedScope = Literal[Scope.READ, Scope.DEPLOY, Scope.ADMIN, Scope.WORKER]
 
 
+def barred_admission(token_id: str) -> str:
+    """Return how the list of barred workers names the certificates of one admission."""
+    return f"join.{token_id}"
+
+
 class TokenRecord(Record):
     """A token as the store keeps it; times are seconds since the Unix epoch."""
 
@@ -54,6 +59,12 @@ class TokenRecord(Record):
     revoked_at: float | None = None
     used_at: float | None = None  # when a join token was spent
     last_used_at: float | None = None  # to within an hour
+    key_sha256: Sha256 | None = None  # of a spent join token: the public key that it admitted
+    # Of a worker's token that was issued by joining or renewing: the token that the chain of
+    # renewals began with, when it was first used, and when its successor was.
+    admission: Name | None = None
+    begun_at: float | None = None
+    replaced_at: float | None = None
 
 
 class TokenView(Record):
@@ -66,15 +77,17 @@ class TokenView(Record):
     worker_id: Name | None = None
     created_at: float
     expires_at: float | None = None
-    revoked_at: float | None = None
+    revoked_at: float | None = None  # or replaced by its successor
     used_at: float | None = None
     last_used_at: float | None = None
 
     @classmethod
     def of(cls, record: TokenRecord, last_used_at: float | None = None) -> TokenView:
         """Return what may be shown of ``record``."""
-        shown = record.model_dump(exclude={"sha256"})
-        return cls.model_validate(shown | {"last_used_at": last_used_at or record.last_used_at})
+        shown = record.model_dump(include=set(cls.model_fields))
+        ended_at = record.revoked_at or record.replaced_at
+        used_at = last_used_at or record.last_used_at
+        return cls.model_validate(shown | {"revoked_at": ended_at, "last_used_at": used_at})
 
 
 class TokenList(Record):

@@ -11,7 +11,7 @@ GET    /deployments/{id}/plan                                → Plan
 POST   /deployments/{id}/activate?allow_older=B             → Success (once a quorum is ready)
 POST   /deployments/{id}/rollback                            → Success (likewise)
 GET    /deployments/{id}/switch                              → SwitchView
-POST   /deployments/{id}/budget          RaiseOriginBudget  → Success
+POST   /deployments/{id}/budget          RaiseOriginBudget  → Success             (Idempotency-Key)
 POST   /workers/register                 RegisterWorker     → Registered
 POST   /workers/heartbeat?wait_s=S       Heartbeat          → HeartbeatAnswer (long poll)
 GET    /workers                                              → WorkerList

@@ -124,7 +124,15 @@ def receipt(name: str, worker_id: str, seconds: float = 1.0) -> KeepReceipt:
 
 def token(name: str, at: float = 1.0) -> KeepToken:
     record = TokenRecord(
-        token_id=name, name=name, scopes=(Scope.READ,), sha256=DIGEST, created_at=at
+        token_id=name,
+        name=name,
+        scopes=(Scope.READ,),
+        sha256=DIGEST,
+        created_at=at,
+        key_sha256=DIGEST,
+        admission="first",
+        begun_at=at + 1,
+        replaced_at=at + 2,
     )
     return KeepToken(record)
 

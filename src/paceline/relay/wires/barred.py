@@ -27,9 +27,12 @@ class Barred:
             log.warning("served no more: %s", ", ".join(sorted(found)) or "nobody is barred")
             self._workers = found
 
-    def require(self, worker_id: str) -> None:
-        """Raise AccessDenied where ``worker_id`` is barred."""
-        if worker_id in self._workers:
+    def require(self, worker_id: str, admission: str = "") -> None:
+        """Raise AccessDenied where ``worker_id`` is barred, or what ``admission`` names.
+
+        A worker that was let in again has another certificate; the one before stays barred.
+        """
+        if worker_id in self._workers or admission in self._workers:
             raise AccessDenied(
                 "this worker's identity was taken back",
                 got=worker_id,

@@ -50,7 +50,13 @@ from paceline.relay.wires.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello, pr
 from paceline.relay.wires.lobby import PLACES, WELCOME_S, Lobby
 from paceline.relay.wires.pacing import Pacer
 from paceline.relay.wires.serving import Asked, Complaint, Serving
-from paceline.relay.wires.tls import TlsSettings, peer_ids, valid_name, wrong_identity
+from paceline.relay.wires.tls import (
+    TlsSettings,
+    admission_of,
+    peer_ids,
+    valid_name,
+    wrong_identity,
+)
 from paceline.wire.base import SHA256_HEX
 
 log = logging.getLogger(__name__)
@@ -156,6 +162,7 @@ class _Call:
         self, server: GrpcServer, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> None:
         self._server = server
+        self._admission = ""  # of the peer's certificate
         self._requests = requests
         self._context = context
         self._said: queue.Queue[ChunkRequest | PacelineError | None] = queue.Queue(UNREAD_REQUESTS)
@@ -276,10 +283,12 @@ class _Call:
         """Return the worker id of the peer's certificate; None where the port is plain."""
         if not self._server.tls:
             return None
-        names = self._context.auth_context().get("x509_subject_alternative_name", ())
-        ids = peer_ids(name.decode("utf-8", "replace") for name in names)
+        found = self._context.auth_context().get("x509_subject_alternative_name", ())
+        names = [name.decode("utf-8", "replace") for name in found]
+        ids = peer_ids(names)
         if len(ids) != 1:
             raise AccessDenied("the peer's certificate names no worker", got=names)
+        self._admission = admission_of(names)
         return ids[0]
 
     def _greet(self, first: ChunkRequest) -> Iterator[bytes]:
@@ -292,7 +301,7 @@ class _Call:
         certified = self._certified()
         if certified is not None and certified != first.worker_id:
             raise wrong_identity(certified, first.worker_id)
-        self._server.barred.require(first.worker_id)
+        self._server.barred.require(first.worker_id, self._admission)
         hello = Hello(PROTOCOL_VERSION, 0.0, first.manifest_digest, first.nonce, first.worker_id)
         nonce = secrets.token_bytes(NONCE_BYTES)
         token = self._server.token
@@ -305,7 +314,7 @@ class _Call:
         """Return what to call a peer without a greeting; raises AccessDenied where it may not."""
         certified = self._certified()
         if certified is not None:
-            self._server.barred.require(certified)
+            self._server.barred.require(certified, self._admission)
             return certified
         metadata = dict(self._context.invocation_metadata())
         said = str(metadata.get("authorization", "")).removeprefix("Bearer ")
@@ -346,6 +355,7 @@ class _Call:
             keepalive_s=keepalive_s,
             on_rotten=self._server.on_rotten,
             barred=self._server.barred,
+            admission=self._admission,
         )
         with closing(peer.runs(self._asked)) as runs:
             for run in runs:

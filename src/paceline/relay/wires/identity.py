@@ -11,14 +11,23 @@ from __future__ import annotations
 
 import datetime
 import fcntl
+import hashlib
 import ipaddress
+import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.errors import InvalidInput
-from paceline.relay.wires.tls import TlsSettings, valid_name, worker_host_name, worker_uri
+from paceline.errors import InvalidInput, StorageFailed
+from paceline.profile import one_certificate, read_certificate
+from paceline.relay.wires.tls import (
+    ADMISSION_URI,
+    TlsSettings,
+    valid_name,
+    worker_host_name,
+    worker_uri,
+)
 from paceline.system.files import PRIVATE_DIRECTORY, ensure_private, make_directories, write_private
 
 if TYPE_CHECKING:
@@ -73,40 +82,43 @@ def make_authority(directory: Path, name: str = "paceline cluster") -> Authority
 
 
 def ensure_authority(directory: Path) -> Authority:
-    """Return the CA in ``directory``, made by the first of all processes that ask."""
-    make_directories(directory, PRIVATE_DIRECTORY)
-    ensure_private(directory / "lock")
-    with (directory / "lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        known = Authority(cert=directory / "ca.pem", key=directory / "ca-key.pem")
-        # The certificate is written last: it vouches for the key.
-        return known if known.cert.is_file() else make_authority(directory)
+    """Return the CA in ``directory``, made by the first of all processes that ask.
+
+    One that is there is only read. Raises StorageFailed where none is, and none can be made.
+    """
+    known = Authority(cert=directory / "ca.pem", key=directory / "ca-key.pem")
+    # The certificate is written last: where it is, the key is too, and nothing is to be written.
+    if known.cert.is_file():
+        return known
+    try:
+        make_directories(directory, PRIVATE_DIRECTORY)
+        ensure_private(directory / "lock")
+        with (directory / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return known if known.cert.is_file() else make_authority(directory)
+    except OSError as error:
+        raise StorageFailed(
+            "there is no authority, and none can be made here",
+            got=error.strerror,
+            wanted="ca.pem and ca-key.pem, or a directory that may be written",
+            where=directory,
+            do="Provide the two files of this installation's authority.",
+        ) from error
 
 
 def _authority_key(authority: Authority) -> ec.EllipticCurvePrivateKey:
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
     try:
-        key = load_pem_private_key(authority.key.read_bytes(), password=None)
-    except (OSError, ValueError) as error:
+        return _private_key(authority.key.read_bytes())
+    except (OSError, InvalidInput) as error:
         raise InvalidInput(
-            "the authority cannot be read", got=error, where=authority.cert.parent
+            "the authority's key cannot be read", got=error, where=authority.key
         ) from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise InvalidInput("not an authority's key", where=authority.key, wanted="a P-256 key")
-    return key
 
 
 def fingerprint(certificate_pem: bytes) -> str:
-    """Return the SHA-256 of a PEM certificate's DER; raises InvalidInput where it is none."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-
-    try:
-        return x509.load_pem_x509_certificate(certificate_pem).fingerprint(hashes.SHA256()).hex()
-    except ValueError as error:
-        raise InvalidInput("not a certificate", got=error, wanted="PEM") from error
+    """Return the SHA-256 of a certificate's DER; raises InvalidInput unless it is exactly one."""
+    text = one_certificate(certificate_pem).decode()
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(text)).hexdigest()
 
 
 def issue_identity(
@@ -138,13 +150,34 @@ def issue_identity(
     return made
 
 
-def issue_for_request(
-    authority: Authority, worker_id: str, request_pem: bytes, *, valid_days: float = IDENTITY_DAYS
+def issue_for_key(
+    authority: Authority,
+    worker_id: str,
+    key: ec.EllipticCurvePublicKey,
+    *,
+    valid_days: float = IDENTITY_DAYS,
+    admission: str = "",
 ) -> bytes:
-    """Return ``worker_id``'s certificate (PEM) for the public key of a PKCS #10 request.
+    """Return ``worker_id``'s certificate (PEM) for ``key``; ``admission`` goes into it.
 
-    Nothing else of the request is taken over. Raises InvalidInput where it is not one, is not
-    signed with its own key, or its key is not P-256.
+    Raises InvalidInput where the id is not a name or the authority cannot be read.
+    """
+    return _issue(authority, worker_id, key, _worker_names(worker_id, admission), None, valid_days)
+
+
+def key_sha256(key: ec.EllipticCurvePublicKey) -> str:
+    """Return what a public key is recognised by."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    info = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(info).hexdigest()
+
+
+def requested_key(request_pem: bytes) -> ec.EllipticCurvePublicKey:
+    """Return the public key of a PKCS #10 request (PEM), of which nothing else is taken over.
+
+    Raises InvalidInput where it is not one, is not signed with its own key, or its key is not
+    P-256.
     """
     from cryptography import x509
     from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -155,13 +188,19 @@ def issue_for_request(
         request = x509.load_pem_x509_csr(request_pem)
         key = request.public_key()
         signed = request.is_signature_valid
-    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as error:
+    except (
+        ValueError,
+        TypeError,
+        UnsupportedAlgorithm,
+        InvalidSignature,
+        x509.InvalidVersion,
+    ) as error:
         raise InvalidInput("not a certificate request", got=error, wanted=wanted) from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
         raise InvalidInput("the request's key is of another kind", wanted=wanted)
     if not signed:
         raise InvalidInput("the request is not signed with its own key", wanted=wanted)
-    return _issue(authority, worker_id, key, _worker_names(worker_id), None, valid_days)
+    return key
 
 
 def issue_server(
@@ -188,27 +227,48 @@ def issue_server(
     return made
 
 
-def new_request(worker_id: str) -> tuple[bytes, bytes]:
-    """Return a new private key and a request for its certificate, both PEM."""
+def new_request(worker_id: str, key_pem: bytes | None = None) -> tuple[bytes, bytes]:
+    """Return a private key, new unless it is given, and a request for its certificate, both PEM.
+
+    Raises InvalidInput where what is given is no P-256 key.
+    """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import Encoding
 
-    key = ec.generate_private_key(ec.SECP256R1())
+    key = ec.generate_private_key(ec.SECP256R1()) if key_pem is None else _private_key(key_pem)
     builder = x509.CertificateSigningRequestBuilder().subject_name(_name(worker_id[:64]))
     return _key_pem(key), builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
 
-def _worker_names(worker_id: str) -> list[x509.GeneralName]:
+def _private_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    wanted = "a P-256 key, as PEM"
+    try:
+        key = load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise InvalidInput("not a private key", got=error, wanted=wanted) from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise InvalidInput("a private key of another kind", wanted=wanted)
+    return key
+
+
+def _worker_names(worker_id: str, admission: str = "") -> list[x509.GeneralName]:
     from cryptography import x509
 
     if not valid_name(worker_id):
         raise InvalidInput("not a worker id", got=repr(worker_id), wanted="letters, digits, . _ -")
-    return [
+    names: list[x509.GeneralName] = [
         x509.UniformResourceIdentifier(worker_uri(worker_id)),
         x509.DNSName(worker_host_name(worker_id)),
     ]
+    if admission:
+        names.append(x509.UniformResourceIdentifier(ADMISSION_URI + admission))
+    return names
 
 
 def _issue(
@@ -223,12 +283,7 @@ def _issue(
     from cryptography.hazmat.primitives import hashes
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
-    try:
-        issuer = x509.load_pem_x509_certificate(authority.cert.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InvalidInput(
-            "the authority cannot be read", got=error, where=authority.cert.parent
-        ) from error
+    issuer = x509.load_pem_x509_certificate(read_certificate(authority.cert))
     issuer_key = _authority_key(authority)
     start = valid_from or datetime.datetime.now(datetime.UTC) - _SKEW
     both_sides = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]

@@ -191,7 +191,7 @@ class PeerServer:
         hello = decode_hello(read_frame(channel, deadline_s, Kind.HELLO)[1])
         if isinstance(channel, TlsChannel) and channel.peer_id != hello.worker_id:
             raise wrong_identity(channel.peer_id, hello.worker_id)
-        self._barred.require(hello.worker_id)
+        self._barred.require(hello.worker_id, _admission(channel))
         nonce = secrets.token_bytes(NONCE_BYTES)
         said = nonce + proof(self._token, "server", hello, nonce)
         channel.send(encode_payload(Kind.CHALLENGE, said))
@@ -226,6 +226,7 @@ class PeerServer:
             keepalive_s=hello.keepalive_s,
             on_rotten=self._on_rotten,
             barred=self._barred,
+            admission=_admission(channel),
         )
         manifest = staging.manifest
         with closing(peer.runs(lambda wait_s: _asked(channel, wait_s))) as runs:
@@ -273,6 +274,10 @@ def listen(host: str, port: int) -> socket.socket:
             where=where,
             do="Name an address of this machine.",
         ) from error
+
+
+def _admission(channel: Channel) -> str:
+    return channel.admission if isinstance(channel, TlsChannel) else ""
 
 
 def _asked(channel: Channel, wait_s: float) -> Iterator[Asked]:

@@ -50,13 +50,14 @@ class Serving:
         keepalive_s: float,
         on_rotten: Callable[[str, int], None],
         barred: Barred,
+        admission: str = "",
     ) -> None:
         self._worker_id = worker_id
         self._reader = reader
         self._staging = staging
         self._keepalive_s = keepalive_s
         self._on_rotten = on_rotten
-        self._barred = barred
+        self._barred, self._admission = barred, admission
         self._wanted: deque[Extent] = deque()  # served in the order in which it was asked for
         self._sent = Extents()  # a peer may complain once of each piece it was sent
         self._since_s = time.monotonic()
@@ -77,7 +78,7 @@ class Serving:
     def _runs(self, asked: Callable[[float], Iterable[Asked]]) -> Iterator[Extent | None]:
         heard_s = float("-inf")
         while True:
-            self._barred.require(self._reader)
+            self._barred.require(self._reader, self._admission)
             heard = False
             if not self._wanted or time.monotonic() - heard_s >= HEAR_S:
                 for each in asked(0.0 if self._wanted else IDLE_S):

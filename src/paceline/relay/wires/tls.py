@@ -27,11 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import AccessDenied, InvalidInput, PacelineError, PeerLost
+from paceline.profile import one_certificate
 from paceline.relay.wires.lull import Lull
 from paceline.relay.wires.sockets import IO_TIMEOUT_S, broken, shut, waiting_bytes
+from paceline.wire.access import barred_admission
 from paceline.wire.base import NAME
 
 URI = "paceline://worker/"
+ADMISSION_URI = "paceline://join/"  # which admission of that worker the certificate comes from
 SEND_BLOCK = 256 * 1024  # 64 KiB blocks cost 15 % more CPU, 512 KiB no less
 RECORD = 16 * 1024  # the most one holds; part of one cannot be read
 _PLAIN_SHARE = 0.99  # of what is on the wire
@@ -65,7 +68,10 @@ class TlsSettings:
     key: Path
 
     def read(self) -> tuple[bytes, bytes, bytes]:
-        """Return the three files; raises InvalidInput naming the one that cannot be read."""
+        """Return the three files, the authority's as its one certificate encoded again.
+
+        Raises InvalidInput naming the one that cannot be read, or is no single certificate.
+        """
         found = []
         for path in (self.ca, self.cert, self.key):
             try:
@@ -77,11 +83,11 @@ class TlsSettings:
                     where=path,
                     do=_ADMIN,
                 ) from error
-        return found[0], found[1], found[2]
+        return one_certificate(found[0], self.ca), found[1], found[2]
 
     def context(self, *, server: bool) -> ssl.SSLContext:
         """Return the context of one side; raises InvalidInput where the files are not usable."""
-        self.read()
+        authority = self.read()[0].decode()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # a worker is known by its id, wherever it listens
@@ -89,7 +95,7 @@ class TlsSettings:
         if server:
             context.num_tickets = 0  # a stream lives as long as it is useful: nothing to resume
         try:
-            context.load_verify_locations(self.ca)
+            context.load_verify_locations(cadata=authority)
             context.load_cert_chain(self.cert, self.key)
         except ssl.SSLError as error:
             raise InvalidInput(
@@ -107,6 +113,12 @@ def peer_ids(certificate_names: Iterable[str]) -> list[str]:
     return [name.removeprefix(URI) for name in certificate_names if name.startswith(URI)]
 
 
+def admission_of(certificate_names: Iterable[str]) -> str:
+    """Return what the admission among a certificate's alternative names is barred by; "": none."""
+    found = (each for each in certificate_names if each.startswith(ADMISSION_URI))
+    return next((barred_admission(each.removeprefix(ADMISSION_URI)) for each in found), "")
+
+
 class TlsChannel:
     """A TLS connection after its handshake; see Channel. ``peer_id`` is whom it leads to."""
 
@@ -118,7 +130,7 @@ class TlsChannel:
             raise AccessDenied(
                 "the peer's certificate names no worker", got=names, wanted=f"{URI}ID", do=_ADMIN
             )
-        self.peer_id = ids[0]
+        self.peer_id, self.admission = ids[0], admission_of(names)
         self._sock = sock
         self.timeout_s = timeout_s
         self._lock = threading.Lock()  # held for one call that does not block

@@ -1,0 +1,50 @@
+"""The certificate of an authority that is trusted: exactly one, wherever it comes from.
+
+OpenSSL trusts every certificate of a file, and a fingerprint covers one. So a file or an answer
+with anything beside that one is refused, and what is trusted is the certificate as it was parsed
+and encoded again, never the bytes that came. Who the authority is, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.errors import InvalidInput
+
+MAX_BYTES = 64 * 1024
+_BEGIN = b"-----BEGIN "
+
+
+def one_certificate(pem: bytes, where: object = None) -> bytes:
+    """Return the one certificate in ``pem``, encoded again; raises InvalidInput for anything else.
+
+    Text around it is left out.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    wanted = "exactly one certificate, as PEM"
+    do = "Keep the one certificate of the authority in it, and nothing else."
+    if len(pem) > MAX_BYTES or (blocks := pem.count(_BEGIN)) > 1:
+        got = f"{len(pem)} bytes" if len(pem) > MAX_BYTES else f"{blocks} PEM blocks"
+        raise InvalidInput(
+            "more than an authority's certificate", got=got, wanted=wanted, where=where, do=do
+        )
+    try:
+        (found,) = x509.load_pem_x509_certificates(pem)
+        return found.public_bytes(Encoding.PEM)
+    except (ValueError, x509.InvalidVersion) as error:
+        raise InvalidInput(
+            "not a certificate", got=error, wanted=wanted, where=where, do=do
+        ) from error
+
+
+def read_certificate(path: str | Path) -> bytes:
+    """Return the one certificate in the file at ``path``, encoded again; raises InvalidInput."""
+    try:
+        with Path(path).open("rb") as file:
+            return one_certificate(file.read(MAX_BYTES + 1), path)
+    except OSError as error:
+        raise InvalidInput(
+            "an authority's certificate cannot be read", got=error.strerror, where=path
+        ) from error

@@ -1,0 +1,366 @@
+"""Revoking a node's token takes out the node, however often it renewed, and stays so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from paceline.coordinator.messages import AdmitWorker, BeginToken, IssueToken, RevokeToken
+from paceline.coordinator.tokens import UNUSED_AT_MOST, Drawn, TokenBook, draw
+from paceline.errors import AccessDenied, NotLeading
+from paceline.profile import Secrets, SecuritySettings
+from paceline.relay.session.extents import Extent
+from paceline.relay.wires.grpc_transport import GrpcTransport
+from paceline.relay.wires.identity import (
+    Authority,
+    issue_for_key,
+    make_authority,
+    new_request,
+    requested_key,
+)
+from paceline.relay.wires.tcp import TcpTransport
+from paceline.relay.wires.tls import TlsSettings
+from paceline.relay.wires.transport import Transport
+from paceline.service.app import create_app
+from paceline.service.guard import Doorman, Guard
+from paceline.wire.access import CreateJoinToken, barred_admission
+from tests.relay.peers import Heard, Pair
+from tests.service.conftest import Served, make_runtime
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)
+    from starlette.testclient import TestClient
+
+BASE = "http://127.0.0.1"
+
+
+class Rest:
+    """An app of one state directory; ``restart`` begins again from what the store kept."""
+
+    def __init__(self, state: Path) -> None:
+        self.runtime = make_runtime(state)
+        self.owner = self.runtime.secrets.coordinator_token
+        self.client = self._begin()
+
+    def _begin(self) -> TestClient:
+        client = TestClient(create_app(self.runtime), BASE, raise_server_exceptions=False)
+        return client.__enter__()
+
+    def restart(self) -> None:
+        self.close()
+        self.client = self._begin()
+
+    def close(self) -> None:
+        self.client.__exit__(None, None, None)
+
+    def call(self, method: str, path: str, token: str, body: Any = None) -> Any:
+        headers = {"Authorization": f"Bearer {token}"}
+        return self.client.request(method, path, headers=headers, json=body)
+
+    def join_token(self, worker_id: str, **more: object) -> str:
+        answer = self.call("POST", "/tokens/join", self.owner, {"worker_id": worker_id, **more})
+        return str(answer.json()["token"])
+
+    def ask(self, door: str, worker_id: str, token: str, key: bytes | None = None) -> Any:
+        csr = new_request(worker_id, key)[1].decode()
+        return self.call("POST", f"/workers/{door}", token, {"worker_id": worker_id, "csr": csr})
+
+    def joined(self, worker_id: str) -> str:
+        return str(self.ask("join", worker_id, self.join_token(worker_id)).json()["token"])
+
+    def renewed(self, worker_id: str, token: str) -> str:
+        answer = self.ask("renew", worker_id, token)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["token"])
+
+    def beat(self, worker_id: str, token: str) -> int:
+        body = {"worker_id": worker_id, "status": "idle"}
+        return int(self.call("POST", "/workers/heartbeat", token, body).status_code)
+
+    def barred(self) -> tuple[str, ...]:
+        return self.client.app.state.coordinator.tokens.barred()  # type: ignore[attr-defined]
+
+    def revoke(self, token: str) -> int:
+        token_id = token.split("_")[1]
+        return int(self.call("DELETE", f"/tokens/{token_id}", self.owner).status_code)
+
+
+@pytest.fixture
+def rest(tmp_path: Path) -> Iterator[Rest]:
+    made = Rest(tmp_path / "state")
+    yield made
+    made.close()
+
+
+def all_doors(rest: Rest, worker_id: str, token: str) -> set[int]:
+    """What the worker's own routes answer to a token."""
+    worker = {"worker_id": worker_id, "hostname": "h", "rack": "r", "available_storage": 1}
+    lanes = f"/deployments/none/lanes?worker_id={worker_id}"
+    return {
+        rest.beat(worker_id, token),
+        rest.call("POST", "/workers/register", token, worker).status_code,
+        rest.call("GET", lanes, token).status_code,
+        rest.call("GET", "/deployments/none/manifest", token).status_code,
+        rest.ask("renew", worker_id, token).status_code,
+    }
+
+
+@pytest.mark.parametrize("which", ["the one before", "the newest", "the join token"])
+@pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
+def test_revoking_any_token_of_a_renewed_node_ends_them_all(
+    rest: Rest, which: str, used: bool
+) -> None:
+    joining = rest.join_token("node-1")
+    first = str(rest.ask("join", "node-1", joining).json()["token"])
+    assert rest.beat("node-1", first) == 200
+    second = rest.renewed("node-1", first)
+    if used:
+        assert rest.beat("node-1", second) == 200
+    unspent = rest.join_token("node-1")
+    revoked = {"the one before": first, "the newest": second, "the join token": joining}[which]
+    assert rest.revoke(revoked) == 200
+    for _ in range(2):
+        for token in (first, second):
+            assert all_doors(rest, "node-1", token) == {401}
+        assert rest.ask("join", "node-1", joining).status_code == 401
+        assert rest.barred() == ("node-1",)
+        rest.restart()
+    # What was handed out for the worker before it was taken out does not let it in again.
+    if which != "the join token":
+        assert rest.ask("join", "node-1", unspent).status_code == 401
+    anew = rest.joined("node-1")
+    assert rest.beat("node-1", anew) == 200
+    assert "node-1" not in rest.barred()
+    # Asked once more (an answer was lost), the same call does not end what came after it.
+    assert rest.revoke(revoked) == 200
+    assert rest.beat("node-1", anew) == 200
+
+
+def test_revoking_one_node_leaves_the_others(rest: Rest) -> None:
+    one, other = rest.joined("node-1"), rest.joined("node-2")
+    assert rest.revoke(one) == 200
+    assert rest.beat("node-2", other) == 200
+    assert rest.barred() == ("node-1",)
+
+
+def test_a_predecessor_ends_when_its_successor_is_first_used(rest: Rest) -> None:
+    first = rest.joined("node-1")
+    assert rest.beat("node-1", first) == 200
+    second = rest.renewed("node-1", first)
+    assert rest.beat("node-1", first) == 200, "the answer may have been lost"
+    assert rest.beat("node-1", second) == 200
+    assert all_doors(rest, "node-1", first) == {401}
+    rest.restart()
+    assert all_doors(rest, "node-1", first) == {401}
+    assert rest.beat("node-1", second) == 200
+    listed = rest.call("GET", "/tokens", rest.owner).json()["tokens"]
+    ended = {each["token_id"]: each["revoked_at"] for each in listed}
+    assert ended[first.split("_")[1]]
+    assert not ended[second.split("_")[1]]
+    assert rest.barred() == (), "it renewed; nobody took it out"
+
+
+def test_a_renewal_whose_answer_was_lost_is_asked_for_again(rest: Rest) -> None:
+    first = rest.joined("node-1")
+    assert rest.beat("node-1", first) == 200
+    answers = []
+    for _ in range(3 * UNUSED_AT_MOST):
+        answers.append(rest.renewed("node-1", first))
+        assert rest.beat("node-1", first) == 200
+    rest.restart()
+    # The newest ones are good, whichever of them arrives; the first use ends all others.
+    late = answers[-UNUSED_AT_MOST]
+    assert rest.beat("node-1", late) == 200
+    for token in (first, *answers):
+        assert rest.beat("node-1", token) == (200 if token == late else 401)
+    assert rest.renewed("node-1", late)
+
+
+def test_the_command_takes_out_the_worker_that_it_names(tmp_path: Path) -> None:
+    from paceline.client.access import AccessClient
+    from paceline.profile import Endpoints, save_runtime
+    from paceline.wire.access import JoinWorker
+
+    server = Served(make_runtime(tmp_path / "state"))
+    server.runtime.state_dir.mkdir()
+    server.start()
+    try:
+        endpoints = Endpoints(coordinator_url=server.url)
+        save_runtime(server.runtime.model_copy(update={"endpoints": endpoints}))
+        admin = AccessClient(server.url, server.runtime.secrets.coordinator_token)
+        made = admin.create_join_token(CreateJoinToken(worker_id="node-1"))
+        unspent = admin.create_join_token(CreateJoinToken(worker_id="node-1"))
+        call = JoinWorker(worker_id="node-1", csr=new_request("node-1")[1].decode())
+        token = AccessClient(server.url, made.token).join(call).token
+        token = AccessClient(server.url, token).renew(call).token
+
+        def revoke(*words: str) -> subprocess.CompletedProcess[str]:
+            argv = [sys.executable, "-m", "paceline.cli.main", "tokens", "revoke", *words]
+            argv += ["--state", str(server.runtime.state_dir)]
+            return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+
+        done = revoke("--worker-id", "node-1", "--json")
+        assert done.returncode == 0, done.stderr
+        ended = {json.loads(line)["token_id"] for line in done.stdout.splitlines()}
+        assert token.split("_")[1] in ended
+        for dead in (token, made.token, unspent.token):
+            with pytest.raises(AccessDenied):
+                AccessClient(server.url, dead).renew(call)
+        again = revoke("--worker-id", "node-1")
+        assert again.returncode == 1
+        assert "this worker has no token" in again.stderr
+        for words in ((), ("x", "--worker-id", "node-1")):
+            assert revoke(*words).returncode == 2
+    finally:
+        server.end()
+
+
+# --- the book alone ------------------------------------------------------------------------------
+
+
+class Book:
+    def __init__(self) -> None:
+        self.book, self.now = TokenBook(), 1000.0
+
+    def join_token(self) -> Drawn:
+        drawn = draw("0" * 64)
+        call = CreateJoinToken(worker_id="w", ttl_seconds=7 * 86_400)
+        self.take(IssueToken, token_id=drawn.token_id, sha256=drawn.sha256, call=call)
+        return drawn
+
+    def admit(self, shown: Drawn, key: str = "1" * 64) -> Drawn:
+        drawn = draw()
+        self.take(
+            AdmitWorker,
+            spends=shown.token_id,
+            worker_id="w",
+            token_id=drawn.token_id,
+            sha256=drawn.sha256,
+            expires_at=self.now + 30 * 86_400,
+            key_sha256=key,
+        )
+        return drawn
+
+    def take(self, kind: Any, **fields: object) -> None:
+        self.now += 1.0
+        self.book.handle(kind(at=self.now, **fields))
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
+def test_a_node_that_renews_without_end_fills_no_store(used: bool) -> None:
+    """One worker could make the store refuse everybody else's tokens."""
+    book = Book()
+    joining = book.join_token()
+    held = book.admit(joining)
+    book.take(BeginToken, token_id=held.token_id)
+    for _ in range(200):
+        made = book.admit(held)
+        if used:
+            book.take(BeginToken, token_id=made.token_id)
+            held = made
+        book.admit(joining)  # its join token is answered again too
+    assert len(book.book.tokens()) <= UNUSED_AT_MOST + 4
+    book.take(RevokeToken, token_id=held.token_id)
+    assert book.book.barred() == ("w",)
+    assert all(each.revoked_at for each in book.book.tokens())
+
+
+def test_a_node_that_was_replaced_does_not_come_back_with_its_old_join_token() -> None:
+    book = Book()
+    old = book.join_token()
+    book.admit(old, "1" * 64)
+    new = book.admit(book.join_token(), "2" * 64)
+    with pytest.raises(AccessDenied):
+        book.admit(old, "1" * 64)
+    assert book.book.recognise(new.text, book.now)
+    assert book.book.barred() == (barred_admission(old.token_id),)
+
+
+# --- the guard where nothing can be committed ----------------------------------------------------
+
+
+def test_a_first_use_passes_where_it_cannot_be_kept_yet() -> None:
+    """A standby answers reads of a token that was just renewed; the leader ends the one before."""
+    book, begun, reached = Book(), [], []
+    held = book.admit(book.join_token())
+
+    def begin(token_id: str) -> None:
+        begun.append(token_id)
+        raise NotLeading("this replica does not lead")
+
+    async def app(*_: object) -> None:
+        reached.append(True)
+
+    guard = Guard(
+        app,
+        doorman=Doorman(Secrets(coordinator_token="owner"), lambda: book.book),
+        security=SecuritySettings(),
+        refused=lambda _: None,
+        begin=begin,
+        wall=lambda: book.now,
+    )
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/deployments/d/manifest",
+        "headers": [(b"authorization", b"Bearer " + held.text.encode())],
+        "client": ("127.0.0.1", 1),
+    }
+    asyncio.run(guard(scope, None, None))  # type: ignore[arg-type]
+    assert (begun, reached) == ([held.token_id], [True])
+
+
+# --- what peers do -------------------------------------------------------------------------------
+
+
+class Admitted(NamedTuple):
+    authority: Authority
+    root: Path
+
+    def tls(self, worker_id: str, admission: str) -> TlsSettings:
+        key, request = new_request(worker_id)
+        found = requested_key(request)
+        pem = issue_for_key(self.authority, worker_id, found, admission=admission)
+        path = self.root / f"{worker_id}-{admission}.pem"
+        path.write_bytes(key + pem)
+        return TlsSettings(ca=self.authority.cert, cert=path, key=path)
+
+
+@pytest.mark.parametrize("kind", [TcpTransport, GrpcTransport])
+def test_a_certificate_that_was_taken_back_opens_no_peer_port_again(
+    tmp_path: Path, kind: type[Any]
+) -> None:
+    """The worker was let in again, as the same worker; its certificate of before was not."""
+    issued = Admitted(make_authority(tmp_path / "ca"), tmp_path)
+
+    def make(worker_id: str) -> Transport:
+        return kind("t", issued.tls(worker_id, "aaaa"))  # type: ignore[no-any-return]
+
+    pair = Pair(tmp_path, make)
+    try:
+        theirs, mine = pair.open()
+        pair.hold_all(theirs)
+        old, new = make("node-1"), kind("t", issued.tls("node-1", "bbbb"))
+        running = Heard()
+        stream = pair.reader.pull(mine, pair.address, running, transport=old)
+        stream.request(Extent(0, 1))
+        running.wait_pieces(1)
+        pair.source.transport.barred.replace([barred_admission("aaaa")])
+        stream.request(Extent(1, 2))
+        assert "taken back" in str(running.failure()), "in the middle of a stream too"
+        refused = Heard()
+        pair.reader.pull(mine, pair.address, refused, transport=old).request(Extent(1, 2))
+        assert "taken back" in str(refused.failure())
+        again = Heard()
+        pair.reader.pull(mine, pair.address, again, transport=new).request(Extent(1, 2))
+        again.wait_pieces(1)
+    finally:
+        pair.close()
