@@ -17,6 +17,7 @@ from paceline.relay.session.extents import Extent, Extents
 
 QUEUED = 4096  # runs in the queue, before neighbours in it are joined
 
+
 class RequestQueue:
     """What one reader waits for. ``verified`` is the model's set; ``changed`` shares its lock."""
 

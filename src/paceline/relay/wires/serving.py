@@ -97,7 +97,10 @@ class Serving:
                 if not frames:
                     raise PeerLost("the peer asks for nothing")
                 continue
-            run = requests.next(RUN_PIECES, self._keepalive_s)
+            more = frames == MOST_FRAMES  # to read, which may ask for what is verified
+            run = requests.next(
+                RUN_PIECES, min(HEAR_S, self._keepalive_s) if more else self._keepalive_s
+            )
             if self._staging.closed:
                 raise PeerLost("the model is no longer open here")
             if run is not None:
