@@ -20,12 +20,14 @@ from pydantic import BaseModel
 
 from paceline.coordinator.bell import Bell
 from paceline.coordinator.callers import audited
+from paceline.coordinator.ledger import LedgerBook, LedgerLine
 from paceline.coordinator.messages import (
     Activate,
     Answer,
     Beat,
     Cancel,
     Create,
+    DropStage,
     Effect,
     Event,
     KeepPlan,
@@ -86,6 +88,7 @@ class Coordinator:
         self._creations = threading.BoundedSemaphore(CREATIONS_AT_ONCE)
         self._state = CoordinatorState(self._patience, leader_epoch=0)
         self._ring = EventRing()
+        self._ledger: LedgerBook | None = None  # of the store; None: to be read again
         self._bell = Bell()
         self._role = Role(coordination.is_leading, monotonic)
         self._following = threading.Lock()  # held over the reading of the store by a standby
@@ -100,8 +103,9 @@ class Coordinator:
     def lead(self, term: Term) -> None:
         """Begin to decide, from what the store kept; raises ServiceUnavailable where it is away."""
         state, ring = self._restored(term.epoch), self._remembered()
+        ledger = LedgerBook(self._coordination.ledger())
         with self._lock:
-            self._state, self._ring = state, ring
+            self._state, self._ring, self._ledger = state, ring, ledger
             self._role.lead(term)
             self._trouble, self._followed = None, None
             self._ticked_s = self._monotonic()
@@ -274,7 +278,10 @@ class Coordinator:
         self.handle(Cancel(deployment_id=deployment_id, at=self._wall()))
 
     def keep_stage(self, record: StageRecord) -> StageRecord:
-        """Put a record into the ledger; raises InvalidInput for one that the store cannot keep."""
+        """Put a record into the ledger; raises InvalidInput for one that is too large, Conflict
+        where there is no room for it.
+        """
+        line = LedgerLine.of(record)
         data: dict[str, object] = {
             "stage": record.stage,
             "run_id": record.run_id,
@@ -285,12 +292,19 @@ class Coordinator:
         rows = [each for each in audited([told], self._wall()) if each is not told]
         with self._lock:
             term = self._require_leading()
+            if self._ledger is None:
+                self._ledger = LedgerBook(self._coordination.ledger())
+            dropped = self._ledger.admit(line, self._wall())
+            if dropped:
+                self._commit(term, [DropStage(*each.key) for each in dropped])
             try:
                 events = self._coordination.keep_stage(term, record, told)
             except InvalidInput:
+                self._ledger = None
                 raise  # before anything was written
             except PacelineError as error:
                 raise self._undo(term, error) from error
+            self._ledger.keep(line, dropped)
             self._ring.extend(events)
             self._commit(term, rows)
         return record
@@ -416,7 +430,7 @@ class Coordinator:
         return told
 
     def _undo(self, term: Term, error: PacelineError) -> ServiceUnavailable:
-        self._trouble = error
+        self._trouble, self._ledger = error, None
         log.error("nothing was committed: %s", error)
         if isinstance(error, StaleEpoch) and self._role.held == term:
             self._role.drop()
