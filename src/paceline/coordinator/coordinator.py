@@ -88,7 +88,8 @@ class Coordinator:
         self._creations = threading.BoundedSemaphore(CREATIONS_AT_ONCE)
         self._state = CoordinatorState(self._patience, leader_epoch=0)
         self._ring = EventRing()
-        self._ledger: LedgerBook | None = None  # of the store; None: to be read again
+        self._keeping = threading.Lock()  # held over a change of the ledger
+        self._ledger: tuple[Term, LedgerBook] | None = None  # None: to be read from the store
         self._bell = Bell()
         self._role = Role(coordination.is_leading, monotonic)
         self._following = threading.Lock()  # held over the reading of the store by a standby
@@ -103,9 +104,8 @@ class Coordinator:
     def lead(self, term: Term) -> None:
         """Begin to decide, from what the store kept; raises ServiceUnavailable where it is away."""
         state, ring = self._restored(term.epoch), self._remembered()
-        ledger = LedgerBook(self._coordination.ledger())
         with self._lock:
-            self._state, self._ring, self._ledger = state, ring, ledger
+            self._state, self._ring = state, ring
             self._role.lead(term)
             self._trouble, self._followed = None, None
             self._ticked_s = self._monotonic()
@@ -290,24 +290,34 @@ class Coordinator:
         }
         told = Observed(EventName.STAGE_FINISHED, self._wall(), None, None, data)
         rows = [each for each in audited([told], self._wall()) if each is not told]
+        with self._keeping:
+            term, book = self._ledger_book()
+            dropped = book.admit(line, self._wall())
+            self._ledger = None  # until it is certain what was written
+            with self._lock:
+                if self._require_leading() != term:
+                    raise self._role.not_leading()
+                if dropped:
+                    self._commit(term, [DropStage(*each.key) for each in dropped])
+                try:
+                    events = self._coordination.keep_stage(term, record, told)
+                except InvalidInput:
+                    raise  # before anything was written
+                except PacelineError as error:
+                    raise self._undo(term, error) from error
+                self._ring.extend(events)
+                self._commit(term, rows)
+                book.keep(line, dropped)
+                self._ledger = term, book
+        return record
+
+    def _ledger_book(self) -> tuple[Term, LedgerBook]:
+        """Return what the ledger holds in this term: read once, and again after trouble."""
         with self._lock:
             term = self._require_leading()
-            if self._ledger is None:
-                self._ledger = LedgerBook(self._coordination.ledger())
-            dropped = self._ledger.admit(line, self._wall())
-            if dropped:
-                self._commit(term, [DropStage(*each.key) for each in dropped])
-            try:
-                events = self._coordination.keep_stage(term, record, told)
-            except InvalidInput:
-                self._ledger = None
-                raise  # before anything was written
-            except PacelineError as error:
-                raise self._undo(term, error) from error
-            self._ledger.keep(line, dropped)
-            self._ring.extend(events)
-            self._commit(term, rows)
-        return record
+        if self._ledger is None or self._ledger[0] != term:
+            self._ledger = term, LedgerBook(self._coordination.ledger())
+        return self._ledger
 
     def tell(self, observed: Sequence[Observed]) -> None:
         """Commit rows that tell of something which changed nothing, such as a refused attempt."""
@@ -430,7 +440,7 @@ class Coordinator:
         return told
 
     def _undo(self, term: Term, error: PacelineError) -> ServiceUnavailable:
-        self._trouble, self._ledger = error, None
+        self._trouble = error
         log.error("nothing was committed: %s", error)
         if isinstance(error, StaleEpoch) and self._role.held == term:
             self._role.drop()

@@ -21,7 +21,8 @@ from paceline.wire.records import DeploymentStatus
 
 AT_ONCE = 8  # deployments forgotten in one transaction,
 WORKERS_AT_ONCE = 40  # and workers
-LOOK_S = 60.0  # between two looks, where the last one found no more than it forgot
+LOOK_S = 60.0  # between two looks, where the last one found nothing to forget,
+LOOK_MANY_S = 1.0  # and where calls make more deployments than may be kept
 TARGET_BYTES, PIECE_BYTES, ENTRY_BYTES = 200, 68, 300  # of a target, a piece, a file or chunk
 
 

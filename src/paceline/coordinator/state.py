@@ -50,7 +50,7 @@ from paceline.coordinator.messages import (
 )
 from paceline.coordinator.parts import tally_of
 from paceline.coordinator.planning import new_deployment
-from paceline.coordinator.pruning import LOOK_S, kept_bytes, prune, prune_workers
+from paceline.coordinator.pruning import LOOK_MANY_S, LOOK_S, kept_bytes, prune, prune_workers
 from paceline.coordinator.settings import Patience
 from paceline.coordinator.shown import progress_of, view_of
 from paceline.coordinator.switching import Switches
@@ -362,9 +362,10 @@ class CoordinatorState:
                 run.lost(worker.worker_id, now_s)
         for deployment_id in sorted(self._book.ticking):
             effects += self._advance(self._book.run(deployment_id), event.at, now_s)
-        if now_s - self._pruned_s >= LOOK_S:
+        many = len(self._book) > self.patience.kept_at_most
+        if now_s - self._pruned_s >= (LOOK_MANY_S if many else LOOK_S):
             pruned = prune(self._book, self.patience, event.at, now_s)
-            if not pruned:  # else there may be more: calls make them faster than one look a minute
+            if not pruned:  # else there may be more
                 self._pruned_s = now_s
             effects += pruned
             effects += prune_workers(self._book, self.fleet, event.at)
