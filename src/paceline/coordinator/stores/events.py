@@ -10,7 +10,7 @@ import math
 from paceline.coordinator.messages import Observed
 from paceline.wire.events import Event
 
-LONGEST = 4096  # characters of one text: 10,000 events may wait, and a million are kept
+LONGEST = 16_384  # characters of one text: 10,000 events may wait, and a million are kept
 
 
 def numbered(told: Observed, seq: int) -> Event:
