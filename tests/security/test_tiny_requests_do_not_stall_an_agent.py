@@ -348,7 +348,7 @@ def test_a_message_of_tiny_fields_is_refused_early(decode: Callable[[bytes], obj
         with pytest.raises(InvalidFrame, match="more than 64 fields"):
             decode(tiny)
 
-    assert lines(refused) < 2_000
+    assert lines(refused) < 5_000  # all of them: 30,000
     decode(b"\x78\x01" * 60)
 
 
