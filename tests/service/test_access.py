@@ -20,9 +20,9 @@ with warnings.catch_warnings():
     from starlette.testclient import TestClient
 
 BASE = "http://127.0.0.1"
-GRANTED = (Scope.READ, Scope.DEPLOY, Scope.ADMIN, Scope.WORKER)
+GRANTED = (Scope.READ, Scope.DEPLOY, Scope.ADMIN, Scope.WORKER, Scope.LEDGER)
 # Every set of scopes that a token can have, the join token's own included.
-GRANTS = [frozenset(each) for size in range(1, 5) for each in itertools.combinations(GRANTED, size)]
+GRANTS = [frozenset(each) for size in range(1, 6) for each in itertools.combinations(GRANTED, size)]
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +88,8 @@ def test_what_is_dangerous_needs_the_scope_that_it_should():
         f"DELETE {one}",
         f"POST {one}/activate",
         f"POST {one}/rollback",
-        "PUT /ledger/{stage}/{input_digest}",
     }
+    assert only(Scope.LEDGER) == {"PUT /ledger/{stage}/{input_digest}"}
     assert only(Scope.WORKER) == {
         "POST /workers/register",
         "POST /workers/heartbeat",

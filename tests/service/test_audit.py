@@ -56,7 +56,7 @@ def rows(rest, who, count, query="name=change.accepted"):
 
 
 def test_each_change_leaves_a_row_that_says_who_what_on_which_and_from_where(rest):
-    token, token_id = make(rest, "changer", Scope.DEPLOY, Scope.WORKER)
+    token, token_id = make(rest, "changer", Scope.DEPLOY, Scope.WORKER, Scope.LEDGER)
     worker = {"worker_id": "node-0", "hostname": "h", "rack": "r", "available_storage": 10**9}
     assert call(rest, "POST", "/workers/register", token, json=worker).status_code == 200
     body = {

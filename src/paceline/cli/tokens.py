@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paceline.client.access import AccessClient
     from paceline.wire.events import Event
 
-SCOPES = ("read", "deploy", "admin", "worker")
+SCOPES = ("read", "deploy", "ledger", "admin", "worker")
 Call = TypeVar("Call", bound=BaseModel)
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 

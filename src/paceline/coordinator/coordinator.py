@@ -20,12 +20,14 @@ from pydantic import BaseModel
 
 from paceline.coordinator.bell import Bell
 from paceline.coordinator.callers import audited
+from paceline.coordinator.ledger import LedgerBook, LedgerLine
 from paceline.coordinator.messages import (
     Activate,
     Answer,
     Beat,
     Cancel,
     Create,
+    DropStage,
     Effect,
     Event,
     KeepPlan,
@@ -86,6 +88,8 @@ class Coordinator:
         self._creations = threading.BoundedSemaphore(CREATIONS_AT_ONCE)
         self._state = CoordinatorState(self._patience, leader_epoch=0)
         self._ring = EventRing()
+        self._keeping = threading.Lock()  # held over a change of the ledger
+        self._ledger: tuple[Term, LedgerBook] | None = None  # None: to be read from the store
         self._bell = Bell()
         self._role = Role(coordination.is_leading, monotonic)
         self._following = threading.Lock()  # held over the reading of the store by a standby
@@ -274,7 +278,10 @@ class Coordinator:
         self.handle(Cancel(deployment_id=deployment_id, at=self._wall()))
 
     def keep_stage(self, record: StageRecord) -> StageRecord:
-        """Put a record into the ledger; raises InvalidInput for one that the store cannot keep."""
+        """Put a record into the ledger; raises InvalidInput for one that is too large, Conflict
+        where there is no room for it.
+        """
+        line = LedgerLine.of(record)
         data: dict[str, object] = {
             "stage": record.stage,
             "run_id": record.run_id,
@@ -283,17 +290,34 @@ class Coordinator:
         }
         told = Observed(EventName.STAGE_FINISHED, self._wall(), None, None, data)
         rows = [each for each in audited([told], self._wall()) if each is not told]
+        with self._keeping:
+            term, book = self._ledger_book()
+            dropped = book.admit(line, self._wall())
+            self._ledger = None  # until it is certain what was written
+            with self._lock:
+                if self._require_leading() != term:
+                    raise self._role.not_leading()
+                if dropped:
+                    self._commit(term, [DropStage(*each.key) for each in dropped])
+                try:
+                    events = self._coordination.keep_stage(term, record, told)
+                except InvalidInput:
+                    raise  # before anything was written
+                except PacelineError as error:
+                    raise self._undo(term, error) from error
+                self._ring.extend(events)
+                self._commit(term, rows)
+                book.keep(line, dropped)
+                self._ledger = term, book
+        return record
+
+    def _ledger_book(self) -> tuple[Term, LedgerBook]:
+        """Return what the ledger holds in this term: read once, and again after trouble."""
         with self._lock:
             term = self._require_leading()
-            try:
-                events = self._coordination.keep_stage(term, record, told)
-            except InvalidInput:
-                raise  # before anything was written
-            except PacelineError as error:
-                raise self._undo(term, error) from error
-            self._ring.extend(events)
-            self._commit(term, rows)
-        return record
+        if self._ledger is None or self._ledger[0] != term:
+            self._ledger = term, LedgerBook(self._coordination.ledger())
+        return self._ledger
 
     def tell(self, observed: Sequence[Observed]) -> None:
         """Commit rows that tell of something which changed nothing, such as a refused attempt."""

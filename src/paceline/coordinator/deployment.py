@@ -35,6 +35,7 @@ from paceline.wire.records import (
 FAILED = (WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
 OUT_OF_BUDGET = "OriginBudgetExceeded"
 TOLD_AT_ONCE = 64  # sources that one beat may tell of: with 10,000 events waiting nothing is kept
+MOST_PROCESSES = 16  # of one worker, whose origin bytes are kept apart
 ORIGIN_STEP = 0.05  # origin bytes are kept each time they grew by this share of the model
 
 
@@ -64,6 +65,7 @@ class DeploymentRun:
         for process, spent in memo.spent.items():
             if (part := self.parts.get(process.partition(" ")[0])) is not None:
                 part.spent_bytes += spent
+                part.processes.append(process)
         self.origin_bytes = sum(memo.spent.values())  # by every incarnation of every worker
         known = {worker_id: Standing(value) for worker_id, value in memo.demoted.items()}
         self.standings = Standings(len(self.parts), patience, known)
@@ -317,8 +319,10 @@ class DeploymentRun:
             return []
         self._count(part, beat)
         if beat.edges:
-            known = (e for e in beat.edges if has_part(self.parts, e.source))
-            here = [each for each in known if each.reader in self.parts]
+            # Its own edges only: one worker must not make the others' counts, nor countless ones.
+            known = (e for e in beat.edges if has_part(self.deployment, self.parts, e.source))
+            own = (each for each in known if worker_id in (each.source, each.reader))
+            here = [each for each in own if each.reader in self.parts]
             self.standings.take(worker_id, here, now_s)
         effects = self._pass_on(part, worker_id, beat, at)
         if part.receipt is not None:
@@ -368,11 +372,22 @@ class DeploymentRun:
         more = spent - self.memo.spent.get(process, 0)
         if more <= 0:
             return
+        if process not in self.memo.spent:
+            self._fold_earlier(part, process)
         self.memo.spent[process] = spent
         part.spent_bytes += more
         self.origin_bytes += more
         step = ORIGIN_STEP * self.deployment.total_bytes
         self.unkept = self.unkept or self.origin_bytes - self.deployment.origin_bytes > step
+
+    def _fold_earlier(self, part: Part, process: str) -> None:
+        """Take note of one more process of a worker; what its oldest ones read is kept as one."""
+        part.processes.append(process)
+        while len(part.processes) > MOST_PROCESSES:
+            oldest = part.processes.pop(0)
+            earlier = f"{oldest.partition(' ')[0]} earlier"
+            read = self.memo.spent.pop(oldest, 0)
+            self.memo.spent[earlier] = self.memo.spent.get(earlier, 0) + read
 
     def _pass_on(
         self, part: Part, worker_id: str, beat: DeploymentBeat, at: float

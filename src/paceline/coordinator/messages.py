@@ -227,6 +227,14 @@ class DropToken:
 
 
 @dataclass(frozen=True, slots=True)
+class DropStage:
+    """Forget an old record of the ledger."""
+
+    stage: str
+    input_digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class DropDeployment:
     """Forget a deployment with its plans, its receipts and the keys that named it."""
 
@@ -260,6 +268,7 @@ Effect = (
     | KeepKey
     | KeepToken
     | DropToken
+    | DropStage
     | DropDeployment
     | Observed
     | Answer

@@ -32,6 +32,7 @@ class Part:
     command_sent: bool = False  # the cancel or activate in force rode on an answer already
     stopped: bool = False  # it confirmed a cancel
     process: str = ""  # which of its processes told of reading from the origin last
+    processes: list[str] = field(default_factory=list)  # that read from the origin, oldest first
     spent_bytes: int = 0  # read from the origin, by all its processes
     spent_before: int | None = None  # of these, before it got its present budget, where known
 

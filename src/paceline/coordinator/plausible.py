@@ -37,7 +37,7 @@ def require_possible(
                 where=deployment.deployment_id,
             )
     for key in (*beat.lost_sources, *beat.corrupt_sources):
-        if not has_part(targets, key):
+        if not has_part(deployment, targets, key):
             raise InvalidInput(
                 "it has no part in this deployment",
                 got=key[:200],
@@ -46,9 +46,9 @@ def require_possible(
             )
 
 
-def has_part(targets: Container[str], key: str) -> bool:
+def has_part(deployment: Deployment, targets: Container[str], key: str) -> bool:
     """Return whether ``key`` is a source or a reader that a deployment to ``targets`` can have."""
-    return key in targets or key.startswith("origin:")
+    return key in targets or key == f"origin:{deployment.source_url}"
 
 
 def _impossible(deployment: Deployment, what: str, got: int, total: int) -> InvalidInput:

@@ -98,7 +98,7 @@ def add_problem_handlers(app: FastAPI) -> None:
         place = ".".join(str(part) for part in first["loc"])
         problem = InvalidInput(
             "the request is not acceptable",
-            got=f"{place} = {first.get('input')!r}",
+            got=f"{place} = {_short(first.get('input'))}",
             wanted=first["msg"],
             where=f"{request.method} {request.url.path}",
         )
@@ -127,6 +127,13 @@ def add_problem_handlers(app: FastAPI) -> None:
     app.add_exception_handler(StarletteHTTPException, http)
     app.add_exception_handler(OSError, storage)
     app.add_exception_handler(Exception, broken)
+
+
+def _short(value: object) -> str:
+    """Return ``value`` as Python writes it, unless it is long: that could take a second."""
+    if isinstance(value, list | dict | str) and len(value) > LONGEST_FIELD:
+        return f"{type(value).__name__} of {len(value)}"
+    return repr(value)
 
 
 def _clean(value: object) -> str | None:

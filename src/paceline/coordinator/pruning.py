@@ -8,6 +8,7 @@ of its own (pods), the dead would be more than the living.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from paceline.coordinator.book import Book
@@ -20,17 +21,19 @@ from paceline.wire.records import DeploymentStatus
 
 AT_ONCE = 8  # deployments forgotten in one transaction,
 WORKERS_AT_ONCE = 40  # and workers
-LOOK_S = 60.0  # between two looks
+LOOK_S = 60.0  # between two looks, where the last one found nothing to forget,
+LOOK_MANY_S = 1.0  # and where calls make more deployments than may be kept
+TARGET_BYTES, PIECE_BYTES, ENTRY_BYTES = 200, 68, 300  # of a target, a piece, a file or chunk
 
 
 def prune(book: Book, patience: Patience, at: float, now_s: float) -> list[Effect]:
     """Forget a few of those that may be forgotten."""
     closed = [run for run in book if run.final and run.deployment.deployment_id not in book.ticking]
-    if len(closed) <= patience.kept_closed:
+    surplus = _surplus(closed, patience)
+    old = closed[: max(surplus, len(closed) - patience.kept_closed)]
+    if not old:
         return []
     needed = _needed(book)
-    old = closed[: len(closed) - patience.kept_closed]
-    surplus = len(closed) - patience.kept_at_most
     effects: list[Effect] = []
     due = [
         run
@@ -53,6 +56,26 @@ def prune(book: Book, patience: Patience, at: float, now_s: float) -> list[Effec
         told = Observed(EventName.DEPLOYMENT_FORGOTTEN, at, identity, None, data)
         effects += [DropDeployment(identity), told]
     return effects
+
+
+def kept_bytes(runs: Iterable[DeploymentRun]) -> int:
+    """Return about how many bytes the records and manifests of ``runs`` take in a store."""
+    return sum(
+        TARGET_BYTES * len(run.parts)
+        + PIECE_BYTES * run.manifest.piece_count
+        + ENTRY_BYTES * (len(run.manifest.files) + len(run.manifest.chunks))
+        for run in runs
+    )
+
+
+def _surplus(closed: Sequence[DeploymentRun], patience: Patience) -> int:
+    """Return how many of the oldest are too many, whatever their age."""
+    left = patience.kept_bytes_at_most // 2
+    for place in range(len(closed) - 1, -1, -1):
+        left -= kept_bytes([closed[place]])
+        if left < 0 or len(closed) - place > patience.kept_at_most:
+            return place + 1
+    return 0
 
 
 def prune_workers(book: Book, fleet: Membership, at: float) -> list[Effect]:

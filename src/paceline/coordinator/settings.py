@@ -38,6 +38,7 @@ class Patience:
     kept_closed_s: float = 24 * 3600.0  # and those that closed since
     kept_at_most: int = 1_000  # whatever their age
     open_at_most: int = 1_000  # deployments under way
+    kept_bytes_at_most: int = 2**31  # of all deployments that are kept, and closed ones half of it
     workers_at_most: int = 50_000  # that are known, the lost ones too
     kept_lost_s: float = 30 * 86_400.0  # lost workers, of no deployment that is kept
     kept_audit_events: int = 1_000_000  # in the audit history, the newest

@@ -51,7 +51,7 @@ from paceline.coordinator.messages import (
 )
 from paceline.coordinator.parts import tally_of
 from paceline.coordinator.planning import new_deployment
-from paceline.coordinator.pruning import LOOK_S, prune, prune_workers
+from paceline.coordinator.pruning import LOOK_MANY_S, LOOK_S, kept_bytes, prune, prune_workers
 from paceline.coordinator.settings import Patience
 from paceline.coordinator.shown import progress_of, view_of
 from paceline.coordinator.switching import Switches
@@ -261,12 +261,27 @@ class CoordinatorState:
                 wanted=f"fewer than {self.patience.open_at_most}",
                 do="Call again once some have ended, or cancel what is not needed.",
             )
+        if len(self._book) >= self.patience.open_at_most + self.patience.kept_at_most:
+            raise ServiceUnavailable(
+                "too many deployments are kept",
+                got=len(self._book),
+                wanted=f"fewer than {self.patience.open_at_most + self.patience.kept_at_most}",
+                do="Call again; closed ones are forgotten within seconds.",
+            )
         if not call.allow_older:
             targets = set(call.target_workers)
             self._switches.require_not_older(call.version, call.model_id, targets)
         deployment = new_deployment(event, self.fleet, self.patience)
         memo = Memo(created_s=now_s, seed=call.seed, allow_older=call.allow_older)
         run = DeploymentRun(deployment, manifest, memo, self.patience)
+        size = kept_bytes([*self._book, run])
+        if size > self.patience.kept_bytes_at_most:
+            raise ServiceUnavailable(
+                "the deployments that are kept take too much room",
+                got=f"{size} bytes",
+                wanted=f"at most {self.patience.kept_bytes_at_most}",
+                do="Call again once some have ended, or name fewer workers or pieces.",
+            )
         self._follow(run, now_s, announced=True)
         effects: list[Effect] = [KeepDeployment(deployment, run.memo, manifest)]
         if event.key is not None:
@@ -357,9 +372,12 @@ class CoordinatorState:
                 run.lost(worker.worker_id, now_s)
         for deployment_id in sorted(self._book.ticking):
             effects += self._advance(self._book.run(deployment_id), event.at, now_s)
-        if now_s - self._pruned_s >= LOOK_S:
-            self._pruned_s = now_s
-            effects += prune(self._book, self.patience, event.at, now_s)
+        many = len(self._book) > self.patience.kept_at_most
+        if now_s - self._pruned_s >= (LOOK_MANY_S if many else LOOK_S):
+            pruned = prune(self._book, self.patience, event.at, now_s)
+            if not pruned:  # else there may be more
+                self._pruned_s = now_s
+            effects += pruned
             effects += prune_workers(self._book, self.fleet, event.at)
         return effects
 

@@ -22,12 +22,12 @@ class Buckets:
     def __len__(self) -> int:
         return len(self._held)
 
-    def take(self, key: Hashable, now_s: float) -> float:
-        """Take one call of ``key``; return 0, or in how many seconds there is one again."""
+    def take(self, key: Hashable, now_s: float, cost: float = 1.0) -> float:
+        """Take ``cost`` calls of ``key``; return 0, or in how many seconds there are as many."""
         left, at_s = self._held.get(key, (self.burst, now_s))
         left = min(self.burst, left + max(0.0, now_s - at_s) * self.rate)
-        wait_s = 0.0 if left >= 1.0 else (1.0 - left) / self.rate
-        self._held[key] = (left if wait_s else left - 1.0, now_s)
+        wait_s = 0.0 if left >= cost else (cost - left) / self.rate
+        self._held[key] = (left if wait_s else left - cost, now_s)
         self._held.move_to_end(key)
         while len(self._held) > MOST:
             self._held.popitem(last=False)

@@ -22,7 +22,7 @@ from paceline.coordinator.tokens import INCLUDES, TokenBook, scopes_of, sha256_o
 from paceline.errors import AccessDenied, InvalidInput, NotFound, PacelineError, TooManyCalls
 from paceline.profile import Secrets, SecuritySettings
 from paceline.service.buckets import Buckets
-from paceline.service.limits import refuse
+from paceline.service.limits import MAX_BODY_BYTES, refuse
 from paceline.service.routes import Found, RouteTable
 from paceline.wire.access import Scope as TokenScope
 
@@ -30,6 +30,10 @@ log = logging.getLogger(__name__)
 
 BURST = 4.0  # seconds' worth of calls at once
 UNBOUND_WORKERS = 400.0  # a token that is bound to no worker may be as many of them
+# What changes something is stored, and etcd keeps an hour of what was replaced: a token writes less
+# than 1 GiB an hour, half of etcd's own quota.
+CHANGE_BYTES_PER_S = 256 * 1024.0
+CHANGE_BYTES_AT_ONCE = 64 * 1024 * 1024.0
 OPEN_PER_S = 50.0  # of the open paths, from one address
 OWNER = "installation"  # what audit rows call the token that the installation began with
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH")
@@ -113,6 +117,7 @@ class Guard:
         self._calls = Buckets(calls, calls * BURST)
         self._beats = Buckets(beats, beats * BURST)
         self._many_beats = Buckets(beats * UNBOUND_WORKERS, beats * UNBOUND_WORKERS * BURST)
+        self._bodies = Buckets(CHANGE_BYTES_PER_S, CHANGE_BYTES_AT_ONCE)
         self._failures = Buckets(fails / 60.0, fails)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -176,16 +181,28 @@ class Guard:
                 got=f"scope {', '.join(sorted(caller.scopes))}",
                 wanted=f"scope {wanted}",
                 where=f"{scope['method']} {found.path}",
-                do="Ask an admin for a token with that scope.",
+                do="Ask an admin for a token that has it too: `paceline tokens create"
+                f" --scope {route.scopes[0]}`.",
             )
             return caller, _too_often(self._take(caller, "calls", now_s)) or _Refusal(denied, 403)
-        return caller, _too_often(self._take(caller, route.bucket, now_s))
+        late = _too_often(self._take(caller, route.bucket, now_s))
+        if late is None and route.is_change:
+            late = _too_often(self._bodies.take(caller.token_id, now_s, _body_bytes(scope)))
+        return caller, late
 
     def _take(self, caller: Caller, bucket: str, now_s: float) -> float:
         if bucket != "beats":
             return self._calls.take(caller.token_id, now_s)
         bound = self._beats if caller.worker_id else self._many_beats
         return bound.take(caller.token_id, now_s)
+
+
+def _body_bytes(scope: Scope) -> int:
+    """Return how long the body will be; the most that it may be where that is not announced."""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return int(value)  # digits: the size was looked at before
+    return MAX_BODY_BYTES
 
 
 def _is_refusal(status: int) -> bool:

@@ -17,6 +17,7 @@ from paceline.coordinator.problems import problem_response
 from paceline.errors import InvalidInput, PacelineError
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
+MAX_KEYS = 32 * 1024  # of a body's objects: each unknown one is an error of its own
 MAX_TARGET_BYTES = 8 * 1024  # path and query
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024
@@ -65,10 +66,10 @@ class SizeGuard:
             await refuse(*refusal, scope, receive, send)
             return
         clock = asyncio.get_running_loop().time
-        until_s, arrived, ended = clock() + BODY_S, 0, False
+        until_s, arrived, keys, ended = clock() + BODY_S, 0, 0, False
 
         async def counted() -> Message:
-            nonlocal arrived, ended
+            nonlocal arrived, keys, ended
             if ended:
                 return await receive()  # a disconnect, whenever it comes
             try:
@@ -76,10 +77,13 @@ class SizeGuard:
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(408, f"the body took longer than {BODY_S:.0f} s") from None
-            arrived += len(message.get("body", b""))
+            arrived += len(body := message.get("body", b""))
+            keys += body.count(b":")  # those in texts too
             ended = not message.get("more_body", False)
             if arrived > self._max_bytes:
                 raise HTTPException(413, f"the body is longer than {self._max_bytes} bytes")
+            if keys > MAX_KEYS:
+                raise HTTPException(413, f"the body has more than {MAX_KEYS} keys (or colons)")
             return message
 
         await self._app(scope, counted, send)

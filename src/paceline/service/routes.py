@@ -75,7 +75,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/workers/join"): _change(409, 422, scope=Scope.JOIN),
     ("POST", "/workers/renew"): _change(409, 422, scope=Scope.WORKER),
     ("GET", STAGE): _read(404, 422),
-    ("PUT", STAGE): _change(422),
+    ("PUT", STAGE): _change(409, 422, scope=Scope.LEDGER),
     ("GET", "/events"): _read(422),
     ("GET", "/events/stream"): _read(404, 422),
     ("GET", "/audit"): Route(scopes=(Scope.ADMIN,), errors=(422,)),

@@ -28,16 +28,19 @@ Pem = Annotated[str, StringConstraints(min_length=1, max_length=16_384)]
 
 
 class Scope(StrEnum):
-    """What a token is good for. Admin includes all others, deploy includes read."""
+    """What a token is good for. Admin includes all others, deploy includes read; what drives flows
+    has deploy and ledger.
+    """
 
     READ = "read"
     DEPLOY = "deploy"
     ADMIN = "admin"
     WORKER = "worker"
+    LEDGER = "ledger"  # records which stages are done
     JOIN = "join"  # of join tokens only: they open one route, once
 
 
-GrantedScope = Literal[Scope.READ, Scope.DEPLOY, Scope.ADMIN, Scope.WORKER]
+GrantedScope = Literal[Scope.READ, Scope.DEPLOY, Scope.ADMIN, Scope.WORKER, Scope.LEDGER]
 
 
 def barred_admission(token_id: str) -> str:
@@ -51,7 +54,7 @@ class TokenRecord(Record):
     token_id: Name
     kind: Literal["access", "join"] = "access"
     name: str = Field(max_length=128)
-    scopes: tuple[Scope, ...] = Field(min_length=1, max_length=5)
+    scopes: tuple[Scope, ...] = Field(min_length=1, max_length=6)
     sha256: Sha256
     worker_id: Name | None = None  # it speaks for this worker only
     created_at: float
@@ -98,7 +101,7 @@ class CreateToken(Record):
     """Make a bearer token; ``worker_id`` only together with the scope worker alone."""
 
     name: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@-]*$")
-    scopes: tuple[GrantedScope, ...] = Field(min_length=1, max_length=4)
+    scopes: tuple[GrantedScope, ...] = Field(min_length=1, max_length=5)
     ttl_seconds: float | None = Field(default=None, gt=0, le=10 * 365 * 86_400)  # None: no end
     worker_id: Name | None = None
 

@@ -35,6 +35,8 @@ def _be_strict(schema: Any) -> None:
     if isinstance(schema, dict):
         if schema.get("type") in ("int", "float", "bool"):
             schema["strict"] = True
+        elif schema.get("type") in ("list", "tuple", "set", "frozenset"):
+            schema["fail_fast"] = True  # 4 MB of wrong items made 6,500,000 errors of 1.5 KB each
         schema = schema.values()
     elif not isinstance(schema, list | tuple):
         return
@@ -44,7 +46,8 @@ def _be_strict(schema: Any) -> None:
 
 class Record(BaseModel):
     """An immutable record: unknown keys are refused, NaN and infinity too, and so is what only
-    passes for a number or a truth (``true`` is no count, and neither is ``"1"``).
+    passes for a number or a truth (``true`` is no count, and neither is ``"1"``). The first wrong
+    item of a list is the only one that is reported.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -53,8 +56,8 @@ class Record(BaseModel):
     def __get_pydantic_core_schema__(
         cls, source: type[BaseModel], handler: GetCoreSchemaHandler, /
     ) -> CoreSchema:
-        """Return the schema with its numbers and truths strict (tuples, enumerations and the like
-        still come from JSON's lists and strings)."""
+        """Return the schema with its numbers and truths strict and its lists quick to fail (tuples,
+        enumerations and the like still come from JSON's lists and strings)."""
         schema = handler(source)
         _be_strict(schema)
         return schema

@@ -47,6 +47,8 @@ from paceline.wire.records import (
 
 NEWS_S = 0.02  # between two beats of one agent, however much there is to tell
 SourceKey = Annotated[str, Field(max_length=2200)]  # a worker id, or "origin:URL"
+# Of one deployment, each once; as many as a manifest may have.
+Chunks = Annotated[tuple[int, ...], Field(max_length=2**16)]
 SourceKeys = Annotated[tuple[SourceKey, ...], Field(max_length=20_000)]  # as many as targets
 
 
@@ -184,7 +186,7 @@ class DeploymentBeat(Record):
     status: WorkerStatus
     pieces_held: Count
     bytes_held: Count
-    chunks_received: tuple[int, ...] = ()
+    chunks_received: Chunks = ()
     origin_bytes: Count = 0
     lost_sources: SourceKeys = ()  # that this worker gave up since its last lanes
     corrupt_sources: SourceKeys = ()
@@ -197,13 +199,13 @@ class DeploymentBeat(Record):
 class Heartbeat(Record):
     worker_id: Name
     status: WorkerStatus
-    chunks_received: tuple[int, ...] = ()  # of the deployment in progress, if one
+    chunks_received: Chunks = ()  # of the deployment in progress, if one
     bandwidth_in: float = Field(default=0.0, ge=0, le=1e15)  # bytes per second
     bandwidth_out: float = Field(default=0.0, ge=0, le=1e15)
     incarnation: int = Field(default=1, ge=1, le=COUNT_MAX)
     number: Count = 0  # grows with each beat of a process; 0: it does not count
     available_storage: Count = 0
-    deployments: tuple[DeploymentBeat, ...] = ()
+    deployments: tuple[DeploymentBeat, ...] = Field(default=(), max_length=2_000)
 
 
 class Command(Record):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.coordinator import Coordinator, Patience
+from paceline.coordinator.ledger import LedgerLine
 from paceline.coordinator.messages import Effect, Kept, Observed
 from paceline.coordinator.replica import Replica
 from paceline.coordinator.stores.contracts import Candidate, Outbox, Term
@@ -115,6 +116,10 @@ class Link:
     def stage(self, stage: str, input_digest: str) -> StageRecord | None:
         self._reach()
         return self.store.stage(stage, input_digest)
+
+    def ledger(self) -> Iterable[LedgerLine]:
+        self._reach()
+        return self.store.ledger()
 
     def keep_stage(self, term: Term, record: StageRecord, told: Observed) -> list[Event]:
         self._reach()

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from paceline.coordinator.ledger import LedgerLine
 from paceline.coordinator.messages import Effect, Kept, Observed
 from paceline.wire.events import Event, EventName
 from paceline.wire.records import StageRecord, WorkerProgress
@@ -149,9 +150,14 @@ class Coordination(Protocol):
         """Return the ledger's record, or None."""
         ...
 
+    def ledger(self) -> Iterable[LedgerLine]:
+        """Return a line for each record of the ledger."""
+        ...
+
     def keep_stage(self, term: Term, record: StageRecord, told: Observed) -> list[Event]:
-        """Put ``record`` into the ledger, in place of an older one; errors as of ``commit``, and
-        InvalidInput, with nothing written, for one that is too large to keep.
+        """Put ``record`` into the ledger, in place of an older one; errors as of ``commit``.
+
+        How large it may be, and the ledger with it, is decided before (``ledger``).
         """
         ...
 

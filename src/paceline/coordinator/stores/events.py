@@ -10,6 +10,8 @@ import math
 from paceline.coordinator.messages import Observed
 from paceline.wire.events import Event
 
+LONGEST = 16_384  # characters of one text: 10,000 events may wait, and a million are kept
+
 
 def numbered(told: Observed, seq: int) -> Event:
     """Return what ``told`` tells, under its number."""
@@ -53,6 +55,7 @@ def fit(value: object) -> object:
 
 
 def _text(text: str) -> str:
+    text = text if len(text) <= LONGEST else text[:LONGEST] + "…"
     return text.encode("utf-8", "replace").decode()
 
 

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline.coordinator.ledger import LedgerLine
 from paceline.coordinator.messages import (
     Answer,
     DropDeployment,
+    DropStage,
     DropToken,
     DropWorker,
     Effect,
@@ -179,6 +181,14 @@ class SqliteCoordination:
         )
         return None if row is None else StageRecord.model_validate_json(row[0])
 
+    def ledger(self) -> list[LedgerLine]:
+        """Return a line for each record of the ledger."""
+        rows = self._file.rows(
+            "SELECT stage, input_digest, json_extract(record, '$.run_id'),"
+            " json_extract(record, '$.finished_at'), LENGTH(CAST(record AS BLOB)) FROM ledger"
+        )
+        return [LedgerLine(*row) for row in rows]
+
     def keep_stage(self, term: Term, record: StageRecord, told: Observed) -> list[Event]:
         """Put ``record`` into the ledger and return what to tell."""
         raw = record.model_dump_json()
@@ -272,6 +282,10 @@ class SqliteCoordination:
                 execute(
                     "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?)",
                     (token.token_id, epoch, token.model_dump_json()),
+                )
+            case DropStage(stage, input_digest):
+                execute(
+                    "DELETE FROM ledger WHERE stage = ? AND input_digest = ?", (stage, input_digest)
                 )
             case DropToken(token_id):
                 execute("DELETE FROM tokens WHERE token_id = ?", (token_id,))

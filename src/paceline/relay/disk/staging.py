@@ -21,6 +21,7 @@ from paceline.errors import Cancelled, StorageFailed, StorageFull
 from paceline.manifest import Manifest, Piece
 from paceline.relay.disk.edges import Edges
 from paceline.relay.disk.marks import Marks
+from paceline.relay.disk.requests import RequestQueue
 from paceline.relay.session.extents import Extent, Extents
 from paceline.system.files import sync_directories, sync_directory
 
@@ -80,7 +81,9 @@ class Staging:
         self.edges = Edges()
         self.closed = False
         self.gave_up = False  # what is missing will not come: peers should ask elsewhere
-        self._lock = threading.Condition()
+        self._mutex = threading.RLock()
+        self._lock = threading.Condition(self._mutex)
+        self._requests: set[RequestQueue] = set()  # of the readers that are served now
         self._commit_lock = threading.Lock()
         self._claims: set[int] = set()
         # Who writes a claimed piece as it arrives, and may be asked to leave it to another stream
@@ -154,9 +157,11 @@ class Staging:
         if not trust:
             self._marks.clear()
             return
-        for run in self._marks.load(self.manifest.piece_count):
-            self.verified.add(run)
-            self.durable.add(run)
+        with self._lock:
+            for run in self._marks.load(self.manifest.piece_count):
+                self.verified.add(run)
+                self.durable.add(run)
+                self._queue_parked(run)
 
     # ── pieces ───────────────────────────────────────────────────────────────────────────────────
 
@@ -214,6 +219,7 @@ class Staging:
                 self._fresh.add(extent)
                 self._dirty.add(piece.file_index)
                 self.pending_bytes += piece.length
+                self._queue_parked(extent)
             self._lock.notify_all()
 
     def distrust(self, index: int) -> bool:
@@ -297,6 +303,31 @@ class Staging:
                 found = first()
             return None if self.closed else found
 
+    @contextmanager
+    def requests(self) -> Iterator[RequestQueue]:
+        """Keep the queue of one reader's requests, which follows what is verified here."""
+        queue = RequestQueue(
+            self.verified,
+            threading.Condition(self._mutex),
+            lambda: self.closed or self.gave_up,
+        )
+        with self._lock:
+            self._requests.add(queue)
+        try:
+            yield queue
+        finally:
+            with self._lock:
+                self._requests.discard(queue)
+
+    def _queue_parked(self, run: Extent) -> None:
+        for queue in self._requests:
+            queue.became_verified(run)
+
+    def _wake_readers(self) -> None:
+        self._lock.notify_all()
+        for queue in self._requests:
+            queue.wake()
+
     @property
     def all_verified(self) -> bool:
         """Return whether nothing is missing any more (it may still have to become durable)."""
@@ -330,7 +361,7 @@ class Staging:
         """Say whether what is missing will not come here (it may yet, with a new plan)."""
         with self._lock:
             self.gave_up = gave_up
-            self._lock.notify_all()
+            self._wake_readers()
 
     def moved(self, directory: Path) -> None:
         """Take note that the files were published at ``directory``; open descriptors stay good."""
@@ -351,7 +382,7 @@ class Staging:
         """End every use; descriptors are closed with the last one, never under a running write."""
         with self._lock:
             self.closed = True
-            self._lock.notify_all()
+            self._wake_readers()
             self._close_descriptors()
 
     @contextmanager

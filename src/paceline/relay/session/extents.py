@@ -131,6 +131,11 @@ class Extents:
     def __repr__(self) -> str:
         return f"Extents({', '.join(f'{a}-{b - 1}' for a, b in self)})"
 
+    @property
+    def runs(self) -> int:
+        """Return how many runs the set is stored as."""
+        return len(self._firsts)
+
     def pieces(self) -> Iterator[int]:
         """Yield each piece in order."""
         for first, stop in self:

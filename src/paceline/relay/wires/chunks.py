@@ -2,7 +2,7 @@
 
 The generated classes copy every byte twice more: 0.6 to 0.7 GB/s a core where these reach 1.3 to
 2.0. A test holds both against each other. Everything is bounded; unknown fields are skipped, as
-protobuf wants it. No I/O.
+protobuf wants it, up to ``MAX_FIELDS`` in all. No I/O.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from paceline.errors import InvalidFrame
 METHOD = "/paceline.v1.ChunkTransfer/StreamChunks"
 MAX_DATA = 1024 * 1024  # of one message
 MAX_REQUEST = 4096
+MAX_FIELDS = 64  # of one message: a field of two bytes costs as much time as one of a megabyte
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _EMPTY = memoryview(b"")
 
@@ -125,8 +126,11 @@ def decode_data(raw: bytes) -> ChunkData:
 
 def _fields(raw: bytes) -> Iterator[tuple[int, int | memoryview]]:
     """Yield ``(number, value)`` of each varint and length-delimited field; the last one counts."""
-    at, end, view = 0, len(raw), memoryview(raw)
+    at, end, view, fields = 0, len(raw), memoryview(raw), 0
     while at < end:
+        fields += 1
+        if fields > MAX_FIELDS:
+            raise _bad("message", f"more than {MAX_FIELDS} fields", f"at most {MAX_FIELDS}")
         key, at = _read_varint(raw, at)
         number, kind = key >> 3, key & 7
         if not 0 < number < 1 << 29:

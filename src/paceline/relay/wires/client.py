@@ -175,7 +175,7 @@ class PeerStream:
             self._judge(channel)
         match header.kind:
             case Kind.WAITING:
-                self._intake.alive()
+                self._intake.waits()
             case Kind.ERROR:
                 payload = bytearray(header.payload_bytes)
                 channel.receive(memoryview(payload), time.monotonic() + CONNECT_S)

@@ -153,7 +153,7 @@ class GrpcStream:
         if not self._welcomed:
             self._welcome(said)
         elif said.waiting:
-            self._intake.alive()
+            self._intake.waits()
         elif said.data:
             self._take(said)
         else:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 
 import grpc
 
@@ -47,7 +47,7 @@ from paceline.relay.wires.chunks import (
     encode_data,
 )
 from paceline.relay.wires.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello, proof, same
-from paceline.relay.wires.lobby import PLACES, WELCOME_S, Lobby
+from paceline.relay.wires.lobby import PLACES, WELCOME_S, Lobby, Seats
 from paceline.relay.wires.pacing import Pacer
 from paceline.relay.wires.serving import Asked, Complaint, Serving
 from paceline.relay.wires.tls import (
@@ -65,6 +65,7 @@ MAX_STREAMS = 128
 SPARE_THREADS = 16  # for calls that are just ending
 UNREAD_REQUESTS = 1024  # beyond it the peer's requests wait in the network
 BASIC_KEEPALIVE_S = 0.25
+BASIC = "basic"  # what peers are called that show the cluster's token and no name
 _DIGEST = re.compile(SHA256_HEX)
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a taken port is an error
@@ -110,7 +111,7 @@ class GrpcServer:
         self.tls = tls is not None
         self.stopping = threading.Event()
         self.lobby: Lobby[_Call] = Lobby(lambda call: call.turn_away())
-        self.seats = threading.BoundedSemaphore(MAX_STREAMS)
+        self.seats = Seats()
         most = MAX_STREAMS + PLACES + SPARE_THREADS
         self._threads = ThreadPoolExecutor(most, thread_name_prefix="peer-serve")
         self._server = grpc.server(self._threads, options=_OPTIONS, maximum_concurrent_rpcs=most)
@@ -169,7 +170,6 @@ class _Call:
         self._over = threading.Event()
         self._ended = False  # the peer will ask for nothing more
         self._began_s = time.monotonic()
-        self._seated = False  # among the streams, no more in the lobby
 
     def run(self) -> Iterator[bytes]:
         """Yield the messages; the status says why they ended."""
@@ -195,10 +195,7 @@ class _Call:
             self._context.set_details(str(error)[:500])
         finally:
             self._over.set()
-            if self._seated:
-                self._server.seats.release()
-            else:
-                self._server.lobby.leave(self)
+            self._server.lobby.leave(self)
 
     def turn_away(self) -> None:
         """End a call that has not shown who it is; from any thread."""
@@ -210,13 +207,13 @@ class _Call:
     def _until_welcome_s(self) -> float:
         return self._began_s + WELCOME_S - time.monotonic()
 
-    def _seat(self) -> None:
-        """Take a place among the streams, once it is known who calls."""
+    @contextmanager
+    def _seated(self, reader: str) -> Iterator[None]:
+        """Hold a place among the streams, once it is known who calls."""
         if not self._server.lobby.leave(self):
             raise PeerLost("others called meanwhile")
-        if not self._server.seats.acquire(blocking=False):
-            raise ServiceUnavailable("too many streams", got=MAX_STREAMS)
-        self._seated = True
+        with self._server.seats.taken(reader, MAX_STREAMS, shared=reader == BASIC):
+            yield
 
     # ── what the peer says ───────────────────────────────────────────────────────────────────────
 
@@ -323,7 +320,7 @@ class _Call:
                 "a peer without a greeting must prove who it is",
                 wanted="a certificate, or `authorization: Bearer TOKEN` metadata",
             )
-        return "basic"
+        return BASIC
 
     def _await_model(self, digest: str, keepalive_s: float) -> Iterator[bytes | Staging]:
         """Yield WAITING until the model is open here, then yield it."""
@@ -338,14 +335,14 @@ class _Call:
 
     def _serve_worker(self, first: ChunkRequest) -> Iterator[bytes]:
         yield from self._greet(first)
-        self._seat()
         keepalive_s = min(10.0, max(0.02, first.keepalive_ms / 1000))
-        for staging in self._await_model(first.manifest_digest, keepalive_s):
-            if isinstance(staging, bytes):
-                yield staging
-                continue
-            with staging.serving():
-                yield from self._send_pieces(staging, first.worker_id, keepalive_s)
+        with self._seated(first.worker_id):
+            for staging in self._await_model(first.manifest_digest, keepalive_s):
+                if isinstance(staging, bytes):
+                    yield staging
+                    continue
+                with staging.serving():
+                    yield from self._send_pieces(staging, first.worker_id, keepalive_s)
 
     def _send_pieces(self, staging: Staging, reader: str, keepalive_s: float) -> Iterator[bytes]:
         peer = Serving(
@@ -377,15 +374,15 @@ class _Call:
 
     def _serve_basic(self, first: ChunkRequest) -> Iterator[bytes]:
         reader = self._basic_reader()
-        self._seat()
-        for staging in self._await_model(first.manifest_digest, BASIC_KEEPALIVE_S):
-            if isinstance(staging, bytes):
-                continue  # such a peer knows of no waiting
-            with staging.serving():
-                request: ChunkRequest | None = first
-                while request is not None:
-                    yield from self._send_chunk(staging, reader, request.chunk_id)
-                    request = self._next(serving.IDLE_S)
+        with self._seated(reader):
+            for staging in self._await_model(first.manifest_digest, BASIC_KEEPALIVE_S):
+                if isinstance(staging, bytes):
+                    continue  # such a peer knows of no waiting
+                with staging.serving():
+                    request: ChunkRequest | None = first
+                    while request is not None:
+                        yield from self._send_chunk(staging, reader, request.chunk_id)
+                        request = self._next(serving.IDLE_S)
 
     def _send_chunk(self, staging: Staging, reader: str, chunk_id: int) -> Iterator[bytes]:
         """Yield a chunk's bytes in order, each piece as soon as it is verified."""

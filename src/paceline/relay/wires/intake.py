@@ -102,6 +102,9 @@ class Intake:
     def begin(self, index: int, length: int) -> None:
         """Expect the ``length`` bytes of piece ``index``; raises InvalidFrame if nobody asked."""
         manifest = self._staging.manifest
+        if self._arriving is not None:  # its claim would never be released
+            got, where = self._arriving.piece.index, self._key
+            raise InvalidFrame("a piece ended early", got=got, wanted="all of it", where=where)
         with self._lock:
             self._asked.remove(Extent(index, index + 1))
             known = index in self._ever
@@ -247,6 +250,12 @@ class Intake:
             staging.release(piece.index)
             raise
         return True
+
+    def waits(self) -> None:
+        """Report that the source waits too; four times a keep-alive at most, however often it says
+        so: one thread takes the reports of all streams.
+        """
+        self.alive(self._pull.keepalive_s / 4)
 
     def alive(self, at_most_every_s: float = 0.0, *, moving: bool = False) -> None:
         """Report a sign of life of the source: that it waits, or that its bytes are ``moving``."""

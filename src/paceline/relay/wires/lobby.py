@@ -1,4 +1,4 @@
-"""Callers of the peer port who have not shown yet who they are: few, and not for long.
+"""Callers of the peer port: those who have not shown yet who they are, and those who have.
 
 Anybody may connect. Who is silent, or speaks slowly, must not take a place from a peer: there are
 places of their own for callers, and where those are full the one that has waited longest makes
@@ -8,11 +8,16 @@ room. A peer needs milliseconds to show who it is.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
+
+from paceline.errors import ServiceUnavailable
 
 PLACES = 128  # as many as streams, so that a whole fleet may call at once
 WELCOME_S = 3.0  # from the connection to the proof
+PEER_STREAMS = 32  # of one peer at once: it needs one for each model, and one that just broke
 
 Caller = TypeVar("Caller")
 
@@ -65,3 +70,39 @@ class Lobby(Generic[Caller]):
         first = min(self._due_s, key=self._due_s.__getitem__)
         del self._due_s[first]
         self._turn_away(first)
+
+
+class Seats:
+    """How many streams are served: ``PEER_STREAMS`` of one peer at most, so that no peer takes the
+    places of the others.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: Counter[str] = Counter()
+
+    @contextmanager
+    def taken(self, peer: str, most: int, *, shared: bool = False) -> Iterator[None]:
+        """Hold a place for a stream of ``peer`` among ``most``; raises ServiceUnavailable.
+
+        ``shared`` is a name that several peers go by: only the total is bounded.
+        """
+        with self._lock:
+            if self._taken.total() >= most:
+                raise ServiceUnavailable("too many streams", got=most)
+            if not shared and self._taken[peer] >= PEER_STREAMS:
+                raise ServiceUnavailable(
+                    "too many streams of one peer",
+                    got=PEER_STREAMS + 1,
+                    wanted=f"at most {PEER_STREAMS}",
+                    where=peer,
+                    do="Close streams that are not used.",
+                )
+            self._taken[peer] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._taken[peer] -= 1
+                if not self._taken[peer]:
+                    del self._taken[peer]

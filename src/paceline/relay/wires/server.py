@@ -25,7 +25,6 @@ from paceline.errors import (
     PacelineError,
     PeerLost,
     PortInUse,
-    ServiceUnavailable,
 )
 from paceline.manifest import Piece
 from paceline.relay.disk.staging import Staging
@@ -43,7 +42,7 @@ from paceline.relay.wires.frames import (
     proof,
     same,
 )
-from paceline.relay.wires.lobby import WELCOME_S, Lobby
+from paceline.relay.wires.lobby import WELCOME_S, Lobby, Seats
 from paceline.relay.wires.pacing import Pacer
 from paceline.relay.wires.serving import Asked, Complaint, Serving
 from paceline.relay.wires.sockets import Channel, PlainChannel, configure, read_frame, shut
@@ -83,6 +82,7 @@ class PeerServer:
         self._tls = tls
         self._lock = threading.Lock()
         self._streams: set[socket.socket] = set()  # of peers that were welcomed
+        self._seats = Seats()
         self._lobby: Lobby[socket.socket] = Lobby(shut)
         self._stopping = threading.Event()
         self._listener = listen(host, port)
@@ -144,10 +144,11 @@ class PeerServer:
             channel = self._protect(sock)
             hello = self._welcome(channel)
             who = hello.worker_id
-            self._seat(channel)
-            staging = self._await_model(channel, hello)
-            with staging.serving():
-                self._send_all(channel, hello, staging)
+            with self._seats.taken(hello.worker_id, MAX_STREAMS):
+                self._seat(channel)
+                staging = self._await_model(channel, hello)
+                with staging.serving():
+                    self._send_all(channel, hello, staging)
         except PeerLost as error:
             log.debug("stream of %s ended: %s", who, error)
         except (PacelineError, OSError) as error:
@@ -205,8 +206,6 @@ class PeerServer:
         with self._lock:
             if not self._lobby.leave(channel.socket) or self._stopping.is_set():
                 raise PeerLost("others called meanwhile, or the port is closing")
-            if len(self._streams) >= MAX_STREAMS:
-                raise ServiceUnavailable("too many streams", got=MAX_STREAMS)
             self._streams.add(channel.socket)
         channel.send(encode(Kind.WELCOME))
 

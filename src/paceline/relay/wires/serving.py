@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from paceline.errors import InvalidFrame, NotFound, PeerLost
+from paceline.relay.disk.requests import RequestQueue
 from paceline.relay.disk.staging import Staging
 from paceline.relay.session.extents import Extent, Extents
 from paceline.relay.wires.barred import Barred
@@ -25,6 +26,10 @@ UNKNOWN_DIGEST_S = 30.0  # a peer may hear of a deployment before this agent doe
 IDLE_S = 120.0  # without any request
 RUN_PIECES = 16  # sent between two looks at what the peer asks
 HEAR_S = 0.02  # how long what a peer says may wait while it is being sent something
+# A session has at most 256 pieces in flight and asks in runs. These bounds keep a peer of tiny
+# requests below a tenth of a core, and its queue below a megabyte.
+MOST_FRAMES = 256  # of a peer that are read every HEAR_S
+MOST_RUNS = 4096  # separate runs of pieces that a peer may wait for at once
 TALLY_S = 0.2  # how old an edge's count may be while a piece is being sent
 
 
@@ -58,7 +63,6 @@ class Serving:
         self._keepalive_s = keepalive_s
         self._on_rotten = on_rotten
         self._barred, self._admission = barred, admission
-        self._wanted: deque[Extent] = deque()  # served in the order in which it was asked for
         self._sent = Extents()  # a peer may complain once of each piece it was sent
         self._since_s = time.monotonic()
         self._counted = 0
@@ -71,34 +75,40 @@ class Serving:
         InvalidFrame. To be closed by whoever leaves it early.
         """
         try:
-            yield from self._runs(asked)
+            with self._staging.requests() as requests:
+                yield from self._runs(asked, requests)
         finally:
             self._staging.edges.rests(self)  # what was under way has gone with the stream
 
-    def _runs(self, asked: Callable[[float], Iterable[Asked]]) -> Iterator[Extent | None]:
-        heard_s = float("-inf")
+    def _runs(
+        self, asked: Callable[[float], Iterable[Asked]], requests: RequestQueue
+    ) -> Iterator[Extent | None]:
+        heard_s, frames = float("-inf"), 0
         while True:
             self._barred.require(self._reader, self._admission)
-            heard = False
-            if not self._wanted or time.monotonic() - heard_s >= HEAR_S:
-                for each in asked(0.0 if self._wanted else IDLE_S):
-                    heard = True
-                    self._hear(each)
+            if frames == MOST_FRAMES and not requests:
+                time.sleep(HEAR_S)
+            frames = 0
+            if not requests or time.monotonic() - heard_s >= HEAR_S:
+                for each in islice(asked(0.0 if requests else IDLE_S), MOST_FRAMES):
+                    frames += 1
+                    self._hear(each, requests)
                 heard_s = time.monotonic()
-            if not self._wanted:
-                if not heard:
+            if not requests:
+                if not frames:
                     raise PeerLost("the peer asks for nothing")
                 continue
-            run = self._staging.next_held(self._wanted, self._keepalive_s)
+            more = frames == MOST_FRAMES  # to read, which may ask for what is verified
+            run = requests.next(
+                RUN_PIECES, min(HEAR_S, self._keepalive_s) if more else self._keepalive_s
+            )
+            if self._staging.closed:
+                raise PeerLost("the model is no longer open here")
             if run is not None:
-                run = Extent(run.first, min(run.stop, run.first + RUN_PIECES))
-                self._take(run)
                 self._sent.add(run)
                 self._since_s = time.monotonic()
                 self._staging.edges.sends(self, self._worker_id, self._reader)
                 yield run
-            elif self._staging.closed:
-                raise PeerLost("the model is no longer open here")
             elif self._staging.gave_up:
                 digest = self._staging.manifest.digest
                 raise NotFound("this worker gave the model up", got=digest[:12])
@@ -113,28 +123,22 @@ class Serving:
             self._staging.edges.sent(self, self._counted, goes_on=not last)
             self._since_s, self._counted = now, 0
 
-    def _hear(self, asked: Asked) -> None:
+    def _hear(self, asked: Asked, requests: RequestQueue) -> None:
         pieces = self._staging.manifest.piece_count
         if isinstance(asked, Complaint):
             self._look_at(asked.piece)
         elif asked.stop > pieces:
             raise InvalidFrame("request beyond the model", got=asked, wanted=pieces)
+        elif requests.runs >= MOST_RUNS:
+            raise InvalidFrame(
+                "too many separate runs of pieces are requested",
+                got=requests.runs + 1,
+                wanted=f"at most {MOST_RUNS} that are not sent yet",
+                where=self._reader,
+                do="Request neighbouring pieces together, and fewer ahead of what arrives.",
+            )
         else:
-            for new in Extents(self._wanted).gaps(asked):
-                last = self._wanted[-1] if self._wanted else None
-                if last is not None and last.stop == new.first:  # as if asked for at once
-                    self._wanted[-1] = Extent(last.first, new.stop)
-                else:
-                    self._wanted.append(new)
-
-    def _take(self, run: Extent) -> None:
-        """Take ``run``, part of one wanted extent, out of what is wanted."""
-        at = next(i for i, each in enumerate(self._wanted) if each.first <= run.first < each.stop)
-        first, stop = self._wanted[at]
-        left = [Extent(first, run.first), Extent(run.stop, stop)]
-        del self._wanted[at]
-        for each in reversed([each for each in left if each.size]):
-            self._wanted.insert(at, each)
+            requests.add(asked)
 
     def _look_at(self, index: int) -> None:
         """A peer says that a piece of ours is corrupt: was it the wire, or is it this disk?"""

@@ -13,10 +13,11 @@ import itertools
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from paceline.coordinator.ledger import LedgerLine
 from paceline.coordinator.messages import Answer, Effect, Kept, Observed
 from paceline.coordinator.stores.contracts import (
     OUTBOX_EVENTS,
@@ -25,7 +26,7 @@ from paceline.coordinator.stores.contracts import (
     Outbox,
     Term,
 )
-from paceline.coordinator.stores.etcd.batches import BYTES, batches, fits, ops_of
+from paceline.coordinator.stores.etcd.batches import batches, fits, ops_of
 from paceline.coordinator.stores.etcd.blobs import Blobs
 from paceline.coordinator.stores.etcd.client import CALL_S, Access, EtcdClient
 from paceline.coordinator.stores.etcd.election import Election, Held
@@ -54,7 +55,7 @@ from paceline.coordinator.stores.etcd.watching import Watcher
 from paceline.coordinator.stores.events import numbered
 from paceline.coordinator.stores.fences import load_first, outbox_is_full, stale
 from paceline.coordinator.stores.memos import boot_id
-from paceline.errors import InvalidInput, PacelineError, ServiceUnavailable, StaleEpoch
+from paceline.errors import PacelineError, ServiceUnavailable, StaleEpoch
 from paceline.wire.events import Event
 from paceline.wire.records import StageRecord
 
@@ -62,6 +63,7 @@ log = logging.getLogger(__name__)
 
 COLLECT_EVERY = 32  # blobs written, before those that nothing names are looked for
 EVENT_KEYS = 50  # read at once
+LEDGER_KEYS = 200
 
 
 class EtcdCoordination:
@@ -188,17 +190,21 @@ class EtcdCoordination:
         found = self._client.call("Range", request("RangeRequest", key=key)).kvs
         return StageRecord.model_validate_json(unpack(found[0].value)) if found else None
 
+    def ledger(self) -> Iterator[LedgerLine]:
+        """Yield a line for each record of the ledger."""
+        start, end = self._layout.below("ledger")
+        more = True
+        while more:
+            message = request("RangeRequest", key=start, range_end=end, limit=LEDGER_KEYS)
+            answer = self._client.call("Range", message)
+            for kv in answer.kvs:
+                yield LedgerLine.of(StageRecord.model_validate_json(unpack(kv.value)))
+                start = kv.key + b"\0"
+            more = answer.more
+
     def keep_stage(self, term: Term, record: StageRecord, told: Observed) -> list[Event]:
         """Put ``record`` into the ledger and return what to tell."""
         value = pack(record.model_dump_json())
-        if len(value) > BYTES // 2:
-            raise InvalidInput(
-                "a stage's record is too large to keep",
-                got=f"{len(value)} bytes compressed",
-                wanted=f"at most {BYTES // 2}",
-                where=record.stage,
-                do="Put what is large into object storage and keep its URL.",
-            )
         change = Put(self._layout.key("ledger", record.stage, record.input_digest), value)
         with self._lock:
             return self._decide(self._leading(term), [change], [told])

@@ -25,6 +25,7 @@ from urllib.parse import quote, unquote
 
 from paceline.coordinator.messages import (
     DropDeployment,
+    DropStage,
     DropToken,
     DropWorker,
     Effect,
@@ -175,6 +176,8 @@ class Layout:
                     yield self._put(value, "state", "keys", deployment_id, key)
                 case KeepToken(token):
                     yield self._put(token.model_dump_json(), "state", "tokens", token.token_id)
+                case DropStage(stage, input_digest):
+                    yield self._gone("ledger", stage, input_digest)
                 case DropToken(token_id):
                     yield self._gone("state", "tokens", token_id)
                 case DropWorker(worker_id):

@@ -1,0 +1,150 @@
+"""How much the ledger of stages may hold: of one record, of one run and in all.
+
+When it is full, records that are old enough are dropped, oldest first; where none is, the new one
+is refused. A dropped record means that its stage is done again, nothing else. Pure: lines go in,
+lines to drop come out; stores keep the records themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+from paceline.errors import Conflict, InvalidInput
+from paceline.wire.records import StageRecord
+
+RECORD_BYTES = 64 * 1024  # of one record as JSON; a stage's is 0.3 to 1 KB
+RUN_RECORDS = 1_000  # of one run; a lifecycle has a dozen
+RUN_BYTES = 4 * 1024 * 1024
+RECORDS = 100_000  # in all
+BYTES = 64 * 1024 * 1024
+KEPT_S = 30 * 86_400.0  # no record is dropped earlier than this after its stage finished
+DROPPED_AT_ONCE = 200
+LONGEST_RUN_ID = 128
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerLine:
+    """What is counted of one record."""
+
+    stage: str
+    input_digest: str
+    run_id: str
+    finished_at: float  # seconds since the Unix epoch
+    size: int  # bytes of JSON
+
+    @classmethod
+    def of(cls, record: StageRecord) -> LedgerLine:
+        """Return the line of ``record``."""
+        size = len(record.model_dump_json().encode("utf-8", "surrogatepass"))
+        at = record.finished_at
+        return cls(record.stage, record.input_digest, record.run_id, at, size)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Return what identifies the record."""
+        return self.stage, self.input_digest
+
+
+class LedgerBook:
+    """The lines of every record that the store holds."""
+
+    def __init__(self, lines: Iterable[LedgerLine]) -> None:
+        self._lines: dict[tuple[str, str], LedgerLine] = {}
+        self._runs: dict[str, tuple[int, int]] = {}  # records and bytes of each run
+        self._bytes = 0
+        for line in lines:
+            self._count(line, 1)
+            self._lines[line.key] = line
+        # Oldest first; also what was replaced since, which is passed over.
+        self._by_age = [(line.finished_at, line.key) for line in self._lines.values()]
+        heapify(self._by_age)
+
+    def admit(self, line: LedgerLine, now: float) -> list[LedgerLine]:
+        """Return what is to be dropped before ``line`` is kept; raises InvalidInput for a record
+        that is too large, Conflict where its run or the ledger is full.
+        """
+        if line.size > RECORD_BYTES or len(line.run_id) > LONGEST_RUN_ID:
+            raise InvalidInput(
+                "a stage's record is too large to keep",
+                got=f"{line.size} bytes, a run id of {len(line.run_id)} characters",
+                wanted=f"at most {RECORD_BYTES} bytes and {LONGEST_RUN_ID} characters",
+                where=line.stage,
+                do="Put what is large into object storage and keep its URL.",
+            )
+        known = self._lines.get(line.key)
+        records, size = self._runs.get(line.run_id, (0, 0))
+        if known is not None and known.run_id == line.run_id:
+            records, size = records - 1, size - known.size
+        if records >= RUN_RECORDS or size + line.size > RUN_BYTES:
+            raise Conflict(
+                "the run has recorded too much in the ledger",
+                got=f"{records + 1} records of {size + line.size} bytes",
+                wanted=f"at most {RUN_RECORDS} of {RUN_BYTES}",
+                where=f"run {line.run_id}",
+                do="Begin another run, or put what is large into object storage.",
+            )
+        return self._make_room(line, known, now)
+
+    def _make_room(
+        self, line: LedgerLine, known: LedgerLine | None, now: float
+    ) -> list[LedgerLine]:
+        records = len(self._lines) + (known is None)
+        size = self._bytes + line.size - (0 if known is None else known.size)
+        before = len(self._lines), self._bytes
+        dropped: list[LedgerLine] = []
+        while (records > RECORDS or size > BYTES) and len(dropped) < DROPPED_AT_ONCE:
+            old = self._oldest(now)
+            if old is None:
+                break
+            heappop(self._by_age)
+            if old.key != line.key:
+                dropped.append(old)
+                records, size = records - 1, size - old.size
+        # One that was too full already, from an earlier version, may still become less so.
+        if records > max(RECORDS, before[0]) or size > max(BYTES, before[1]):
+            for each in dropped:
+                heappush(self._by_age, (each.finished_at, each.key))
+            raise Conflict(
+                "the ledger is full",
+                got=f"{records} records of {size} bytes",
+                wanted=f"at most {RECORDS} of {BYTES}",
+                where="the coordinator's ledger",
+                do=f"Records are dropped {KEPT_S / 86_400:.0f} days after their stage finished. "
+                "Revoke the token that filled it (`paceline audit` names it), or wait.",
+            )
+        return dropped
+
+    def _oldest(self, now: float) -> LedgerLine | None:
+        """Return the oldest record where it may be dropped; it is the first of ``_by_age``."""
+        while self._by_age:
+            at, key = self._by_age[0]
+            line = self._lines.get(key)
+            if line is not None and line.finished_at == at:
+                return line if at < now - KEPT_S else None
+            heappop(self._by_age)
+        return None
+
+    def keep(self, line: LedgerLine, dropped: Iterable[LedgerLine]) -> None:
+        """Count ``line``, and ``dropped`` no more: the store did both."""
+        for each in dropped:
+            self._count(self._lines.pop(each.key), -1)
+        known = self._lines.get(line.key)
+        if known is not None:
+            self._count(known, -1)
+        self._count(line, 1)
+        self._lines[line.key] = line
+        heappush(self._by_age, (line.finished_at, line.key))
+        if len(self._by_age) > 2 * len(self._lines) + 1_000:  # many were replaced
+            self._by_age = [(each.finished_at, each.key) for each in self._lines.values()]
+            heapify(self._by_age)
+
+    def _count(self, line: LedgerLine, sign: int) -> None:
+        records, size = self._runs.get(line.run_id, (0, 0))
+        records, size = records + sign, size + sign * line.size
+        if records:
+            self._runs[line.run_id] = records, size
+        else:
+            self._runs.pop(line.run_id, None)
+        self._bytes += sign * line.size
