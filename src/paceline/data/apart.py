@@ -195,7 +195,7 @@ class _Child:
     def __init__(self, name: str) -> None:
         self._name = name
         environment = dict(os.environ)
-        scrub(environment)
+        scrub(environment, secrets_only=True)
         environment["PYTHONPATH"] = os.pathsep.join(each for each in sys.path if each)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "paceline.data.apart_child", name],

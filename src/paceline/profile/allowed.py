@@ -22,12 +22,17 @@ def module_allowed(module: str, sources: Sequence[str]) -> bool:
     return any(module == each or module.startswith(f"{each}.") for each in sources)
 
 
-def scrub(environment: MutableMapping[str, str]) -> list[str]:
-    """Remove every variable that user code has no need of; return their names.
+def scrub(environment: MutableMapping[str, str], *, secrets_only: bool = False) -> list[str]:
+    """Remove every variable that user code has no need of, or just those that are called like a
+    secret; return their names.
 
     Libraries that were imported before keep what they have read.
     """
-    removed = [name for name in environment if not _KEPT.fullmatch(name) or _SECRET.search(name)]
+    removed = [
+        name
+        for name in environment
+        if _SECRET.search(name) or not (secrets_only or _KEPT.fullmatch(name))
+    ]
     for name in removed:
         del environment[name]
     return removed

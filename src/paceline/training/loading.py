@@ -85,7 +85,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> Loaded:
     require_purpose(snapshot, job.purpose, job.data.project)
     model, config, workload = _task(job, runtime, node, snapshot)
     if job.data.transform:
-        scrub(os.environ)  # it is imported here, too
+        scrub(os.environ, secrets_only=True)  # it is imported here, too
     cache = ShardCache(
         snapshot,
         store,

@@ -6,7 +6,7 @@ All of it is JSON with a digest; nothing here is ever pickled. Knows no torch an
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -23,9 +23,9 @@ MAX_INDEX_BYTES = 256 * 1024 * 1024  # about three million boxes
 FileName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,127}$")]
 MAX_AXES = 64
 Sizes = Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 48)], ...], Field(max_length=MAX_AXES)]
-DTypeName = Literal[
-    "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL"
-]  # as safetensors names them
+DTypeName = Annotated[  # as safetensors names them
+    str, StringConstraints(pattern=r"^(F(64|32|16|8_E4M3|8_E5M2)|BF16|I(64|32|16|8)|U8|BOOL)$")
+]
 
 
 class SavedFile(Record):
