@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -294,10 +295,12 @@ def test_a_preemption_notice_stops_the_gang_gently_and_names_the_node(
     assert set(story.result.exit_codes.values()) <= {143}
 
 
-def test_a_watcher_that_does_not_exist_is_refused() -> None:
-    for named in ("nowhere", "no.such:thing", "json:nothing"):
-        with pytest.raises(InvalidInput, match="no such preemption watcher"):
-            open_watcher(named)
+def test_a_watcher_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        open_watcher("nowhere", ("nowhere",), tmp_path)
+    for named in ("no.such:thing", "json:nothing"):
+        with pytest.raises(InvalidInput, match="not pinned"):
+            open_watcher(named, ("no", "json"), tmp_path)
     with pytest.raises(InvalidInput, match="bad metadata URL"):
         MetadataWatcher("ftp://x")
 

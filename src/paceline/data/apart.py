@@ -29,6 +29,7 @@ from paceline.data.arrays import packed, unpacked
 from paceline.data.formats.sample import Array
 from paceline.data.transform import KEY, Here, TransformFailed, Transforms, load_transform
 from paceline.errors import DataRejected, InvalidInput, WorkerLost
+from paceline.profile.allowed import scrub
 
 START_DEADLINE_S = 120.0  # the user's module may import a great deal
 MOST_LOST = 8  # processes of one stream that hung or died
@@ -193,12 +194,14 @@ class _Child:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        path = os.pathsep.join(each for each in sys.path if each)
+        environment = dict(os.environ)
+        scrub(environment, secrets_only=True)
+        environment["PYTHONPATH"] = os.pathsep.join(each for each in sys.path if each)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "paceline.data.apart_child", name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            env=environment,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

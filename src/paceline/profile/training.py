@@ -99,9 +99,8 @@ class GuardSettings(Settings):
     # From a preemption notice to the ranks' end. Clouds and Kubernetes kill 30 s after theirs,
     # which is seen 2 s late at worst; what is left is for a step's end and for ending processes.
     grace_s: float = Field(default=20.0, gt=0)
-    preemption: str = (
-        ""  # beside SIGTERM: a metadata URL, or module:function that returns a watcher
-    )
+    # Beside SIGTERM: a metadata URL, or a reference as ``code_ref`` to what returns a watcher.
+    preemption: str = ""
     node_wait_s: float = Field(default=600.0, ge=0)  # for nodes that another gang holds
 
 

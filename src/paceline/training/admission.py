@@ -21,11 +21,10 @@ from paceline.models.files import CONFIG_FILE
 from paceline.objects import ObjectStore, join_url
 from paceline.profile import load_runtime
 from paceline.training.checkpoint import Generations
-from paceline.training.code_ref import require_code
+from paceline.training.code_ref import check_watcher, require_code
 from paceline.training.identity import config_digest, size_of
 from paceline.training.mesh import MeshSpec
 from paceline.training.parallel import readers_of, require_layout
-from paceline.training.preemption import open_watcher
 from paceline.training.relaxed import is_asynchronous, replicas_of
 from paceline.wire.training import TrainJob
 
@@ -41,10 +40,11 @@ def admit(job: TrainJob, worker_id: str, store: ObjectStore) -> None:
     snapshot = load_snapshot(job.snapshot_url, store)
     require_data(job, worker_id, snapshot)
     require_mesh(job, worker_id)
-    if job.settings.guard.preemption:
-        open_watcher(job.settings.guard.preemption)
+    runtime = load_runtime(job.state_dir)
+    if watcher := job.settings.guard.preemption:
+        check_watcher(watcher, runtime.profile.security.code_sources, runtime.state_dir / "code")
     require_checkpoint(job, store)
-    require_code(job, load_runtime(job.state_dir), snapshot.vocabulary.vocab_size)
+    require_code(job, runtime, snapshot.vocabulary.vocab_size)
 
 
 def require_mesh(job: TrainJob, worker_id: str) -> None:

@@ -192,6 +192,7 @@ class Attempt:
                 "MASTER_PORT": str(port),
                 "PACELINE_ATTEMPT": str(self._attempt),
                 "PACELINE_NODE": member.worker_id,
+                "PACELINE_HOST": self._nodes.host(member.worker_id),
                 **member.env,
             }
             ranks.append({"rank": member.rank, "env": env, "spare": member.spare})

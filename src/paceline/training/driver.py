@@ -104,7 +104,7 @@ def run_job(
         workers, launcher_argv(RANK), wait_s=guard.node_wait_s, cancel=cancel, on_wait=on_wait
     ) as nodes:
         gangs = Gangs(nodes, deadlines, cancel=cancel, grace_s=min(guard.grace_s, CANCEL_GRACE_S))
-        gangs.watch_for_preemption(guard.preemption, guard.grace_s)
+        gangs.watch_for_preemption(guard.preemption, guard.grace_s, job.state_dir)
         if (finished := stored_result(job, store)) is not None:
             return finished  # by the one who had the nodes while we waited for them
         return drive(job, workers, gangs, store, on_event)

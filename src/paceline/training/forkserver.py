@@ -48,8 +48,8 @@ class Launcher:
 
     Orders: ``store`` (host, job), ``start`` (attempt, ranks, env, input, host, port, loose),
     ``spare`` (name, env, input), ``signal`` (rank, number), ``stop`` (grace_s, stacks), ``watch``
-    (preemption, grace_s). Ranks of a loose gang outlive each other: none is ended for another's
-    failure, and ``start`` may come again for one that ended. Told:
+    (preemption, state_dir, grace_s). Ranks of a loose gang outlive each other: none is ended for
+    another's failure, and ``start`` may come again for one that ended. Told:
     ``ready``, ``store`` (port), ``started`` (pids), ``beat`` (ranks), ``ended`` (rank, code,
     stderr), ``over`` (attempt), ``spare``, ``preempted``; lines of ranks pass through as they are.
     """
@@ -162,7 +162,7 @@ class Launcher:
                 self._ask_to_stop(float(order["grace_s"]))
         elif do == "watch":
             self._grace_s = float(order["grace_s"])
-            self._watch(order["preemption"])
+            self._watch(order["preemption"], order.get("state_dir", ""))
         else:
             raise ValueError(f"no such order: {do}")
 
@@ -225,9 +225,9 @@ class Launcher:
             watcher.attempt, watcher.stdin = attempt, write
         self._tell("started", attempt=attempt, pids=pids)
 
-    def _watch(self, preemption: str) -> None:
-        if preemption and not self._children.living("preemption"):
-            self._children.keep(fork("preemption", lambda: watch_preemption(preemption)))
+    def _watch(self, named: str, state_dir: str) -> None:
+        if named and not self._children.living("preemption"):
+            self._children.keep(fork("preemption", lambda: watch_preemption(named, state_dir)))
 
     def _ask_to_stop(self, grace_s: float) -> None:
         for child in self._children.living("rank"):

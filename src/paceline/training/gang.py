@@ -74,9 +74,12 @@ class Gangs:
 
     # -- nodes
 
-    def watch_for_preemption(self, named: str, grace_s: float) -> None:
-        """Have every node's launcher watch for a notice (see preemption.py)."""
-        self._watch = {"do": "watch", "preemption": named, "grace_s": grace_s}
+    def watch_for_preemption(self, named: str, grace_s: float, state_dir: str = "") -> None:
+        """Have every node's launcher watch for a notice (see preemption.py); the profile in
+        ``state_dir`` says which code may be its watcher."""
+        self._watch = {
+            "do": "watch", "preemption": named, "state_dir": state_dir, "grace_s": grace_s
+        }  # fmt: skip
         self.notice_grace_s = grace_s
 
     def prepare(self, workers: Sequence[str], deadline_s: float = READY_DEADLINE_S) -> set[str]:

@@ -7,8 +7,11 @@ of a GPU by NCCL; only gloo has been run. Knows nothing of models.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
 import os
 import socket
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +21,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from paceline.errors import PeerLost
+
+log = logging.getLogger(__name__)
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 @dataclass(frozen=True)
@@ -61,18 +68,23 @@ def join_group(
     timeout_s: float,
     *,
     serve: bool = True,
+    own: str = "",
 ) -> Iterator[Group]:
     """Join the gang's group; each attempt has a name space of its own, so no old rank disturbs it.
 
     With ``serve`` rank 0 is the rendezvous; without, somebody else is (the node's launcher).
+    ``own`` is the address that other ranks reach this one at: gloo listens on its interface (unless
+    GLOO_SOCKET_IFNAME names another), by itself on the one that the host name leads to.
     Raises PeerLost where the others do not come within ``timeout_s``.
     """
     if world_size == 1:
         yield Group()
         return
     timeout = timedelta(seconds=timeout_s)
-    if host in ("127.0.0.1", "localhost"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if interface := interface_of(own or host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    elif own:
+        log.warning("no interface here has the node's address, gloo chooses one address=%s", own)
     with _translated():
         store = TCPStore(
             host,
@@ -93,6 +105,21 @@ def join_group(
         )
     yield Group(rank, world_size)
     dist.destroy_process_group()  # only after success: with a dead peer it could wait for ever
+
+
+def interface_of(host: str) -> str | None:
+    """Return the network interface of this machine that has the address ``host``; None: none."""
+    try:
+        address = socket.inet_aton(socket.gethostbyname(host))
+    except OSError:  # no such name, or IPv6
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                request = struct.pack("256s", name.encode())
+                if fcntl.ioctl(asked, _SIOCGIFADDR, request)[20:24] == address:
+                    return name
+    return None
 
 
 def _listen(host: str, port: int) -> int:

@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 ABORTED = 3  # exit code of the watch: another node set the key
@@ -93,9 +94,16 @@ def watch_abort_key(host: str, port: int, attempt: int, order_fd: int) -> int:
     return ABORTED
 
 
-def watch_preemption(named: str) -> int:
-    """Return 0 once the watcher that ``named`` names has seen a notice."""
+def watch_preemption(named: str, state_dir: str) -> int:
+    """Return 0 once the watcher that ``named`` names has seen a notice.
+
+    The profile of the installation in ``state_dir`` says which code may be one; "": none may.
+    """
+    from paceline.profile import load_runtime
     from paceline.training.preemption import open_watcher
 
-    open_watcher(named).wait()
+    sources: tuple[str, ...] = ()
+    if state_dir:
+        sources = load_runtime(state_dir).profile.security.code_sources
+    open_watcher(named, sources, Path(state_dir) / "code").wait()
     return 0

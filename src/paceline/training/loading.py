@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import InvalidInput
 from paceline.objects import ObjectStore, join_url, open_store
 from paceline.profile import Runtime, load_runtime
+from paceline.profile.allowed import scrub
 from paceline.training.checkpoint import Generations
 from paceline.training.environment import CUBLAS
 from paceline.training.identity import config_digest, size_of
@@ -83,6 +84,8 @@ def load(job: TrainJob, worker_id: str, rank: int) -> Loaded:
         )
     require_purpose(snapshot, job.purpose, job.data.project)
     model, config, workload = _task(job, runtime, node, snapshot)
+    if job.data.transform:
+        scrub(os.environ, secrets_only=True)  # it is imported here, too
     cache = ShardCache(
         snapshot,
         store,

@@ -205,7 +205,6 @@ class LooseAttempt(Attempt):
             worker = self._ranks[rank].member.worker_id
             each["env"] |= {
                 "LOCAL_RANK": str(self._local_of(rank, worker)),
-                "PACELINE_HOST": self._nodes.host(worker),
                 "PACELINE_GANG_KEY": self._key,
             }
         return order | {"loose": True}

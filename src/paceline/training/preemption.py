@@ -9,18 +9,21 @@ until the machine is to go. Knows nothing of ranks or checkpoints.
 from __future__ import annotations
 
 import http.client
-import importlib
 import logging
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from paceline.errors import InvalidInput
+from paceline.training.code_ref import CodeRef, call, parse, require_allowed
 
 log = logging.getLogger(__name__)
 
+DIAL = "training.guard.preemption"
 POLL_S = 2.0
 TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 64 * 1024
@@ -81,24 +84,36 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def open_watcher(named: str) -> Watcher:
-    """Return the watcher that ``named`` names: a URL, or ``module:function`` that returns one.
+def require_allowed_watcher(named: str, sources: Sequence[str]) -> CodeRef | None:
+    """Return the code reference that ``named`` is, None for a URL; nothing is imported.
 
-    Raises InvalidInput where there is none of that name.
+    Raises InvalidInput where it is neither, or not pinned, AccessDenied where it is from none of
+    ``sources``.
     """
-    if named.startswith(("http://", "https://")):
+    if "://" in named and not named.startswith(("file://", "git+")):
+        MetadataWatcher(named)
+        return None
+    ref = parse(named, DIAL)
+    require_allowed(ref, sources)
+    return ref
+
+
+def open_watcher(named: str, sources: Sequence[str], cache: Path) -> Watcher:
+    """Return the watcher that ``named`` names: a URL, or a code reference that returns one.
+
+    A reference is pinned, from one of ``sources``, fetched into ``cache``, and called without
+    ambient credentials, as ``training.code_ref`` is. Raises what ``code_ref.load`` does.
+    """
+    ref = require_allowed_watcher(named, sources)
+    if ref is None:
         return MetadataWatcher(named)
-    module, colon, function = named.partition(":")
-    try:
-        if not colon:
-            raise ValueError("no colon")
-        watcher = getattr(importlib.import_module(module), function)()
-    except (ImportError, AttributeError, ValueError) as error:
+    watcher = call(ref, sources, cache)
+    if not callable(getattr(watcher, "wait", None)):
         raise InvalidInput(
-            "no such preemption watcher",
-            got=f"{named!r} ({error})",
-            wanted="http(s)://… or module:function",
-            do="Correct training.guard.preemption in the profile.",
-        ) from error
+            "code reference returned no preemption watcher",
+            got=type(watcher).__name__,
+            wanted="an object with wait()",
+            where=ref.where,
+        )
     found: Watcher = watcher
     return found

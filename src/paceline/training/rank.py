@@ -27,7 +27,7 @@ from paceline.training.keeping import keeps_of
 from paceline.training.loading import load
 from paceline.training.relaxed import is_asynchronous
 from paceline.training.telling import Teller
-from paceline.training.voice import Place, Voice
+from paceline.training.voice import LOOPBACK, Place, Voice
 from paceline.training.watch import STOPPED_EXIT, StopFlag, die_with_parent, share_cores
 from paceline.wire.training import TrainJob
 
@@ -215,6 +215,8 @@ def _join(place: Place, guard: GuardSettings) -> contextlib.AbstractContextManag
         # longer than others to check a checkpoint are not lost for it.
         guard.step_deadline_s + guard.start_deadline_s,
         serve=False,
+        # A driver of before says nothing of it, and loopback stands for that.
+        own="" if place.host == LOOPBACK else place.host,
     )
 
 

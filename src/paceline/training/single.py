@@ -39,7 +39,7 @@ from paceline.training.identity import own_task, with_own_id
 from paceline.training.local import LocalLauncher
 from paceline.training.mesh import MeshSpec
 from paceline.training.parallel import require_layout
-from paceline.training.preemption import open_watcher
+from paceline.training.preemption import require_allowed_watcher
 from paceline.training.relaxed import replicas_of
 from paceline.training.room import free_memory, require_room
 from paceline.wire import digest_of, new_run_id
@@ -180,7 +180,7 @@ def _require_possible(profile: Profile) -> None:
     if settings.code_ref:
         code_ref.require_allowed(code_ref.parse(settings.code_ref), sources)
     if settings.guard.preemption:
-        open_watcher(settings.guard.preemption)
+        require_allowed_watcher(settings.guard.preemption, sources)
     require_room(settings, 0, free_memory())
 
 

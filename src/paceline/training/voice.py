@@ -20,6 +20,7 @@ from typing import Any
 from paceline.errors import InvalidInput
 from paceline.wire.training import RankEvent
 
+LOOPBACK = "127.0.0.1"
 PULSE_S = 0.5
 PRINTED_CHARACTERS = 500  # of a line, the rest is cut
 PRINTED_A_MINUTE = 120  # lines of one rank, the rest are counted
@@ -35,7 +36,7 @@ class Place:
     master_port: int
     attempt: int
     worker_id: str
-    host: str = "127.0.0.1"  # that other ranks reach this one at
+    host: str = LOOPBACK  # that other ranks reach this one at
     gang_key: str = field(default="", repr=False)  # of a loose gang, known to its ranks only
 
     @classmethod
@@ -52,7 +53,7 @@ class Place:
                 master_port=int(os.environ.get("MASTER_PORT", "0")),
                 attempt=int(os.environ.get("PACELINE_ATTEMPT", "1")),
                 worker_id=os.environ["PACELINE_WORKER_ID"],
-                host=os.environ.get("PACELINE_HOST", "127.0.0.1"),
+                host=os.environ.get("PACELINE_HOST", LOOPBACK),
                 gang_key=os.environ.get("PACELINE_GANG_KEY", ""),
             )
         except (KeyError, ValueError) as error:

@@ -78,7 +78,7 @@ def export_dcp(
         with _disk(directory):
             make_directories(directory.parent)
             making.mkdir()
-        with Files(generations, generation, contents.commit) as files, translated(directory):
+        with Files(generations, generation, contents.commit) as files, _translated(directory):
             writer = FileSystemWriter(making)
             save({}, storage_writer=writer, planner=_Planner(contents, files), no_dist=True)
         with _disk(directory):
@@ -158,7 +158,7 @@ class _Planner(SavePlanner):
 
 
 @contextlib.contextmanager
-def translated(where: Path, otherwise: type[PacelineError] = TrainingFailed) -> Iterator[None]:
+def _translated(where: Path) -> Iterator[None]:
     """Raise what DCP collected as one of our errors; keep its warnings to one process back."""
     try:
         with warnings.catch_warnings():
@@ -170,7 +170,7 @@ def translated(where: Path, otherwise: type[PacelineError] = TrainingFailed) -> 
             raise cause from error
         if isinstance(cause, OSError):
             raise _of_disk(cause, where) from error
-        raise otherwise(
+        raise TrainingFailed(
             "DCP cannot go through this checkpoint", got=repr(cause)[:500], where=where
         ) from error
 

@@ -12,7 +12,6 @@ collects.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Iterable
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from paceline.errors import CorruptData, SourceMissing, StorageFailed, TrainingFailed
+from paceline.errors import CorruptData, InvalidInput, SourceMissing, StorageFailed, TrainingFailed
 from paceline.objects import DiskStore, ObjectStore, join_url
 from paceline.training.checkpoint.records import (
     BEST_METRIC,
@@ -123,9 +122,11 @@ class Generations:
         try:
             raw = self.store.get_bytes(where, max_bytes=MAX_COMMIT_BYTES)
             commit = Commit.model_validate_json(raw)
-        except (SourceMissing, StorageFailed, ValidationError) as error:
+            # ValueError: NaN and infinity have no canonical form
+            matches = commit == commit.sealed() and raw == canonical_json(commit)
+        except (InvalidInput, SourceMissing, StorageFailed, ValueError) as error:
             raise CorruptData("checkpoint has no readable commit marker", where=where) from error
-        if commit != commit.sealed() or raw != canonical_json(commit):
+        if not matches:
             raise CorruptData("commit marker does not match itself", where=where)
         if commit.step != generation.step or INDEX_FILE not in commit.files:
             raise CorruptData("commit marker is another step's", got=commit.step, where=where)
@@ -150,7 +151,10 @@ class Generations:
         digest = hashlib.sha256(raw).hexdigest()
         if digest != saved.sha256 or len(raw) != saved.bytes:
             raise _damaged("does not match its hash", digest, saved.sha256, where)
-        index = Index.model_validate_json(raw)
+        try:
+            index = Index.model_validate_json(raw)
+        except ValidationError as error:
+            raise _damaged("is no index", str(error).splitlines()[0], "an index", where) from error
         for name, tensor in index.tensors.items():
             for chunk in tensor.chunks:
                 if chunk.file not in commit.files:
@@ -242,8 +246,12 @@ class Generations:
 
     def why_rejected(self, generation: Generation) -> str:
         """Return the reason that ``reject`` was given."""
-        raw = self.store.get_bytes(join_url(self.url_of(generation), REJECTED_FILE))
-        return str(json.loads(raw)["why"])
+        where = join_url(self.url_of(generation), REJECTED_FILE)
+        raw = self.store.get_bytes(where, max_bytes=8 * MAX_COMMIT_BYTES)
+        try:
+            return Rejected.model_validate_json(raw).why
+        except ValidationError:
+            return f"{REJECTED_FILE} cannot be read"
 
     def remove(self, generation: Generation) -> None:
         """Delete a generation: its marker first, so that it is never half a checkpoint."""

@@ -5,9 +5,10 @@ All of it is JSON with a digest; nothing here is ever pickled. Knows no torch an
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import math
+from typing import Annotated, Any, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from paceline.wire.base import Name, Record, Sha256, digest_of
 
@@ -17,10 +18,14 @@ REJECTED_FILE = "rejected.json"
 RANDOMNESS = "a function of (seed, step, row); no generator state"
 BEST_METRIC = "held_out_loss"  # of ``Commit.metrics``; the lower, the better
 MAX_COMMIT_BYTES = 16 * 1024 * 1024
-MAX_INDEX_BYTES = 1024 * 1024 * 1024
+MAX_INDEX_BYTES = 256 * 1024 * 1024  # about three million boxes
 
 FileName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,127}$")]
-Sizes = tuple[Annotated[int, Field(ge=0)], ...]
+MAX_AXES = 64
+Sizes = Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 48)], ...], Field(max_length=MAX_AXES)]
+DTypeName = Annotated[  # as safetensors names them
+    str, StringConstraints(pattern=r"^(F(64|32|16|8_E4M3|8_E5M2)|BF16|I(64|32|16|8)|U8|BOOL)$")
+]
 
 
 class SavedFile(Record):
@@ -67,9 +72,24 @@ class StoredChunk(Record):
 class StoredTensor(Record):
     """A whole tensor: its boxes tile it."""
 
-    dtype: str  # as safetensors names it
+    dtype: DTypeName
     shape: Sizes
     chunks: tuple[StoredChunk, ...]
+
+    @model_validator(mode="after")
+    def _tiled(self) -> Self:
+        volume, corners = 0, set()
+        for each in self.chunks:
+            if not len(each.offsets) == len(each.sizes) == len(self.shape) or any(
+                at + size > whole
+                for at, size, whole in zip(each.offsets, each.sizes, self.shape, strict=True)
+            ):
+                raise ValueError("a box outside of its tensor")
+            volume += math.prod(each.sizes)
+            corners.add(each.offsets)
+        if volume != math.prod(self.shape) or len(corners) != len(self.chunks):
+            raise ValueError("boxes do not make up their tensor")
+        return self
 
 
 class Groups(Record):

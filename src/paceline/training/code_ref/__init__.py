@@ -7,6 +7,7 @@
 
 Every reference is pinned and its source must stand in ``security.code_sources``; both are checked
 before anything of it runs. The function is called with a ``Task`` and returns the workload.
+``training.guard.preemption`` may be a reference of the same kinds.
 
 What is guarded: which code runs (allow-list and pin), that it changes unseen (the digest is checked
 at each load), and what it finds in its environment (an allow-list of variables, no credentials).
@@ -17,16 +18,19 @@ source that is not trusted with the bucket does not belong on the allow-list; ra
 read more get credentials of their own.
 """
 
-from paceline.training.code_ref.checking import check, require_code
+from paceline.profile.allowed import scrub
+from paceline.training.code_ref.checking import check, check_watcher, require_code
 from paceline.training.code_ref.digests import module_digest, tree_digest
 from paceline.training.code_ref.fetching import fetch
-from paceline.training.code_ref.loading import Task, load, require_workload, scrub
+from paceline.training.code_ref.loading import Task, call, load, require_workload
 from paceline.training.code_ref.reference import CodeRef, parse, require_allowed
 
 __all__ = [
     "CodeRef",
     "Task",
+    "call",
     "check",
+    "check_watcher",
     "fetch",
     "load",
     "module_digest",

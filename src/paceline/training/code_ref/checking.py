@@ -2,7 +2,7 @@
 
 ``python -m paceline.training.code_ref`` is that process: it imports, calls and builds what the line
 on its standard input names, gives it a first batch of the job's data, and its last line of output
-says what is wrong.
+says what is wrong. A preemption watcher is only made.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import errors
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
-from paceline.training.code_ref.loading import SAID_CHARACTERS, Task, load, raised, scrub
-from paceline.training.code_ref.reference import CodeRef, parse, require_allowed, where
+from paceline.profile.allowed import scrub
+from paceline.training.code_ref.loading import SAID_CHARACTERS, Task, load, raised
+from paceline.training.code_ref.reference import CodeRef, parse, require_allowed
 from paceline.training.identity import size_of
 
 if TYPE_CHECKING:
@@ -47,17 +48,29 @@ def check(
     Raises what ``load`` and ``try_batch`` raise, with the same fields. The process gets no ambient
     credentials.
     """
-    parse(text)
-    require_allowed(parse(text), sources)
+    more = {"task": asdict(task), "job": None if job is None else job.model_dump_json()}
+    _try_apart(parse(text), sources, cache, more, deadline_s)
+
+
+def check_watcher(
+    text: str, sources: Sequence[str], cache: Path, deadline_s: float = CHECK_S
+) -> None:
+    """Open the preemption watcher ``text`` in a process of its own; raises what that raises."""
+    from paceline.training.preemption import require_allowed_watcher
+
+    ref = require_allowed_watcher(text, sources)
+    if ref is not None:
+        _try_apart(ref, sources, cache, {"task": None}, deadline_s)
+
+
+def _try_apart(
+    ref: CodeRef, sources: Sequence[str], cache: Path, more: dict[str, Any], deadline_s: float
+) -> None:
+    """Run ``main`` in a process without ambient credentials; raise what it says."""
+    require_allowed(ref, sources)
     environment = dict(os.environ)
     scrub(environment)
-    asked: dict[str, Any] = {
-        "text": text,
-        "sources": list(sources),
-        "cache": str(cache),
-        "task": asdict(task),
-        "job": None if job is None else job.model_dump_json(),
-    }
+    asked = {"text": ref.text, "sources": list(sources), "cache": str(cache), **more}
     command = [sys.executable, "-m", "paceline.training.code_ref"]
     try:
         done = subprocess.run(
@@ -74,7 +87,7 @@ def check(
         raise TrainingFailed(
             "code reference does not come to an end",
             got=f"nothing within {deadline_s:.0f} s",
-            where=where(text),
+            where=ref.where,
         ) from error
     if done.returncode == 0:
         return
@@ -86,7 +99,7 @@ def check(
         raise TrainingFailed(
             "code reference ended its process",
             got=f"exit code {done.returncode}: {tail[0][:SAID_CHARACTERS]}",
-            where=where(text),
+            where=ref.where,
         ) from error
     raise kind(
         said["what"], got=said["got"], wanted=said["wanted"], where=said["where"], do=said["do"]
@@ -117,10 +130,16 @@ _KINDS: dict[str, type[PacelineError]] = {
 
 def main() -> int:
     """Check the reference on standard input; the last line of output says what is wrong."""
+    from paceline.training.preemption import open_watcher
+
     asked = json.loads(sys.stdin.readline())
+    what = asked["text"], asked["sources"], Path(asked["cache"])
     try:
+        if asked["task"] is None:
+            open_watcher(*what)
+            return 0
         task, ref = Task(**asked["task"]), parse(asked["text"])
-        workload = load(asked["text"], asked["sources"], Path(asked["cache"]), task)
+        workload = load(*what, task)
         model = _build(workload, ref)
         if asked["job"] is not None:
             _try(workload, model, asked["job"], task, ref)
@@ -159,6 +178,6 @@ def _build(workload: Workload, ref: CodeRef) -> nn.Module:
             "code reference builds no model",
             got=type(model).__name__,
             wanted="a torch.nn.Module with parameters",
-            where=where(ref.text),
+            where=ref.where,
         )
     return model

@@ -6,32 +6,22 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import re
 import sys
 import traceback
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import InvalidInput, TrainingFailed
+from paceline.profile.allowed import scrub
 from paceline.training.code_ref.fetching import fetch
-from paceline.training.code_ref.reference import CodeRef, parse, require_allowed, where
+from paceline.training.code_ref.reference import CodeRef, parse, require_allowed
 
 if TYPE_CHECKING:
     from paceline.training.workload import Workload
 
 SAID_CHARACTERS = 2000
-
-# What user code may find in its environment; everything else is taken away before its import.
-_KEPT = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|LANG|LANGUAGE|LC_\w+|TZ|PWD|VIRTUAL_ENV|LD_LIBRARY_PATH"
-    r"|PYTHON(PATH|HOME|HASHSEED|UNBUFFERED|DONTWRITEBYTECODE|WARNINGS|FAULTHANDLER|UTF8)"
-    r"|(OMP|MKL|KMP|OPENBLAS|GLOO|NCCL|TORCH|TORCHINDUCTOR|CUDA|NVIDIA|CUBLAS|ATEN|ONEDNN)_\w+"
-    r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
-    r"|PACELINE_(ATTEMPT|WORKER_ID)"
-)
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|_KEY$|_AUTH", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -53,27 +43,30 @@ def load(
     (other content than the pin), ServiceUnavailable (cannot be fetched), TrainingFailed (raised).
     """
     ref = parse(text)
+    return require_workload(
+        call(ref, sources, cache, task, scrub_environment=scrub_environment), ref
+    )
+
+
+def call(
+    ref: CodeRef,
+    sources: Sequence[str],
+    cache: Path,
+    *arguments: object,
+    scrub_environment: bool = True,
+) -> Any:
+    """Return what the function that ``ref`` names returns, in this process and without ambient
+    credentials; raises what ``load`` does.
+    """
     require_allowed(ref, sources)
     tree = fetch(ref, cache)
     if scrub_environment:
         scrub(os.environ)
     entry = _entry(ref, tree)
     try:
-        workload = entry(task)
+        return entry(*arguments)
     except Exception as error:
         raise raised("code reference raised", ref, error) from error
-    return require_workload(workload, ref)
-
-
-def scrub(environment: MutableMapping[str, str]) -> list[str]:
-    """Remove every variable that user code has no need of; return their names.
-
-    Libraries that were imported before keep what they have read.
-    """
-    removed = [name for name in environment if not _KEPT.fullmatch(name) or _SECRET.search(name)]
-    for name in removed:
-        del environment[name]
-    return removed
 
 
 def require_workload(found: Any, ref: CodeRef) -> Workload:
@@ -90,7 +83,7 @@ def require_workload(found: Any, ref: CodeRef) -> Workload:
             "code reference returned no workload",
             got=f"{type(found).__name__} without {', '.join(missing) or 'an instance'}",
             wanted="an object with build, inputs and loss_sum",
-            where=where(ref.text),
+            where=ref.where,
         )
     return found
 
@@ -101,7 +94,7 @@ def raised(what: str, ref: CodeRef, error: Exception) -> TrainingFailed:
     return TrainingFailed(
         what,
         got=f"{said}{_line_of(error)}",
-        where=where(ref.text),
+        where=ref.where,
         do="Mend the code, pin it anew, and start the job again.",
     )
 
@@ -128,7 +121,7 @@ def _entry(ref: CodeRef, tree: Path | None) -> Any:
         entry = getattr(module, ref.function)
     except AttributeError as error:
         raise InvalidInput(
-            "code reference names no function", got=ref.function, where=where(ref.text)
+            "code reference names no function", got=ref.function, where=ref.where
         ) from error
     except Exception as error:
         raise raised("code reference cannot be imported", ref, error) from error
@@ -142,7 +135,7 @@ def _entry(ref: CodeRef, tree: Path | None) -> Any:
         )
     if not callable(entry):
         raise InvalidInput(
-            "code reference names no function", got=type(entry).__name__, where=where(ref.text)
+            "code reference names no function", got=type(entry).__name__, where=ref.where
         )
     return entry
 
@@ -162,7 +155,7 @@ def _require_own_name(ref: CodeRef, tree: Path) -> None:
             "code reference's module is hidden by another",
             got=ref.top,
             wanted="a name that nothing installed has",
-            where=where(ref.text),
+            where=ref.where,
         )
 
 

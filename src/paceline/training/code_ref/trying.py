@@ -27,7 +27,7 @@ from paceline.errors import InvalidInput, PacelineError
 from paceline.objects import open_store
 from paceline.profile import load_runtime
 from paceline.training.code_ref.loading import Task, raised
-from paceline.training.code_ref.reference import CodeRef, where
+from paceline.training.code_ref.reference import CodeRef
 from paceline.training.workload import Inputs, Workload
 from paceline.wire.training import TrainJob
 
@@ -146,6 +146,6 @@ def _wrong(what: str, got: str, wanted: str, ref: CodeRef) -> InvalidInput:
         f"code reference's {what}",
         got=got,
         wanted=wanted,
-        where=where(ref.text),
+        where=ref.where,
         do="Mend the code, pin it anew, and start the job again.",
     )

@@ -3,8 +3,8 @@
     magic "PLW1" · kind 1 byte · head length 4 bytes · body length 8 bytes · head · body
 
 Lengths are checked before anything is read for them; a body is numbers as the head says, never an
-object. Each read and write has the socket's deadline. Whoever connects first says ``HELLO`` with
-the gang's key, which only its ranks know; the network they share is trusted to carry it.
+object. Each read and write has the socket's deadline. A caller sends ``HELLO`` first, with the
+gang's key, which only its ranks know; the network they share is trusted to carry it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hmac
 import json
 import socket
 import struct
+import time
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -25,6 +26,7 @@ from paceline.errors import AccessDenied, InvalidFrame, PeerLost
 MAGIC = b"PLW1"
 HEADER = struct.Struct(">4sBIQ")
 MAX_HEAD_BYTES = 1024 * 1024
+MAX_HELLO_BYTES = 4096  # of what comes before the key is known to be right
 MAX_BODY_BYTES = 8 << 30  # a connection is told a smaller bound once the model's size is known
 DTYPES = {"float32": "<f4", "float64": "<f8"}
 
@@ -70,29 +72,37 @@ def send(connection: socket.socket, frame: Frame) -> None:
         raise PeerLost("peer went away while it was told something", got=error) from error
 
 
-def receive(connection: socket.socket, max_body_bytes: int = MAX_BODY_BYTES) -> Frame:
-    """Return the next frame.
+def receive(
+    connection: socket.socket,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    *,
+    max_head_bytes: int = MAX_HEAD_BYTES,
+    within_s: float | None = None,
+) -> Frame:
+    """Return the next frame; the whole of it must come ``within_s``, None: as long as bytes come.
 
-    Raises PeerLost past the socket's deadline or where the peer is gone, InvalidFrame for bytes
-    that are no frame of ours or a body above ``max_body_bytes``.
+    Raises PeerLost past the socket's deadline (of each read) or ``within_s``, or where the peer is
+    gone, InvalidFrame for bytes that are no frame of ours or a head or body above its limit.
     """
-    magic, kind, head_bytes, body_bytes = HEADER.unpack(_exactly(connection, HEADER.size))
+    until = None if within_s is None else time.monotonic() + within_s
+    start = _exactly(connection, HEADER.size, until)
+    magic, kind, head_bytes, body_bytes = HEADER.unpack(start)
     if magic != MAGIC:
         raise InvalidFrame("not our protocol", got=bytes(magic), wanted=MAGIC)
-    if head_bytes > MAX_HEAD_BYTES or body_bytes > max_body_bytes:
+    if head_bytes > max_head_bytes or body_bytes > max_body_bytes:
         raise InvalidFrame(
             "frame is too large",
             got=f"head {head_bytes}, body {body_bytes} bytes",
-            wanted=f"≤ {MAX_HEAD_BYTES} and ≤ {max_body_bytes}",
+            wanted=f"≤ {max_head_bytes} and ≤ {max_body_bytes}",
         )
     try:
-        said = json.loads(bytes(_exactly(connection, head_bytes)))
+        said = json.loads(bytes(_exactly(connection, head_bytes, until)))
         found = Kind(kind)
     except (ValueError, RecursionError) as error:
         raise InvalidFrame("frame cannot be read", got=str(error)[:200]) from error
     if not isinstance(said, dict):
         raise InvalidFrame("frame's head is no object", got=type(said).__name__)
-    return Frame(found, said, _exactly(connection, body_bytes))
+    return Frame(found, said, _exactly(connection, body_bytes, until))
 
 
 def of_numbers(kind: Kind, numbers: npt.NDArray[Any], **head: Any) -> Frame:
@@ -124,6 +134,17 @@ def whole(frame: Frame, name: str) -> int:
     return value
 
 
+def greeting(connection: socket.socket, key: str, within_s: float) -> Frame:
+    """Return the HELLO of a caller that has the gang's key.
+
+    Until it is proven, it may send ``MAX_HELLO_BYTES`` in all and take ``within_s`` in all. Raises
+    AccessDenied without the key, and what ``receive`` does.
+    """
+    hello = receive(connection, 0, max_head_bytes=MAX_HELLO_BYTES, within_s=within_s)
+    require_key(hello, key)
+    return hello
+
+
 def require_key(frame: Frame, key: str) -> None:
     """Raise AccessDenied where a HELLO does not carry the gang's key."""
     said = frame.head.get("key")
@@ -133,11 +154,15 @@ def require_key(frame: Frame, key: str) -> None:
         raise AccessDenied("a caller of the parameter server has another key")
 
 
-def _exactly(connection: socket.socket, count: int) -> bytearray:
+def _exactly(connection: socket.socket, count: int, until: float | None) -> bytearray:
     found = bytearray(count)
     view, got = memoryview(found), 0
     try:
         while got < count:
+            if until is not None:
+                if (left := until - time.monotonic()) <= 0:
+                    raise PeerLost("peer is too slow", got=f"{got} of {count} bytes")
+                connection.settimeout(left)
             read = connection.recv_into(view[got:])
             if read == 0:
                 raise PeerLost("peer closed the connection", got=f"{got} of {count} bytes")

@@ -25,10 +25,10 @@ from paceline.training.relaxed.claims import Claims
 from paceline.training.relaxed.frames import (
     Frame,
     Kind,
+    greeting,
     numbers_of,
     of_numbers,
     receive,
-    require_key,
     send,
     whole,
 )
@@ -147,9 +147,8 @@ class Server:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option, value in _KEEPALIVE:
                     connection.setsockopt(socket.IPPROTO_TCP, option, value)
+                hello = greeting(connection, self.terms.key, GREET_S)
                 connection.settimeout(GREET_S)
-                hello = receive(connection, 0)
-                require_key(hello, self.terms.key)
                 if self.epoch == 0 or not self._ready:
                     send(connection, Frame(Kind.NOT_LEADING, {"version": self.ledger.version}))
                 elif hello.head.get("role") == "standby":
@@ -303,7 +302,9 @@ class Server:
             self._lose_standby(error)
 
     def _expect_followed(self, standby: socket.socket, version: int) -> None:
-        frame = receive(standby, 0)
+        # Under the lock: a standby that sends byte by byte must not hold it.
+        frame = receive(standby, 0, within_s=self.terms.silence_s)
+        standby.settimeout(self.terms.silence_s)
         if frame.kind is not Kind.FOLLOWED or whole(frame, "version") != version:
             raise InvalidFrame("standby did not follow", got=frame.kind.name, wanted=version)
 
