@@ -45,7 +45,7 @@ class Tokenizer:
         said = [each.decode("utf-8") for each in texts]
         try:
             encoded = self._made.encode_batch(said, add_special_tokens=False)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - what is no fault of the text is raised
             _require_fault(error)
             if len(texts) > 1:
                 return [tokens for each in texts for tokens in self.encode([each])]
