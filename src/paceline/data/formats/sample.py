@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +24,7 @@ MAX_JSON_BYTES = 3 * MAX_DOCUMENT_BYTES  # the longest text with each character 
 MAX_JSON_MEMORY = 128 * 1024 * 1024  # of the values that JSON spells
 # Bytes that the parser allocates at most for each of these, measured with CPython 3.11.
 _JSON_COSTS = {b",": 40, b"[": 64, b"{": 64, b":": 200}
+_FOUR_BYTES = re.compile(rb"[\xf0-\xff]")  # a character beyond U+FFFF begins
 # What a compressed file may grow to: a slack, and so many times the bytes read of it. Deflate
 # reaches 1,032, text 3 to 10; a file beyond it is refused, or a few MB keep a build busy for hours.
 EXPANSION_SLACK_BYTES = 256 * 1024 * 1024
@@ -149,8 +151,10 @@ def parsed_json(raw: bytes) -> Any:
         )
     if len(raw) * max(_JSON_COSTS.values()) > MAX_JSON_MEMORY:
         memory = sum(raw.count(each) * cost for each, cost in _JSON_COSTS.items())
+        if _FOUR_BYTES.search(raw):  # then a string takes 4 bytes a character, twice
+            memory += 8 * len(raw)
         if memory > MAX_JSON_MEMORY:
-            raise ValueError("too many values in JSON: numbers fit into Parquet or npy")
+            raise ValueError("too large: its values take too much memory, cut it up")
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
