@@ -17,6 +17,7 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import ValidationError
 
 from paceline.data import Snapshot, build_snapshot, load_snapshot
+from paceline.data.source import STDLIB
 from paceline.errors import InvalidInput, TrainingFailed
 from paceline.manifest import fetch_manifest, publish_model
 from paceline.manifest.account import in_units
@@ -28,6 +29,7 @@ from tasks.publishing import told
 from tasks.run import Run, StageResult
 
 BASE_DEADLINE_S = 1800.0
+SKIPPED_NAMED = 5  # samples left out, in the summary; the record lists a hundred
 
 # Of the training settings, those that decide which base comes out; its steps are the model's own.
 BASE_RECIPE = {"learning_rate", "batch_sequences", "warmup_steps", "weight_decay", "clip_norm"}
@@ -51,7 +53,7 @@ def build_data_snapshot(
         )
         return _reference(snapshot)
 
-    return run.stage(
+    result = run.stage(
         "snapshot",
         {
             "source": source,
@@ -66,6 +68,10 @@ def build_data_snapshot(
             + (f", cut at data.max_bytes = {o['cut_at_bytes']:,}" if o["cut_at_bytes"] else "")
         ),
     )
+    if result.output["skipped"] and source != STDLIB:
+        named = "; ".join(result.output.get("skipped_examples", ()))  # an older ledger has none
+        run.note(f"{result.output['skipped']} samples are left out of the snapshot: {named}")
+    return result
 
 
 @task(name="publish-base-model", cache_policy=NO_CACHE)
@@ -244,5 +250,6 @@ def _reference(snapshot: Snapshot) -> dict[str, Any]:
         "tokens": snapshot.tokens,
         "format": snapshot.record.format or "text",
         "skipped": snapshot.record.skipped,
+        "skipped_examples": list(snapshot.record.skipped_examples[:SKIPPED_NAMED]),
         "cut_at_bytes": snapshot.record.cut_at_bytes,
     }

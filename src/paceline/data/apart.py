@@ -12,13 +12,7 @@ about samples, and raise.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
@@ -26,16 +20,12 @@ from typing import Any
 import numpy as np
 
 from paceline.data.arrays import packed, unpacked
+from paceline.data.child import FAILED, LENGTH_BYTES, Child, how_ended
 from paceline.data.formats.sample import Array
 from paceline.data.transform import KEY, Here, TransformFailed, Transforms, load_transform
 from paceline.errors import DataRejected, InvalidInput, WorkerLost
-from paceline.profile.allowed import scrub
 
-START_DEADLINE_S = 120.0  # the user's module may import a great deal
 MOST_LOST = 8  # processes of one stream that hung or died
-END_DEADLINE_S = 2.0
-LENGTH_BYTES = 8
-READY, DONE, FAILED = b"r", b"d", b"f"
 
 
 def open_transforms(
@@ -57,7 +47,7 @@ def require_runnable(name: str) -> None:
     it is tried in a process that ends again."""
     if not name:
         return
-    child = _Child(name)
+    child = _started(name)
     try:
         child.wait_until_ready()
     except WorkerLost as error:
@@ -93,7 +83,7 @@ class Apart:
         self._name, self._deadline_s = name, deadline_s
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._children: list[_Child] = []
+        self._children: list[Child] = []
         self._closed = False
         self._pool = ThreadPoolExecutor(processes, thread_name_prefix="transform")
 
@@ -147,7 +137,7 @@ class Apart:
                 code = self._replace(child, key, "died")
                 if attempt == 2:
                     raise TransformFailed(
-                        f"its transform ended its process, twice: {_how(code)}"
+                        f"its transform ended its process, twice: {how_ended(code)}"
                     ) from error
                 continue
             if kind == FAILED:
@@ -155,19 +145,19 @@ class Apart:
             return unpacked(answer)
         raise AssertionError("unreachable")
 
-    def _child(self) -> _Child:
-        child: _Child | None = getattr(self._local, "child", None)
+    def _child(self) -> Child:
+        child: Child | None = getattr(self._local, "child", None)
         if child is None:
             with self._lock:
                 if self._closed:
                     raise WorkerLost("a transform's processes are closed", where=self._name)
-                child = _Child(self._name)
+                child = _started(self._name)
                 self._children.append(child)
             child.wait_until_ready()
             self._local.child = child
         return child
 
-    def _replace(self, child: _Child, key: str, what: str) -> int:
+    def _replace(self, child: Child, key: str, what: str) -> int:
         """End a process that is of no more use; return its exit code."""
         self._local.child = None
         code = child.end()
@@ -189,95 +179,5 @@ class Apart:
         return code
 
 
-class _Child:
-    """One process, and this side of its pipes; for one thread."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        environment = dict(os.environ)
-        scrub(environment, secrets_only=True)
-        environment["PYTHONPATH"] = os.pathsep.join(each for each in sys.path if each)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.data.apart_child", name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._in, False)
-
-    def wait_until_ready(self) -> None:
-        """Return once the user's module is imported; raises WorkerLost with the reason."""
-        try:
-            kind, answer = self._receive(time.monotonic() + START_DEADLINE_S)
-        except (TimeoutError, OSError, EOFError) as error:
-            raise WorkerLost(
-                "a transform's process did not start",
-                got=_how(self.end()),
-                wanted=f"ready within {START_DEADLINE_S:.0f} s",
-                where=self._name,
-            ) from error
-        if kind != READY:
-            self.end()
-            raise WorkerLost(
-                "a transform's process did not start",
-                got=answer.decode(errors="replace"),
-                where=self._name,
-            )
-
-    def ask(self, request: bytes, deadline_s: float) -> tuple[bytes, bytes]:
-        """Return the kind of the answer and the answer; raises TimeoutError, OSError, EOFError."""
-        until_s = time.monotonic() + deadline_s
-        self._send(request, until_s)
-        return self._receive(until_s)
-
-    def kill(self) -> None:
-        """Kill the process; any thread may."""
-        self._process.kill()
-
-    def end(self) -> int:
-        """Close the pipes and return the process's exit code; it is killed unless it ends."""
-        for each in (self._process.stdin, self._process.stdout):
-            assert each is not None
-            with contextlib.suppress(OSError):  # what was not sent any more is of no interest
-                each.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(END_DEADLINE_S)
-        self._process.kill()
-        return self._process.wait(END_DEADLINE_S)
-
-    def _send(self, data: bytes, until_s: float) -> None:
-        view = memoryview(len(data).to_bytes(LENGTH_BYTES, "little") + data)
-        while view:
-            _wait(self._in, select.POLLOUT, until_s)
-            view = view[os.write(self._in, view[: 1 << 16]) :]
-
-    def _receive(self, until_s: float) -> tuple[bytes, bytes]:
-        size = int.from_bytes(self._read(LENGTH_BYTES, until_s), "little")
-        answer = self._read(size, until_s)
-        return answer[:1], answer[1:]
-
-    def _read(self, size: int, until_s: float) -> bytes:
-        parts = []
-        while size:
-            _wait(self._out, select.POLLIN, until_s)
-            part = os.read(self._out, min(size, 1 << 20))
-            if not part:
-                raise EOFError
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
-
-
-def _wait(descriptor: int, event: int, until_s: float) -> None:
-    """Return when there is something to read or room to write; raises TimeoutError."""
-    waiting = select.poll()  # select knows no descriptors above 1,023, and shards are many
-    waiting.register(descriptor, event)
-    if not waiting.poll(1000 * max(0.0, until_s - time.monotonic())):
-        raise TimeoutError
-
-
-def _how(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+def _started(name: str) -> Child:
+    return Child("a transform's process", "paceline.data.apart_child", name)

@@ -6,48 +6,37 @@ so on until its input ends; see ``apart``. What the transform prints goes to sta
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-import threading
-from queue import SimpleQueue
-from typing import IO
 
 import numpy as np
 
-from paceline.data.apart import DONE, FAILED, LENGTH_BYTES, READY
 from paceline.data.arrays import packed, unpacked
+from paceline.data.child import DONE, FAILED, LENGTH_BYTES, Answers
 from paceline.data.transform import KEY, Transform, TransformFailed, applied, load_transform
 from paceline.errors import InvalidInput
 
 
 def main() -> None:
     """Serve one transform until standard input ends."""
-    # Signals are for the rank: while it saves, its batches must not change.
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)
-    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    answers = Answers()
     name = sys.argv[1]
     try:
         transform = load_transform(name, [name.partition(":")[0]])
     except InvalidInput as error:
-        _answer(answers, FAILED, str(error.got).encode())
+        answers.send(FAILED, str(error.got).encode())
         return
     except Exception as error:  # noqa: BLE001 - told to whoever asked
-        _answer(answers, FAILED, f"{type(error).__name__}: {error}".encode())
+        answers.send(FAILED, f"{type(error).__name__}: {error}".encode())
         return
     assert transform is not None
-    requests: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=_take, args=(asked, requests), daemon=True).start()
-    _answer(answers, READY, b"")
-    while True:
+
+    def answer(request: bytes) -> tuple[bytes, bytes]:
         try:
-            made = _made(transform, requests.get())
+            return DONE, _made(transform, request)
         except TransformFailed as error:
-            _answer(answers, FAILED, str(error).encode())
-        else:
-            _answer(answers, DONE, made)
+            return FAILED, str(error).encode()
+
+    answers.serve(answer)
 
 
 def _made(transform: Transform, request: bytes) -> bytes:
@@ -58,20 +47,6 @@ def _made(transform: Transform, request: bytes) -> bytes:
     given = {name: each if each.ndim else each[()] for name, each in arrays.items()}
     result = applied(transform, {KEY: key, **given})
     return packed({name: np.asarray(each) for name, each in result.items()})
-
-
-def _take(asked: IO[bytes], requests: SimpleQueue[bytes]) -> None:
-    """Queue requests; end the process, busy or not, when no more can come."""
-    while size := asked.read(LENGTH_BYTES):
-        requests.put(asked.read(int.from_bytes(size, "little")))
-    os._exit(0)
-
-
-def _answer(answers: IO[bytes], kind: bytes, data: bytes) -> None:
-    answers.write((1 + len(data)).to_bytes(LENGTH_BYTES, "little"))
-    answers.write(kind)
-    answers.write(data)
-    answers.flush()
 
 
 if __name__ == "__main__":

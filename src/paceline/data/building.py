@@ -7,6 +7,7 @@ samples come from nor what a snapshot is called.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from paceline.profile import DataSettings
 SKIPPED_LISTED = 100
 BATCH_BYTES = 1024 * 1024  # of text, tokenised at once
 BATCH_SAMPLES = 256
+SCHEMA_SAMPLES = 64  # at most, and BATCH_BYTES of them: whose schema is the snapshot's
 MISFITS = 1000  # so many in a row that do not fit into what is left of the budget: it is spent
 
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -45,7 +47,7 @@ class Skipped:
     def add(self, one: Unusable) -> None:
         """Note one more."""
         self.count += 1
-        self._examples.append(f"{one.key}: {one.reason}"[:500])
+        self._examples.append(_printable(f"{one.key[:500]}: {one.reason}")[:500])
         if len(self._examples) > 10 * SKIPPED_LISTED:
             self._examples = list(self.examples)
 
@@ -89,7 +91,10 @@ class Building:
         for batch in _batches(self._chosen(found)):
             texts = [each.text or b"" for each in batch]
             for sample, tokens in zip(batch, self.tokenizer.encode(texts), strict=True):
-                self._write(sample, self._tokens(sample, tokens))
+                if isinstance(tokens, str):
+                    self.skipped.add(Unusable(sample.key, tokens))
+                else:
+                    self._write(sample, self._tokens(sample, tokens))
         for split in SPLITS:
             self._flush(split)
 
@@ -130,8 +135,7 @@ class Building:
         """Yield the samples that are kept: new, of one schema, within the budget."""
         left = self.settings.max_bytes
         misfits = 0
-        for each in found:
-            sample = self._joined(each)
+        for sample in self._of_one_schema(map(self._joined, found)):
             if isinstance(sample, Unusable):
                 self.skipped.add(sample)
             elif not self.catalog.is_new(b"key:" + sample.key.encode()):
@@ -155,15 +159,37 @@ class Building:
 
     def _joined(self, each: Sample | Unusable) -> Sample | Unusable:
         if isinstance(each, Sample) and self.settings.features:
-            each = join_features(each, self.catalog, self.settings.missing_features)
-        if isinstance(each, Unusable):
-            return each
-        columns = tuple(column_of(name, each.features[name]) for name in sorted(each.features))
-        if self.columns is None:
-            self.columns = columns
-        if columns != self.columns:
-            return Unusable(each.key, _difference(columns, self.columns))
+            return join_features(each, self.catalog, self.settings.missing_features)
         return each
+
+    def _of_one_schema(self, found: Iterable[Sample | Unusable]) -> Iterator[Sample | Unusable]:
+        """Yield ``found``, a sample of another schema as unusable. The schema is that of most of
+        the first samples, so that an odd one in front does not make all others unusable."""
+        coming = iter(found)
+        first: deque[Sample] = deque()
+        schemas: Counter[tuple[Column, ...]] = Counter()
+        held = 0
+        while len(first) < SCHEMA_SAMPLES and (held < BATCH_BYTES or len(first) < 3):
+            each = next(coming, None)
+            if each is None:
+                break
+            if isinstance(each, Unusable):
+                yield each
+                continue
+            first.append(each)
+            held += each.payload_bytes
+            schemas[_columns(each)] += 1
+        if self.columns is None and schemas:
+            self.columns = schemas.most_common(1)[0][0]  # of equally many, the first
+        while first:
+            yield self._fitting(first.popleft())
+        for each in coming:
+            yield self._fitting(each)
+
+    def _fitting(self, each: Sample | Unusable) -> Sample | Unusable:
+        if isinstance(each, Unusable) or (columns := _columns(each)) == self.columns:
+            return each
+        return Unusable(each.key, _difference(columns, self.columns or ()))
 
     def _tokens(self, sample: Sample, encoded: Array) -> Array:
         if sample.tokens is None:
@@ -245,8 +271,20 @@ def _content(sample: Sample) -> bytes:
     for name in sorted(arrays):
         array = arrays[name]
         digest.update(f"\0{name}\0{array.dtype.name}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
+        digest.update(np.ascontiguousarray(array))
     return b"content:" + digest.digest()
+
+
+def _printable(text: str) -> str:
+    """Return foreign ``text`` as a record and a terminal can have it: one line, UTF-8, no
+    control characters."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+def _columns(sample: Sample) -> tuple[Column, ...]:
+    return tuple(column_of(name, sample.features[name]) for name in sorted(sample.features))
 
 
 def _difference(got: tuple[Column, ...], wanted: tuple[Column, ...]) -> str:
@@ -254,7 +292,7 @@ def _difference(got: tuple[Column, ...], wanted: tuple[Column, ...]) -> str:
     if missing := sorted(set(theirs) - set(ours)):
         return f"no column {missing[0]!r}"
     if more := sorted(set(ours) - set(theirs)):
-        return f"a column {more[0]!r} that the first sample does not have"
+        return f"a column {more[0]!r} that the first samples do not have"
     name = next(each for each in sorted(ours) if ours[each] != theirs[each])
     one, other = ours[name], theirs[name]
     return f"column {name!r} is {one.dtype}{list(one.shape)}, not {other.dtype}{list(other.shape)}"

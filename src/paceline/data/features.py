@@ -22,21 +22,22 @@ def load_features(
 
     Raises SourceMissing, or InvalidInput for a row without key or numbers, or a duplicate.
     """
-    from paceline.data.formats.parquet import read_features
+    from paceline.data.formats.parquet_process import ParquetProcess
 
     rows = 0
-    for number, name in enumerate(files):
-        path = Path(name)
-        if name.startswith("s3://"):
-            path = scratch / f"features-{number}"
-            store.download_file(name, path)
-        elif not path.is_file():
-            raise SourceMissing("no feature file here", where=name, do="Correct data.features.")
-        for key, arrays in read_features(path, key_field):
-            catalog.put_features(key, arrays)
-            rows += 1
-        if name.startswith("s3://"):
-            path.unlink()
+    with ParquetProcess() as process:
+        for number, name in enumerate(files):
+            path = Path(name)
+            if name.startswith("s3://"):
+                path = scratch / f"features-{number}"
+                store.download_file(name, path)
+            elif not path.is_file():
+                raise SourceMissing("no feature file here", where=name, do="Correct data.features.")
+            for key, arrays in process.features(path, key_field):
+                catalog.put_features(key, arrays)
+                rows += 1
+            if name.startswith("s3://"):
+                path.unlink()
     return rows
 
 

@@ -132,7 +132,7 @@ def _json_lines(data: bytes) -> tuple[list[str], list[bytes]]:
                 raise ValueError("a digest that is not its text's")
             keys.append(str(fields["path"]))
             texts.append(text)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"line {number} is not a document: {error}"[:200]) from error
     return keys, texts
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.data.catalog import Catalog
-from paceline.data.formats import SUFFIXES, Fields, Sample, Unusable, reader
+from paceline.data.formats import SUFFIXES, Fields, Sample, Unusable, open_reader
 from paceline.data.formats.sample import MAX_DOCUMENT_BYTES, TOO_LARGE
 from paceline.errors import InvalidInput, SourceMissing
 from paceline.objects import ObjectStore, join_url
@@ -93,22 +93,22 @@ def read_samples(
 ) -> Iterator[Sample | Unusable]:
     """Yield every sample of the source in order, a file at a time; objects are fetched a few ahead
     into ``scratch`` and removed when read."""
-    read = reader(settings.format)
     fields = Fields(settings.text_field, settings.key_field)
     wanted: Iterator[tuple[str, Path | Unusable]]
     if source.is_remote:
         wanted = _fetched(source, catalog, store, scratch, settings.format == "text")
     else:
         wanted = ((name, Path(source.where) / name) for name, _ in catalog.files())
-    for name, place in wanted:
-        if isinstance(place, Unusable):
-            yield place
-            continue
-        try:
-            yield from read(place, name, fields)
-        finally:
-            if source.is_remote:
-                place.unlink(missing_ok=True)
+    with open_reader(settings.format) as read:
+        for name, place in wanted:
+            if isinstance(place, Unusable):
+                yield place
+                continue
+            try:
+                yield from read(place, name, fields)
+            finally:
+                if source.is_remote:
+                    place.unlink(missing_ok=True)
 
 
 def _walk(source: Source) -> Iterator[tuple[str, int, str | None]]:

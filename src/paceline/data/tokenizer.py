@@ -19,6 +19,7 @@ from paceline.errors import InvalidInput, MissingTool, SourceMissing
 from paceline.objects import ObjectStore
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
+MAX_VOCABULARY = 2**31 - 1  # as a snapshot's record has it
 # What tokenizers call the token that ends a document; the first that is there parts documents.
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
 
@@ -37,13 +38,19 @@ class Tokenizer:
         size = self.vocabulary.vocab_size
         return "uint8" if size <= 2**8 else "uint16" if size <= 2**16 else "uint32"
 
-    def encode(self, texts: Sequence[bytes]) -> list[Array]:
-        """Return the tokens of each text, without separators; texts are UTF-8."""
+    def encode(self, texts: Sequence[bytes]) -> list[Array | str]:
+        """Return the tokens of each text, without separators; texts are UTF-8. Where the tokenizer
+        fails on a text (a word that its vocabulary lacks), a string says why."""
         if self._made is None:
             return [np.frombuffer(each, dtype=np.uint8) for each in texts]
-        encoded = self._made.encode_batch(
-            [each.decode("utf-8") for each in texts], add_special_tokens=False
-        )
+        said = [each.decode("utf-8") for each in texts]
+        try:
+            encoded = self._made.encode_batch(said, add_special_tokens=False)
+        except BaseException as error:  # noqa: BLE001 - what is no fault of the text is raised
+            _require_fault(error)
+            if len(texts) > 1:
+                return [tokens for each in texts for tokens in self.encode([each])]
+            return [f"its tokenizer fails: {str(error)[:100]}"]
         return [np.array(each.ids, dtype=self.dtype) for each in encoded]
 
     def decode(self, tokens: Array) -> str:
@@ -84,7 +91,8 @@ def open_tokenizer(name: str, file: bytes | None = None) -> Tokenizer:
                 wanted="'bytes', or the path of a tokenizer.json",
                 do="Set data.tokenizer.",
             )
-        file = path.read_bytes()
+        with path.open("rb") as opened:
+            file = opened.read(MAX_TOKENIZER_BYTES + 1)
     try:
         import tokenizers
     except ImportError as error:
@@ -96,23 +104,26 @@ def open_tokenizer(name: str, file: bytes | None = None) -> Tokenizer:
         ) from error
     try:
         if len(file) > MAX_TOKENIZER_BYTES:
-            raise ValueError(f"{len(file)} bytes")
+            raise ValueError(f"more than {MAX_TOKENIZER_BYTES} bytes")
         made = tokenizers.Tokenizer.from_buffer(file)
-    except Exception as error:
+        made.no_truncation()
+        made.no_padding()
+        made.encode_special_tokens = True  # "<|endoftext|>" in a text is text
+        size = made.get_vocab_size(with_added_tokens=True)
+        # Ids can lie beyond the count where a vocabulary has holes.
+        size = max(size, 1 + max(made.get_vocab(with_added_tokens=True).values(), default=0))
+        found = [each for each in map(made.token_to_id, SEPARATORS) if each is not None]
+        separator = found[0] if found else size
+        if max(size, separator + 1) > MAX_VOCABULARY:
+            raise ValueError(f"a vocabulary of {size} tokens")
+    except BaseException as error:
+        _require_fault(error)
         raise InvalidInput(
             "not a tokenizer.json",
             got=str(error)[:200],
             wanted="a file that tokenizers saved",
             where=name,
         ) from error
-    made.no_truncation()
-    made.no_padding()
-    made.encode_special_tokens = True  # "<|endoftext|>" in a text is text
-    size = made.get_vocab_size(with_added_tokens=True)
-    found = [each for each in map(made.token_to_id, SEPARATORS) if each is not None]
-    # Ids can lie beyond the count where a vocabulary has holes.
-    size = max(size, 1 + max(made.get_vocab(with_added_tokens=True).values(), default=0))
-    separator = found[0] if found else size
     vocabulary = Vocabulary(
         kind="tokenizers",
         sha256=hashlib.sha256(file).hexdigest(),
@@ -120,3 +131,10 @@ def open_tokenizer(name: str, file: bytes | None = None) -> Tokenizer:
         separator=separator,
     )
     return Tokenizer(vocabulary, file, made)
+
+
+def _require_fault(error: BaseException) -> None:
+    """Raise ``error`` again unless it is what the library raises for a file or a text: an
+    Exception, or a panic of its Rust code, which is none."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error

@@ -41,8 +41,11 @@ def overlap(
             continue  # nothing to predict, and the same for every sample without text
         compared += 1
         (tokens,) = tokenizer.encode([text])
-        # What the tokenizer does not keep (case, rare letters) is missing on both sides.
-        for digest in {content_digest(text), content_digest(tokenizer.text(tokens))}:
+        digests = {content_digest(text)}
+        if not isinstance(tokens, str):  # a string: the tokenizer fails on it, so no shard has it
+            # What the tokenizer does not keep (case, rare letters) is missing on both sides.
+            digests.add(content_digest(tokenizer.text(tokens)))
+        for digest in digests:
             keys.setdefault(digest, []).append(key)
     left = {key for found in keys.values() for key in found}
     examples: list[str] = []

@@ -7,6 +7,7 @@ Parquet: a few rows) in memory. Knows no snapshots, splits or stores.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -31,18 +32,24 @@ class Fields:
     key: str = "key"
 
 
-def reader(format_: Format) -> Callable[[Path, str, Fields], Iterator[Sample | Unusable]]:
-    """Return the generator that reads one file: of (its place here, its name in the source, the
-    fields). Parquet imports pyarrow, which takes a moment: only when it is asked for."""
-    if format_ == "parquet":
-        from paceline.data.formats.parquet import read_parquet
+Reader = Callable[[Path, str, Fields], Iterator[Sample | Unusable]]
 
-        return read_parquet
+
+@contextmanager
+def open_reader(format_: Format) -> Iterator[Reader]:
+    """Give the generator that reads one file: of (its place here, its name in the source, the
+    fields). Parquet is read in a process of its own, which ends with this."""
+    if format_ == "parquet":
+        from paceline.data.formats.parquet_process import ParquetProcess
+
+        with ParquetProcess() as process:
+            yield process.samples
+        return
     from paceline.data.formats.jsonl import read_jsonl
     from paceline.data.formats.tar import read_tar
     from paceline.data.formats.text import read_text
 
-    return {"text": read_text, "jsonl": read_jsonl, "tar": read_tar}[format_]
+    yield {"text": read_text, "jsonl": read_jsonl, "tar": read_tar}[format_]
 
 
-__all__ = ["SUFFIXES", "Fields", "Format", "Sample", "Unusable", "reader"]
+__all__ = ["SUFFIXES", "Fields", "Format", "Sample", "Unusable", "open_reader"]

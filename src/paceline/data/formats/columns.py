@@ -87,7 +87,7 @@ class ColumnWriter:
         """Write the shard."""
         arrays: dict[str, Array] = {}
         for name, parts in self._parts.items():
-            arrays[name] = np.concatenate(parts)
+            arrays[name] = np.concatenate(parts) if len(parts) > 1 else parts[0]
         for name, ends in self._ends.items():
             arrays[f"{name}.ends"] = np.array(ends, dtype="<i8")
         header: dict[str, Any] = {"__metadata__": {"layout": LAYOUT}}
@@ -108,7 +108,7 @@ class ColumnWriter:
             file.write(len(raw).to_bytes(8, "little"))
             file.write(raw)
             for name in order:
-                file.write(arrays[name].tobytes())
+                file.write(np.ascontiguousarray(arrays[name]))  # no copy of it
 
     def _put(self, name: str, array: Array) -> None:
         ends = self._ends.setdefault(name, [])
@@ -251,6 +251,6 @@ def _columns_in(buffer: Any) -> dict[str, Array]:
                 raise ValueError(f"column {name!r} leaves the file")
             array = np.frombuffer(body[start:stop], dtype=dtype)
             found[name] = array.reshape(shape)
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"its header is malformed: {error!r}"[:200]) from error
     return found

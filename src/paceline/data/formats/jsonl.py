@@ -6,34 +6,46 @@ say something about the sample, and are not kept.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.data.formats.sample import MAX_SAMPLE_BYTES, Sample, Unusable, checked, json_array
+from paceline.data.formats.sample import (
+    MAX_COLUMN_NAME,
+    MAX_JSON_BYTES,
+    Sample,
+    Unusable,
+    checked,
+    json_array,
+    parsed_json,
+)
+from paceline.errors import InvalidInput
 
 
 def read_jsonl(path: Path, name: str, fields: Any) -> Iterator[Sample | Unusable]:
-    """Yield the file's samples; ``fields``: see ``formats.Fields``."""
-    with path.open("rb") as file:
-        number = 0
-        while line := file.readline(MAX_SAMPLE_BYTES + 1):
-            number += 1
-            where = f"{name}:{number}"
-            if len(line) > MAX_SAMPLE_BYTES:
-                yield Unusable(where, "too large")
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(MAX_SAMPLE_BYTES)
-            elif line.strip():
-                yield _sample(line, where, fields)
+    """Yield the file's samples; ``fields``: see ``formats.Fields``. Raises InvalidInput for a file
+    that the disk does not give."""
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_JSON_BYTES + 1):
+                number += 1
+                where = f"{name}:{number}"
+                if line.strip():
+                    yield _sample(line, where, fields)
+                while len(line) > MAX_JSON_BYTES and not line.endswith(b"\n"):
+                    line = file.readline(MAX_JSON_BYTES + 1)  # what is left of it
+    except OSError as error:
+        raise InvalidInput(
+            "JSONL file cannot be read", got=error.strerror or str(error), where=name
+        ) from error
 
 
 def _sample(line: bytes, where: str, fields: Any) -> Sample | Unusable:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return Unusable(where, "not JSON")
+        value = parsed_json(line)
+    except ValueError as error:
+        return Unusable(where, str(error))
     if not isinstance(value, dict):
         return Unusable(where, "not an object")
     key = value.pop(fields.key, None)
@@ -51,8 +63,8 @@ def sample_of(key: str, value: Mapping[str, object], text_field: str) -> Sample 
     for name, each in value.items():
         try:
             array = None if name == text_field else json_array(each)
-        except (ValueError, OverflowError) as error:
-            return Unusable(key, f"{name!r}: {str(error)[:100]}")
+        except (ValueError, OverflowError) as error:  # ragged, or an integer beyond any float
+            return Unusable(key, f"{name[:MAX_COLUMN_NAME]!r}: {str(error)[:100]}")
         if array is not None:
             features[name] = array
     try:

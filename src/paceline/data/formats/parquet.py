@@ -1,8 +1,14 @@
 """Parquet: each row is a sample; one column its text (or its tokens), one its key, numbers its
-features: scalars, lists (events), lists of lists (frames). A few rows are in memory at a time."""
+features: scalars, lists (events), lists of lists (frames). A few rows are in memory at a time.
+
+It runs in a process of its own (``parquet_process``): a page of a few bytes can stand for gigabytes
+of rows, and pyarrow's decoder has no limit but the process's memory.
+"""
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
@@ -13,30 +19,83 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from paceline.data.formats.sample import Array, Sample, Unusable, checked, clean_array
+from paceline.data.child import DONE, FAILED, Answers
+from paceline.data.formats.parquet_process import Order, packed_error, packed_samples
+from paceline.data.formats.sample import (
+    EXPANSION_SLACK_BYTES,
+    MAX_EXPANSION,
+    Array,
+    Sample,
+    Unusable,
+    checked,
+    clean_array,
+)
 from paceline.errors import InvalidInput
 
 ROWS = 256  # decoded at once
+BATCH_BYTES = 16 * 1024 * 1024  # or so many, of rows of the usual size
+ROW_BYTES = 32  # that a row counts for at least
+MEMORY_BYTES = 1024 * 1024 * 1024  # beside what the libraries take: of pages, and of one row
+MAX_FOOTER_BYTES = 16 * 1024 * 1024  # 100,000 column chunks
+BUFFER_BYTES = 1024 * 1024
 
-_Cell = Array | bytes | str | None
+_Cell = Array | bytes | Unusable | None
 
 
-def read_parquet(path: Path, name: str, fields: Any) -> Iterator[Sample | Unusable]:
-    """Yield the file's samples; ``fields``: see ``formats.Fields``."""
+def main() -> None:
+    """Answer orders until standard input ends; see ``parquet_process``."""
+    answers = Answers()
+    pa.set_cpu_count(1)
+    pa.set_io_thread_count(1)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    reading: Iterator[Sample | Unusable] = iter(())
+
+    def answer(request: bytes) -> tuple[bytes, bytes]:
+        nonlocal reading
+        try:
+            if request:
+                reading = _reading(Order.parse(request))
+            return DONE, packed_samples(reading)
+        except InvalidInput as error:
+            return FAILED, packed_error(error)
+
+    answers.serve(answer)
+
+
+def _reading(order: Order) -> Iterator[Sample | Unusable]:
+    try:
+        if order.features:
+            yield from read_features(Path(order.path), order.key)
+        else:
+            yield from read_parquet(Path(order.path), order.name, order.text, order.key)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise _unreadable(order.name, str(error)[:300]) from error
+    except MemoryError as error:
+        got = f"more than {MEMORY_BYTES >> 20} MiB for a page or a row"
+        raise _unreadable(order.name, got) from error
+
+
+def read_parquet(
+    path: Path, name: str, text_field: str, key_field: str
+) -> Iterator[Sample | Unusable]:
+    """Yield the file's samples. Raises what pyarrow raises, and MemoryError."""
     number = 0
-    for columns, rows in _batches(path, name):
+    for columns, rows in _batches(path, name, of_ours=True):
         for row in range(rows):
             cells = {each: values[row] for each, values in columns.items()}
-            yield _sample(cells, f"{name}:{number}", fields)
+            yield _sample(cells, f"{name}:{number}", text_field, key_field)
             number += 1
 
 
-def read_features(path: Path, key_field: str) -> Iterator[tuple[str, dict[str, Array]]]:
-    """Yield the key and the arrays of each row; raises InvalidInput for a row without them."""
+def read_features(path: Path, key_field: str) -> Iterator[Sample]:
+    """Yield a sample with the key and the arrays of each row; raises InvalidInput for a row without
+    them, and what pyarrow raises."""
     number = 0
     for columns, rows in _batches(path, path.name):
         if key_field not in columns:
-            got = f"columns {', '.join(columns)}"
+            got = f"columns {', '.join(columns)[:300]}"
             raise _bad("has no key column", path, got, key_field, "Name it with data.key_field.")
         for row in range(rows):
             cells = {each: values[row] for each, values in columns.items()}
@@ -45,38 +104,85 @@ def read_features(path: Path, key_field: str) -> Iterator[tuple[str, dict[str, A
             if key is None or len(arrays) != len(cells) or not arrays:
                 missing = sorted(set(cells) - set(arrays)) or [key_field]
                 raise _bad("has a row without numbers", path, f"row {number}: {missing}", "numbers")
-            yield key, arrays
+            sample = checked(Sample(key, None, None, arrays))
+            if isinstance(sample, Unusable):
+                raise _bad("has a row of no use", path, f"row {number}: {sample.reason}", "numbers")
+            yield sample
             number += 1
 
 
-def _batches(path: Path, name: str) -> Iterator[tuple[dict[str, list[_Cell]], int]]:
-    try:
-        with closing(pq.ParquetFile(path, pre_buffer=False)) as file:
-            for batch in file.iter_batches(batch_size=ROWS):
-                yield (
-                    {
-                        str(each): _cells(column)
-                        for each, column in zip(batch.schema.names, batch.columns, strict=True)
-                    },
-                    batch.num_rows,
-                )
-    except (pa.ArrowException, OSError) as error:
-        raise InvalidInput(
-            "Parquet file cannot be read", got=str(error)[:300], where=name, do="Write it again."
-        ) from error
+def _batches(
+    path: Path, name: str, *, of_ours: bool = False
+) -> Iterator[tuple[dict[str, list[_Cell]], int]]:
+    """Yield the file's rows in order, a few at a time: their cells by column, and how many they
+    are; ``of_ours``: only columns that can hold something, if any can."""
+    with path.open("rb") as raw:
+        size = raw.seek(0, os.SEEK_END)
+        raw.seek(max(0, size - 8))
+        footer = int.from_bytes(raw.read(4), "little")
+    if footer > min(MAX_FOOTER_BYTES, size):
+        raise _unreadable(name, f"a footer of {footer} bytes in a file of {size}")
+    made, most = 0, EXPANSION_SLACK_BYTES + MAX_EXPANSION * size
+    # buffered: or a row group's whole column would be in memory
+    with closing(pq.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES)) as file:
+        columns = [
+            str(each.name) for each in file.schema_arrow if not of_ours or _is_ours(each.type)
+        ]
+        for group in range(file.num_row_groups):
+            for cells, rows, nbytes in _of_group(file, group, columns or None):
+                made += max(nbytes, ROW_BYTES * rows)
+                if made > most:
+                    raise _unreadable(name, f"it grows to more than {MAX_EXPANSION} times its size")
+                yield cells, rows
 
 
-def _sample(cells: dict[str, _Cell], where: str, fields: Any) -> Sample | Unusable:
-    key = _name(cells.pop(fields.key, None)) or where
+def _of_group(
+    file: Any, group: int, columns: list[str] | None
+) -> Iterator[tuple[dict[str, list[_Cell]], int, int]]:
+    """Yield the rows of a row group and their bytes; one by one where several together take too
+    much memory. Raises MemoryError where a page or a row does."""
+    about = file.metadata.row_group(group)
+    row_bytes = about.total_byte_size // max(1, about.num_rows)
+    at_once, done = max(1, min(ROWS, BATCH_BYTES // max(1, row_bytes))), 0
+    while True:
+        seen = 0
+        try:
+            for batch in file.iter_batches(at_once, [group], columns, use_threads=False):
+                seen += batch.num_rows
+                if seen <= done:
+                    continue
+                names = map(str, batch.schema.names)
+                cells = dict(zip(names, map(_cells, batch.columns), strict=True))
+                yield cells, batch.num_rows, batch.nbytes
+                done = seen
+        except MemoryError:
+            if at_once == 1:
+                raise
+            at_once = 1
+        else:
+            return
+
+
+def _unreadable(name: str, got: str) -> InvalidInput:
+    return InvalidInput("Parquet file cannot be read", got=got, where=name, do="Write it again.")
+
+
+def _sample(
+    cells: dict[str, _Cell], where: str, text_field: str, key_field: str
+) -> Sample | Unusable:
+    key = _name(cells.pop(key_field, None)) or where
+    for name, cell in cells.items():
+        if isinstance(cell, Unusable):
+            return Unusable(key, f"{name[:100]!r}: {cell.reason}")
     text: bytes | None = None
     tokens: Array | None = None
-    content = cells.pop(fields.text, None)
-    if isinstance(content, str | bytes):
-        text = content.encode() if isinstance(content, str) else content
-    elif content is not None and content.ndim == 1 and content.dtype.kind in "iu":
+    content = cells.pop(text_field, None)
+    if isinstance(content, bytes):
+        text = content
+    elif isinstance(content, np.ndarray) and content.ndim == 1 and content.dtype.kind in "iu":
         tokens = content
     elif content is not None:
-        return Unusable(key, f"its {fields.text!r} is neither text nor a list of tokens")
+        return Unusable(key, f"its {text_field!r} is neither text nor a list of tokens")
     features = {each: cell for each, cell in cells.items() if isinstance(cell, np.ndarray)}
     return checked(Sample(key, text, tokens, features))
 
@@ -85,57 +191,76 @@ def _name(cell: _Cell) -> str | None:
     if isinstance(cell, np.ndarray):
         return str(cell) if cell.ndim == 0 and cell.dtype.kind in "iu" else None
     if isinstance(cell, bytes):
-        return cell.decode("utf-8", errors="backslashreplace")
-    return cell or None
+        return cell.decode("utf-8", errors="backslashreplace") or None
+    return None
 
 
 def _cells(column: Any) -> list[_Cell]:
     """Return one value a row: an array, text, or None for what is null or neither."""
     kind = column.type
+    if not _is_ours(kind):
+        return [None] * len(column)
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return list(column.to_pylist())
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        # as bytes: Parquet does not check that they are UTF-8, ``checked`` does
+        binary = pa.large_binary() if pa.types.is_large_string(kind) else pa.binary()
+        return list(column.cast(binary).to_pylist())
+    if _is_binary(kind):
         return list(column.to_pylist())
     if _is_number(kind):
-        return [None if each is None else _number(each, kind) for each in column.to_pylist()]
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or _is_fixed(kind)):
-        return [None] * len(column)
+        dtype = kind.to_pandas_dtype()
+        return [
+            None if each is None else clean_array(np.array(each, dtype=dtype))
+            for each in column.to_pylist()
+        ]
     fast = _lists(column)
-    return fast if fast is not None else [_nested(each, kind) for each in column.to_pylist()]
+    return fast if fast is not None else [_nested(each, _leaf(kind)) for each in column]
 
 
 def _lists(column: Any) -> list[_Cell] | None:
     """Return lists of plain numbers as views; None where there are nulls or deeper lists."""
-    inner = column.type.value_type
-    if column.null_count or not _is_number(inner):
+    if column.null_count or not _is_number(column.type.value_type):
         return None
     if _is_fixed(column.type):
         flat = column.flatten()
         if flat.null_count:
             return None
-        shaped = flat.to_numpy(zero_copy_only=False).reshape(-1, column.type.list_size)
-        return [clean_array(each) for each in shaped]
+        shape = (len(column), column.type.list_size)
+        return [_array(each) for each in flat.to_numpy(zero_copy_only=False).reshape(shape)]
     if column.values.null_count:
         return None
     values = column.values.to_numpy(zero_copy_only=False)
     ends = column.offsets.to_numpy()
-    return [clean_array(values[a:b]) for a, b in pairwise(ends)]
+    return [_array(values[a:b]) for a, b in pairwise(ends)]
 
 
-def _nested(value: Any, kind: Any) -> Array | None:
-    leaf = kind
-    while not _is_number(leaf):
-        leaf = getattr(leaf, "value_type", None)
-        if leaf is None:
-            return None
+def _array(value: Array) -> Array | Unusable:
     try:
-        return clean_array(np.array(value, dtype=leaf.to_pandas_dtype()))
+        return clean_array(value)
+    except ValueError as error:
+        return Unusable("", str(error))
+
+
+def _nested(scalar: Any, leaf: Any) -> Array | None:
+    try:
+        return clean_array(np.array(scalar.as_py(), dtype=leaf.to_pandas_dtype()))
     except (ValueError, TypeError):  # null, or rows of differing lengths
         return None
 
 
-def _number(value: Any, kind: Any) -> Array:
-    return clean_array(np.array(value, dtype=kind.to_pandas_dtype()))
+def _is_ours(kind: Any) -> bool:
+    """Return whether a column of this type can hold something of a sample."""
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return bool(text or _is_binary(kind) or _is_number(_leaf(kind)))
+
+
+def _leaf(kind: Any) -> Any:
+    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or _is_fixed(kind):
+        kind = kind.value_type
+    return kind
+
+
+def _is_binary(kind: Any) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def _is_number(kind: Any) -> bool:
@@ -150,3 +275,7 @@ def _is_fixed(kind: Any) -> bool:
 
 def _bad(what: str, path: Path, got: object, wanted: object, do: str | None = None) -> InvalidInput:
     return InvalidInput(f"feature file {what}", got=got, wanted=wanted, where=path, do=do)
+
+
+if __name__ == "__main__":
+    main()

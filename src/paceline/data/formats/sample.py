@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +17,18 @@ MAX_DOCUMENT_BYTES = 8 * 1024 * 1024  # of one text
 TOO_LARGE = f"too large: a text has at most {MAX_DOCUMENT_BYTES >> 20} MiB, cut it up (JSONL)"
 MAX_SAMPLE_BYTES = 64 * 1024 * 1024  # of one sample with all its arrays
 MAX_AXES = 8
+MAX_KEY_BYTES = 4096
+MAX_COLUMNS = 1000  # as many as a snapshot's record lists
+MAX_COLUMN_NAME = 128
+MAX_JSON_BYTES = 3 * MAX_DOCUMENT_BYTES  # the longest text with each character escaped
+MAX_JSON_MEMORY = 128 * 1024 * 1024  # of the values that JSON spells
+# Bytes that the parser allocates at most for each of these, measured with CPython 3.11.
+_JSON_COSTS = {b",": 40, b"[": 64, b"{": 64, b":": 200}
+_FOUR_BYTES = re.compile(rb"[\xf0-\xff]")  # a character beyond U+FFFF begins
+# What a compressed file may grow to: a slack, and so many times the bytes read of it. Deflate
+# reaches 1,032, text 3 to 10; a file beyond it is refused, or a few MB keep a build busy for hours.
+EXPANSION_SLACK_BYTES = 256 * 1024 * 1024
+MAX_EXPANSION = 256
 
 
 @dataclass(frozen=True)
@@ -47,21 +61,49 @@ class Unusable:
 
 
 def checked(sample: Sample) -> Sample | Unusable:
-    """Return ``sample``, or why nobody could learn from it."""
-    reason = None
-    try:
-        sample.key.encode("utf-8")
-    except UnicodeEncodeError:
-        return Unusable(sample.key.encode(errors="backslashreplace").decode(), "name is not UTF-8")
-    if sample.text is not None:
+    """Return ``sample``, or why it is none; what a snapshot cannot hold is refused here, a sample
+    at a time, and not when the snapshot is written."""
+    reason = _key_fault(sample.key) or _columns_fault(sample.features)
+    if reason is not None:
+        pass
+    elif sample.text is not None:
         reason = why_no_text(sample.text)
     elif sample.tokens is not None and not len(sample.tokens):
         reason = "empty"
     elif sample.tokens is None and not sample.features:
         reason = "neither text nor numbers"
-    if sample.payload_bytes > MAX_SAMPLE_BYTES:
+    if reason is None and sample.payload_bytes > MAX_SAMPLE_BYTES:
         reason = "too large"
     return sample if reason is None else Unusable(sample.key, reason)
+
+
+def _key_fault(key: str) -> str | None:
+    try:
+        size = len(key.encode("utf-8"))
+    except UnicodeEncodeError:
+        return "name is not UTF-8"
+    if not size:
+        return "its name is empty"
+    return None if size <= MAX_KEY_BYTES else f"its name has {size} bytes, of {MAX_KEY_BYTES}"
+
+
+def _columns_fault(features: Mapping[str, Array]) -> str | None:
+    if len(features) > MAX_COLUMNS:
+        return f"{len(features)} features, at most {MAX_COLUMNS} wanted"
+    for name in features:
+        # A shard keeps "NAME.ends" beside each column.
+        taken = name.endswith(".ends") and name.removesuffix(".ends") in features
+        if not 1 <= len(name) <= MAX_COLUMN_NAME or not _is_utf8(name) or taken:
+            return f"a feature is called {name[:MAX_COLUMN_NAME]!r}"
+    return None
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def why_no_text(text: bytes) -> str | None:
@@ -79,16 +121,44 @@ def why_no_text(text: bytes) -> str | None:
     return None
 
 
+def require_numbers(dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    """Raise ValueError where arrays of this type and shape are none of ours (objects, strings,
+    complex numbers, too many axes, an axis longer than any sample)."""
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise ValueError(f"dtype {str(dtype)[:40]} holds no numbers of ours")
+    if len(shape) > MAX_AXES:
+        raise ValueError(f"{len(shape)} axes")
+    if any(not 0 <= each <= MAX_SAMPLE_BYTES for each in shape):
+        raise ValueError(f"shape {str(shape)[:60]}")
+
+
 def clean_array(value: Any) -> Array:
     """Return ``value`` as a contiguous little-endian array of numbers; raises ValueError where it
-    is none (objects, strings, complex numbers, too many axes)."""
+    is none (see ``require_numbers``)."""
     array = np.asarray(value)
-    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
-        raise ValueError(f"dtype {array.dtype} holds no numbers of ours")
-    if array.ndim > MAX_AXES:
-        raise ValueError(f"{array.ndim} axes")
+    require_numbers(array.dtype, array.shape)
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return little if little.ndim == 0 else np.ascontiguousarray(little)
+
+
+def parsed_json(raw: bytes) -> Any:
+    """Return the value that ``raw`` spells; raises ValueError for what is no JSON, is too long, or
+    has so many values that they would take over ``MAX_JSON_MEMORY``."""
+    if len(raw) > MAX_JSON_BYTES:
+        raise ValueError(
+            f"too large: JSON has at most {MAX_JSON_BYTES >> 20} MiB a sample, numbers fit into "
+            "Parquet or npy"
+        )
+    if len(raw) * max(_JSON_COSTS.values()) > MAX_JSON_MEMORY:
+        memory = sum(raw.count(each) * cost for each, cost in _JSON_COSTS.items())
+        if _FOUR_BYTES.search(raw):  # then a string takes 4 bytes a character, twice
+            memory += 8 * len(raw)
+        if memory > MAX_JSON_MEMORY:
+            raise ValueError("too large: its values take too much memory, cut it up")
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("not JSON") from error
 
 
 def json_array(value: object) -> Array | None:
@@ -99,9 +169,29 @@ def json_array(value: object) -> Array | None:
     """
     if isinstance(value, bool):
         return np.array(value)
-    if not isinstance(value, int | float | list):
+    if not isinstance(value, int | float | list) or not _is_numeric(value):
         return None
     array = np.asarray(value)  # ragged: ValueError
     if array.dtype.kind == "b":
         return array
-    return clean_array(array.astype(np.float32)) if array.dtype.kind in "iuf" else None
+    if array.dtype.kind not in "iuf":
+        return None
+    with np.errstate(over="ignore"):  # infinite then; validation reports it
+        return clean_array(array.astype(np.float32))
+
+
+def _is_numeric(value: object) -> bool:
+    """Return whether nested lists hold numbers alone: of strings, numpy would make an array as wide
+    as the longest one."""
+    pending = [value]
+    while pending:
+        each = pending.pop()
+        if not isinstance(each, list):
+            continue
+        kinds = set(map(type, each))
+        if list in kinds:
+            pending += each
+            kinds.discard(list)
+        if not kinds <= {int, float, bool}:
+            return False
+    return True

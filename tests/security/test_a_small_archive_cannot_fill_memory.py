@@ -1,0 +1,225 @@
+"""A few bytes of an archive that stand for gigabytes end as a named error or a sample left out, and
+the reader's memory stays below 256 MB."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import subprocess
+import sys
+import tarfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.security.archives import block, header, npy, numbers, tar_of
+
+MEMORY_MB = 256
+READER_MB = 1024 + 256  # of the process that decodes Parquet, with its libraries
+MB = 1024 * 1024
+PLAIN = [header("a.txt", 3), block(b"one")]
+END = b"\0" * 1024
+
+READ = """
+import json, resource, sys
+from pathlib import Path
+from paceline.data.formats import Fields, Unusable, open_reader
+from paceline.errors import InvalidInput
+
+samples, left_out, error = [], [], None
+try:
+    with open_reader(sys.argv[1]) as read:
+        for each in read(Path(sys.argv[2]), "all", Fields()):
+            if isinstance(each, Unusable):
+                left_out = [*left_out, each.reason][-50:]
+            else:
+                samples = [*samples, each.key][-50:]
+except InvalidInput as refused:
+    error = str(refused)
+# RUSAGE_SELF would count what the process that started this one had
+used = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+reader = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+print(json.dumps([samples, left_out, error, used // 1024, reader // 1024]))
+"""
+
+
+def read(path: Path, format_: str = "tar") -> tuple[list[str], list[str], str | None]:
+    """What a process of its own finds in the file; its memory is checked."""
+    ended = subprocess.run(
+        [sys.executable, "-c", READ, format_, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    samples, left_out, error, used_mb, reader_mb = json.loads(ended.stdout)
+    assert used_mb < MEMORY_MB, f"{used_mb} MB for {path.stat().st_size} bytes"
+    assert reader_mb < READER_MB
+    return samples, left_out, error
+
+
+def packed(path: Path, *parts: bytes | int) -> Path:
+    """A gzip file of these parts; a number is so many MB of zeros."""
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for part in parts:
+            if isinstance(part, bytes):
+                file.write(part)
+            for _ in range(part if isinstance(part, int) else 0):
+                file.write(b"\0" * MB)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE]
+)
+def test_a_long_header_is_passed_over_and_its_member_left_out(tmp_path: Path, kind: bytes) -> None:
+    parts = [header("@LongLink", 400 * MB, kind), 400, header("b.txt", 1), block(b"b")]
+    path = packed(tmp_path / "all.tar.gz", *parts, *PLAIN, END)
+    assert path.stat().st_size < 2 * MB
+    samples, left_out, error = read(path)
+    assert (samples, error) == (["a"], None)
+    assert left_out == [f"a header of {400 * MB} bytes, at most {MB} wanted"]
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE])
+def test_a_long_header_that_no_sample_needs_is_passed_over(tmp_path: Path, kind: bytes) -> None:
+    path = packed(tmp_path / "all.tar.gz", header("g", 400 * MB, kind), 400, *PLAIN, END)
+    assert read(path) == (["a"], [], None)
+
+
+def test_a_map_of_a_sparse_file_and_its_holes_take_no_memory(tmp_path: Path) -> None:
+    hole = bytearray(header("s.npy", 0, tarfile.GNUTYPE_SPARSE))
+    hole[482] = 1  # its map goes on
+    hole[483:495] = b"\x80" + (2**40).to_bytes(11)  # what it would be on a disk
+    hole[148:156] = b" " * 8
+    hole[148:156] = b"%06o\0 " % sum(hole)
+    entry = (b"00000001000\0" * 42).ljust(512, b"\0")
+    more, last = bytearray(entry), bytearray(entry)
+    more[504], last[504] = 1, 0
+    path = packed(
+        tmp_path / "all.tar.gz", bytes(hole), bytes(more) * 200_000, bytes(last), *PLAIN, END
+    )
+    samples, left_out, error = read(path)
+    assert (samples, error) == (["a"], None)
+    assert "sparse" in left_out[0]
+
+
+def test_headers_of_headers_do_not_recurse(tmp_path: Path) -> None:
+    one = header("@LongLink", 3, tarfile.GNUTYPE_LONGNAME) + block(b"n\0\0")
+    path = packed(tmp_path / "all.tar.gz", one * 20_000, *PLAIN, END)
+    assert read(path) == ([], ["a member without extension"], None)
+
+
+def test_pax_records_are_read_in_linear_time(tmp_path: Path) -> None:
+    digits = header("p", MB, tarfile.XHDTYPE) + b"1" * MB
+    path = packed(tmp_path / "all.tar.gz", *[digits, *PLAIN] * 100, END)
+    _, left_out, error = read(path)  # quadratic: minutes for each
+    assert error is None
+    assert left_out[0] == "PAX records: no length"
+
+
+MEMBERS = {
+    "lists.json": lambda: b"[" + b"[]," * (21 * MB) + b"[]]",
+    "objects.json": lambda: b"[" + b'{"a":0},' * (2 * MB) + b"0]",
+    "names.json": lambda: b'{"' + b'x":"' * (5 * MB) + b'"}',
+    "wide.json": lambda: b'"' + "\U0001f600".encode() + b"x" * (23 * MB) + b'"',
+    "rows.npy": lambda: npy(numbers(shape=f"({16 * MB - 64},)"), b"\0" * (64 * MB - 256)),
+    "columns.npy": lambda: npy(
+        numbers(shape=f"(4, {4 * MB - 64})", order="True"), b"\0" * (64 * MB - 999)
+    ),
+    "full.bin": lambda: b"\0" * (64 * MB),
+    "over.bin": lambda: b"\0" * (65 * MB),
+}
+
+
+@pytest.mark.parametrize("name", list(MEMBERS))
+def test_a_member_that_compresses_well_takes_no_more_than_its_sample(
+    tmp_path: Path, name: str
+) -> None:
+    body = MEMBERS[name]()
+    path = packed(tmp_path / "all.tar.gz", header(name, len(body)), block(body), *PLAIN, END)
+    assert path.stat().st_size < MB
+    samples, left_out, error = read(path)
+    assert error is None
+    assert samples[-1] == "a"
+    assert len(samples) + len(left_out) == 2
+
+
+@pytest.mark.parametrize("how", ["gzip", "bzip2", "xz"])
+def test_an_archive_that_grows_without_end_is_refused_by_name(tmp_path: Path, how: str) -> None:
+    path, zeros = tmp_path / "all.tar", b"\0" * MB
+    compress = {
+        "gzip": lambda raw: gzip.compress(raw, 9),
+        "bzip2": bz2.compress,
+        "xz": lambda raw: lzma.compress(raw, preset=1),
+    }[how]
+    # streams one after another: of zeros, the same stream again and again
+    head, step = compress(header("a.bin", 2**33)), compress(zeros * 16)
+    path.write_bytes(head + step * 32)
+    assert path.stat().st_size < 600_000
+    samples, left_out, error = read(path)
+    assert (samples, left_out) == ([], [])
+    assert error is not None
+    assert "grows to more than 256 times its size" in error
+
+
+def test_xz_that_asks_for_gigabytes_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "all.tar"
+    small = [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 20}]
+    raw = bytearray(
+        lzma.compress(tar_of([("a.txt", b"one")]), filters=small, check=lzma.CHECK_NONE)
+    )
+    block_header = raw.index(b"\x21\x01", 12)  # LZMA2, and one byte that says how large
+    raw[block_header + 2] = 38  # 2 GiB
+    size = (raw[12] + 1) * 4
+    raw[12 + size - 4 : 12 + size] = zlib.crc32(raw[12 : 12 + size - 4]).to_bytes(4, "little")
+    path.write_bytes(raw)
+    samples, _, error = read(path)
+    assert samples == []
+    assert error is not None
+    assert "emory" in error
+
+
+def test_a_dictionary_of_parquet_that_stands_for_gigabytes_is_bounded(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name, text in (
+        ("repeats", "x" * (16 * MB)),
+        ("random", rng.integers(33, 126, 12 * MB, dtype=np.uint8).tobytes().decode()),
+    ):
+        column = pa.DictionaryArray.from_arrays(pa.array([0] * 200, pa.int32()), pa.array([text]))
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(
+            pa.table({"text": column}), path, dictionary_pagesize_limit=1 << 30, store_schema=False
+        )
+        samples, left_out, error = read(path, "parquet")
+        assert samples == []
+        if name == "repeats":
+            assert error is not None
+            assert "grows to more than" in error
+        else:
+            assert error is None
+            assert set(left_out) == {"too large: a text has at most 8 MiB, cut it up (JSONL)"}
+
+
+def test_a_footer_of_parquet_that_claims_gigabytes_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "all.parquet"
+    path.write_bytes(b"PAR1" + b"\0" * 100 + (2**32 - 1).to_bytes(4, "little") + b"PAR1")
+    assert "a footer of 4294967295 bytes" in str(read(path, "parquet")[2])
+
+
+def test_a_line_without_an_end_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "all.jsonl"
+    with path.open("wb") as file:
+        file.truncate(1 << 30)  # a hole
+        file.seek(0, 2)
+        file.write(b'\n{"key": "a", "text": "one"}\n')
+    samples, left_out, error = read(path, "jsonl")
+    assert (samples, error) == (["a"], None)
+    assert left_out[0].startswith("too large")
