@@ -271,7 +271,7 @@ def _content(sample: Sample) -> bytes:
     for name in sorted(arrays):
         array = arrays[name]
         digest.update(f"\0{name}\0{array.dtype.name}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array))
+        digest.update(np.ascontiguousarray(array).data)
     return b"content:" + digest.digest()
 
 

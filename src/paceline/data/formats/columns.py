@@ -108,7 +108,7 @@ class ColumnWriter:
             file.write(len(raw).to_bytes(8, "little"))
             file.write(raw)
             for name in order:
-                file.write(np.ascontiguousarray(arrays[name]))  # no copy of it
+                file.write(np.ascontiguousarray(arrays[name]).data)  # no copy of it
 
     def _put(self, name: str, array: Array) -> None:
         ends = self._ends.setdefault(name, [])

@@ -28,7 +28,7 @@ class Decompressed:
     def __init__(self, path: Path) -> None:
         self._raw = path.open("rb")
         self._made = 0
-        self._file: BinaryIO = self._raw
+        self._file: BinaryIO | gzip.GzipFile = self._raw
         magic = self._raw.peek(10)[:10]
         if magic.startswith(b"\x1f\x8b\x08"):
             self._file = gzip.GzipFile(fileobj=self._raw)
