@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in headers:
             if name.lower() not in ("transfer-encoding", "connection", "content-length"):
                 self.send_header(name, value)
-        length = dict((name.lower(), value) for name, value in headers).get("content-length")
+        length = {name.lower(): value for name, value in headers}.get("content-length")
         self.send_header("Content-Length", length if self.command == "HEAD" else str(len(body)))
         self.end_headers()
         self.wfile.write(body)

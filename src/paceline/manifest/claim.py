@@ -2,8 +2,8 @@
 
 An object beside the model's files, written before the first of them by a conditional write
 (``If-None-Match: *``), so that of several publishers one wins, and deleted once the manifest is
-there. It names content and not a process: the same files may be published by several, or again after a
-crash. Where the server has no conditional writes there is no claim.
+there. It names content and not a process: the same files may be published by several, or again
+after a crash. Where the server has no conditional writes there is no claim.
 """
 
 from __future__ import annotations

@@ -229,7 +229,10 @@ def below_roots(directory: Path, roots: Sequence[str | Path]) -> Path:
     try:
         real = directory.resolve()
     except (OSError, ValueError, RuntimeError) as error:  # no text for a path, a loop of links
-        raise InvalidInput("not a directory's name", got=repr(str(directory))[:200]) from error
+        wanted = "a path that leads to a directory"
+        raise InvalidInput(
+            "not a source URL", got=repr(str(directory))[:200], wanted=wanted
+        ) from error
     if any(real.is_relative_to(Path(root).resolve()) for root in roots):
         return real
     raise AccessDenied(

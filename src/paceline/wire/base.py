@@ -25,6 +25,8 @@ def _be_strict(schema: Any) -> None:
     if isinstance(schema, dict):
         if schema.get("type") in ("int", "float", "bool"):
             schema["strict"] = True
+        if schema.get("type") in ("list", "tuple", "set", "frozenset"):
+            schema["fail_fast"] = True  # 4 MB of bad items were 760,000 errors, and 3.5 GB of them
         schema = schema.values()
     elif not isinstance(schema, list | tuple):
         return
@@ -44,7 +46,7 @@ class Record(BaseModel):
         cls, source: type[BaseModel], handler: GetCoreSchemaHandler, /
     ) -> CoreSchema:
         """Return the schema with its numbers and truths strict (tuples, enumerations and the like
-        still come from JSON's lists and strings)."""
+        still come from JSON's lists and strings), and lists that end at their first bad item."""
         schema = handler(source)
         _be_strict(schema)
         return schema
