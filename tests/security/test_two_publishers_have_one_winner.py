@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -252,6 +254,37 @@ def test_a_model_may_not_hold_the_file_that_a_claim_is_kept_in(
     (model / CLAIM_FILE).write_text("mine")
     with pytest.raises(InvalidManifest, match="Remove it"):
         publish(model, url, store)
+
+
+def test_the_command_discards_a_claim_only_where_it_is_asked_to(
+    tmp_path: Path, s3: RcloneS3
+) -> None:
+    url = f"s3://{BUCKET}/command/1"
+    new = a_model(tmp_path / "new")
+    with conditional_s3(s3) as server:
+        store = server.store()
+        store.ensure_bucket(BUCKET)
+        crashed(a_model(tmp_path / "old"), url, store)
+
+        def command(*more: str) -> subprocess.CompletedProcess[str]:
+            words = ["publish", str(new), url, "--model", "m", "--version", "1", *more]
+            access = {"AWS_ACCESS_KEY_ID": s3.access_key, "AWS_SECRET_ACCESS_KEY": s3.secret_key}
+            access |= {"AWS_ENDPOINT_URL": store.endpoint_url}
+            return subprocess.run(
+                [sys.executable, "-m", "paceline.cli.main", *words],
+                env={**os.environ, **access, "PACELINE_STATE": str(tmp_path / "state")},
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+
+        refused = command()
+        assert refused.returncode != 0 and "--discard-unfinished" in refused.stderr
+        done = command("--discard-unfinished")
+        assert done.returncode == 0, done.stderr
+        assert "no conditional writes" not in done.stderr
+        require_whole(url, store, new, fetch_manifest(url, store))
 
 
 def test_a_disk_writes_once_where_nothing_is(tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ def publish(
         where = str(directory.absolute())
         return run_flow(flow, as_json, directory=where, model_id=model_id, version=version, **here)
     from paceline.cli.publishing import PublishBars
-    from paceline.manifest import discard_unfinished, load_key, publish_model
+    from paceline.manifest import discard_unfinished as discard
+    from paceline.manifest import load_key, publish_model
     from paceline.objects import parse_url
     from paceline.wire.local import Published
 
@@ -98,7 +99,7 @@ def publish(
     say_only_defects()
     began = time.monotonic()
     if discard_unfinished:
-        discard_unfinished(url, store)
+        discard(url, store)
     with ends_in_order(), PublishBars() as bars:
         manifest = publish_model(
             directory,

@@ -23,7 +23,7 @@ from paceline.errors import (
     SourceMissing,
 )
 from paceline.manifest import FileEntry
-from paceline.objects import lies_in
+from paceline.objects import MAX_URL, lies_in
 from paceline.profile import Runtime
 
 if TYPE_CHECKING:
@@ -249,6 +249,9 @@ def allowed_source(url: str, runtime: Runtime) -> str:
 
     Raises InvalidInput for what is no source's URL, AccessDenied for one that is not allowed.
     """
+    if len(url) > MAX_URL:  # each component of a path is looked up: quadratic time without a limit
+        got, wanted = f"{len(url)} characters", f"at most {MAX_URL}"
+        raise InvalidInput("source URL is too long", got=got, wanted=wanted, where=url[:200])
     security, own = runtime.profile.security, runtime.profile.storage.bucket
     if url.startswith("s3://"):
         if not lies_in(url, places := (own, *security.source_buckets)):
