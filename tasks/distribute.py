@@ -33,6 +33,7 @@ from paceline.relay.disk.inspection import (
     shows_version,
     verify_copy,
 )
+from paceline.relay.sources import allowed_source
 from paceline.wire import digest_of
 from paceline.wire.calls import CreateDeployment, DeploymentView, SwitchPhase
 from paceline.wire.plan import Topology
@@ -52,7 +53,7 @@ def fetch_model_manifest(run: Run, url: str) -> Manifest:
     """Return the manifest published at ``url``; a page shows its sizes."""
     security = run.runtime.profile.security
     trust = TrustPolicy.of(security.trusted_publishers, required=security.require_signature)
-    manifest = fetch_manifest(url, run.store, trust)
+    manifest = fetch_manifest(allowed_source(url, run.runtime), run.store, trust)
     artifacts.table(
         f"manifest {manifest.model_id}",
         [{"file": each.path, "bytes": each.size, "sha256": each.sha256} for each in manifest.files],

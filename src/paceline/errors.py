@@ -104,6 +104,14 @@ def _rebuild(
     return kind(what, got=got, wanted=wanted, where=where, do=do)
 
 
+def shown(value: object, most: int = 1000) -> str:
+    """Return a foreign ``value`` as an error names it: its repr, cut, however deep it is nested."""
+    try:
+        return repr(value)[:most]
+    except RecursionError:
+        return f"a {type(value).__name__} nested too deeply"
+
+
 class TemporaryError(PacelineError):
     """The same call may work later."""
 

@@ -148,7 +148,7 @@ class Follower:
             value = value.removeprefix(b" ")
             if name == b"data":
                 data.append(value)
-            elif name == b"id" and value.isdigit():
+            elif name == b"id" and value.isdigit() and len(value) < 19:
                 number = int(value)
             elif line.strip() == b"" and data:
                 item = _parsed(b"\n".join(data))

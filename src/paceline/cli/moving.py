@@ -43,7 +43,9 @@ directory_type = click.Path(path_type=Path)
 @click.option("--link", **LINK, help="The workers' link, e.g. 10Gbps.")
 @click.option("--allow-older", is_flag=True, help="Publish although a newer version is there.")
 @click.option(
-    "--discard-unfinished", is_flag=True, help="Drop what earlier attempts uploaded in part."
+    "--discard-unfinished",
+    is_flag=True,
+    help="Drop what earlier attempts left: parts of files, their claim to the version.",
 )
 @profile_options
 @run_id_option
@@ -85,6 +87,7 @@ def publish(
         where = str(directory.absolute())
         return run_flow(flow, as_json, directory=where, model_id=model_id, version=version, **here)
     from paceline.cli.publishing import PublishBars
+    from paceline.manifest import discard_unfinished as discard
     from paceline.manifest import load_key, publish_model
     from paceline.objects import parse_url
     from paceline.wire.local import Published
@@ -96,7 +99,7 @@ def publish(
     say_only_defects()
     began = time.monotonic()
     if discard_unfinished:
-        store.abort_uploads(url)
+        discard(url, store)
     with ends_in_order(), PublishBars() as bars:
         manifest = publish_model(
             directory,
@@ -110,6 +113,12 @@ def publish(
             key=key,
             allow_older=allow_older,
             tell=bars,
+        )
+    if store.has_conditional_writes is False:
+        click.echo(
+            f"! {store.endpoint_url} has no conditional writes (If-None-Match): another publish of "
+            "other files as this version, at the same time, would not have been refused in time",
+            err=True,
         )
     done = Published(
         model_id=model_id,

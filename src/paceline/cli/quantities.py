@@ -18,7 +18,10 @@ from paceline.wire.base import COUNT_MAX
 
 T = TypeVar("T")
 
-_NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*")
+# Possessive: each character is looked at once (plain, 128 KB of digits would take minutes).
+_NUMBER = re.compile(
+    r"\s*+((?:[0-9]++(?:\.[0-9]++)?|\.[0-9]++)(?:[eE][+-]?[0-9]++)?)\s*+([A-Za-z/]*+)\s*+"
+)
 MOST_MBIT = 1e12  # as a number; what is too fast to plan with is refused there
 _PREFIX = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50}

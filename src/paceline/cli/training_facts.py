@@ -125,7 +125,7 @@ def held_out(figures: dict[str, float] | dict[str, object]) -> str:
 def _saved_step(directory: Path) -> int:
     """Return the newest step that a job's directory has a generation of; 0: none."""
     names = [each.name.split("-") for each in directory.glob("step-*")]
-    return max((int(each[1]) for each in names if each[1].isdigit()), default=0)
+    return max((int(each[1]) for each in names if each[1].isdecimal()), default=0)
 
 
 def _cores() -> int:

@@ -212,7 +212,7 @@ def trusting(ca: str | Path | bytes) -> ssl.SSLContext:
 
 def _epoch_of(answer: Answered) -> int | None:
     said = answer.headers.get(EPOCH_HEADER, "")
-    return int(said) if said.isdigit() and len(said) < 19 else None
+    return int(said) if said.isdecimal() and len(said) < 19 else None
 
 
 def _outdated(answer: Answered, epoch: int, where: str) -> ServiceUnavailable:

@@ -251,7 +251,7 @@ def _owner(state: Path) -> int | None:
     if not _is_locked(path):
         return None
     text = path.read_text().strip()
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isdecimal() else None
 
 
 def _reap(pid: int) -> None:

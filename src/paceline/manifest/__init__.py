@@ -4,6 +4,7 @@ It knows directories and object URLs. It does not know workers, topologies or so
 """
 
 from paceline.manifest.build import build_manifest
+from paceline.manifest.claim import CLAIM_FILE, discard_unfinished
 from paceline.manifest.model import (
     MANIFEST_FILE,
     Chunk,
@@ -28,6 +29,7 @@ from paceline.manifest.version import ACTIVE, version_key
 
 __all__ = [
     "ACTIVE",
+    "CLAIM_FILE",
     "MANIFEST_FILE",
     "MAX_MANIFEST_BYTES",
     "Chunk",
@@ -39,6 +41,7 @@ __all__ = [
     "TrustPolicy",
     "build_manifest",
     "choose_sizes",
+    "discard_unfinished",
     "fetch_manifest",
     "load_key",
     "new_key",

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -21,15 +24,21 @@ from paceline.manifest.sizes import LEAST_PIECE, MAX_CHUNKS, MAX_PIECE, MAX_PIEC
 
 MAX_MANIFEST_BYTES = 48 * 1024 * 1024  # MAX_PIECES digests of 67 bytes, and room for the rest
 MAX_UNICODE_BYTES = 16 * 1024 * 1024  # one letter beyond ASCII makes all of a str four times wider
+MAX_ESCAPES = 1 << 22  # backslashes; the canonical form has one for each quote in a path
 MAX_TOTAL = 1 << 50  # a petabyte, far below what JSON numbers hold exactly
+LARGE_BYTES = 1024 * 1024  # larger documents are parsed one at a time: each takes up to 256 MB
 _MAX_COMMAS = MAX_PIECES + 4 * MAX_FILES + 4 * MAX_CHUNKS + 16
+_MAX_OBJECTS = 2 * MAX_FILES + MAX_CHUNKS + 3  # arrays too
 _DEEPEST = 4  # {"files": [{"pieces": […
 
+_MAX_KEYS = 4 * MAX_FILES + 4 * MAX_CHUNKS + 16
 _MAX_STRINGS = MAX_PIECES + 6 * MAX_FILES + 5 * MAX_CHUNKS + 32  # values and keys
 # Possessive: the plain form remembers every character in case it has to go back, and took 11 GB
-# for one string of 96 MB.
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-_NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
+# for one string of 96 MB. The closing quote is optional, so that a match at a quote never fails: a
+# string without an end would be scanned again from each quote in it (52 KB took 11 s).
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
+_large = threading.Lock()
+_NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},:"))
 _HEX = re.compile(r"[0-9a-f]*")
 _TOP = {
     "format": str,
@@ -48,7 +57,16 @@ _CHUNK = {"chunk_id": int, "offset": int, "size": int, "checksum": str}
 
 
 def parse_manifest(raw: bytes) -> Manifest:
-    """Return the manifest that ``raw`` spells; raises InvalidManifest naming got, wanted, where."""
+    """Return the manifest that ``raw`` spells; raises InvalidManifest naming got, wanted, where.
+
+    Takes time linear in ``raw``. Large documents are parsed one at a time in a process: it bounds
+    memory, and how long other threads wait for the interpreter (0.2 s; benchmarks/parsers.py).
+    """
+    with _large if len(raw) > LARGE_BYTES else nullcontext():
+        return _parsed(raw)
+
+
+def _parsed(raw: bytes) -> Manifest:
     if len(raw) > MAX_MANIFEST_BYTES:
         _refuse("manifest is too large", f"{len(raw)} bytes", f"at most {MAX_MANIFEST_BYTES}", "")
     if len(raw) > MAX_UNICODE_BYTES and not raw.isascii():
@@ -83,16 +101,19 @@ def parse_manifest(raw: bytes) -> Manifest:
 
 
 def _bound_structure(raw: bytes) -> None:
+    if (escapes := raw.count(b"\\")) > MAX_ESCAPES:
+        _refuse("manifest has too many escapes", escapes, MAX_ESCAPES, "")
     if (quotes := raw.count(b'"')) > 2 * _MAX_STRINGS + raw.count(b'\\"'):
         _refuse("manifest has too many strings", quotes // 2, _MAX_STRINGS, "")
     # Without its strings a document is its structure: a few bytes for each value.
     structure = _STRING.sub(b"", raw).translate(None, _NOT_STRUCTURE)
     if structure.count(b",") > _MAX_COMMAS:
         _refuse("manifest has too many values", structure.count(b","), _MAX_COMMAS, "")
-    opened = structure.count(b"[") + structure.count(b"{")
-    if opened > 2 * MAX_FILES + MAX_CHUNKS + 3:
-        _refuse("manifest has too many objects", opened, 2 * MAX_FILES + MAX_CHUNKS + 3, "")
-    brackets = structure.translate(None, b",")
+    if structure.count(b":") > _MAX_KEYS:
+        _refuse("manifest has too many keys", structure.count(b":"), _MAX_KEYS, "")
+    brackets = structure.translate(None, b",:")
+    if len(brackets) > 2 * _MAX_OBJECTS:
+        _refuse("manifest has too many objects", len(brackets) // 2, _MAX_OBJECTS, "")
     if max(accumulate((1 if each in b"[{" else -1 for each in brackets), initial=0)) > _DEEPEST:
         _refuse("manifest is nested too deeply", "more", f"{_DEEPEST} levels", "")
 
@@ -123,8 +144,7 @@ def _load(raw: bytes) -> Any:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         _refuse("manifest has a duplicate key", repr(twice)[:100], "each key once", "")
     return result
 

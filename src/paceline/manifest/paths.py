@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable
+from itertools import pairwise
 
 from paceline.errors import InvalidManifest
 from paceline.manifest.model import MANIFEST_FILE
@@ -17,23 +18,17 @@ def check_paths(paths: Iterable[str]) -> None:
     """Raise InvalidManifest where a path could leave the model's directory, or where two of them
     are one file (or a file and a directory) after NFC and case folding, as on macOS.
     """
-    files: dict[str, str] = {}  # folded path → the path as given
-    directories: dict[str, str] = {}  # folded parent → one path below it
-    for path in paths:
-        folded = fold(check_path(path))
-        parents = [folded[:at] for at, letter in enumerate(folded) if letter == "/"]
-        other = files.get(folded, directories.get(folded))
-        for parent in parents:
-            other = files.get(parent, other)
-            directories.setdefault(parent, path)
-        if other is not None:
+    # With NUL in the place of "/", below every letter of a path, a file sorts right before what is
+    # below it. Sets of all parents took 0.9 GB for a manifest of 45 MB.
+    folded = sorted((fold(check_path(path)).replace("/", "\0"), path) for path in paths)
+    for (first, other), (second, path) in pairwise(folded):
+        if second == first or second.startswith(f"{first}\0"):
             raise InvalidManifest(
                 "two paths collide after NFC and case folding",
                 got=f"{path!r} and {other!r}",
                 wanted="paths that differ on every file system",
                 do="Rename one of the files.",
             )
-        files[folded] = path
 
 
 def check_path(path: str) -> str:

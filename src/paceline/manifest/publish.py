@@ -2,7 +2,8 @@
 
 A version whose manifest is there is whole; one without is not there yet. Publishing twice does
 nothing twice, publishing again after a crash goes on where it stopped, and a version never changes
-its content. Versions of a model that stand side by side (``…/MODEL/VERSION``) go forwards.
+its content; of two that publish different files as one version, one wins (``claim``). Versions of a
+model that stand side by side (``…/MODEL/VERSION``) go forwards.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from paceline.errors import (
 )
 from paceline.manifest.account import UPLOAD, Account, Tell, nobody
 from paceline.manifest.build import Found, check_name, digest, scan
+from paceline.manifest.claim import CLAIM_FILE, Claim, claim, read_claim
 from paceline.manifest.model import MANIFEST_FILE, Manifest
 from paceline.manifest.parse import MAX_MANIFEST_BYTES, parse_manifest
 from paceline.manifest.signing import ANYONE, TrustPolicy, sign_manifest, verify_signature
@@ -59,8 +61,10 @@ def publish_model(
     """Upload the model in ``directory`` below ``url`` and return its manifest, signed by ``key``.
 
     The same content already there uploads nothing (a lost file is restored); other content at that
-    place raises Conflict and changes nothing. Sizes of 0 follow from model and link, or from what
-    is published there, so that a faster link does not turn the same bytes into another manifest.
+    place raises Conflict and changes nothing, and so does other content that is being published
+    there, where the server has conditional writes. Sizes of 0 follow from model and link, or from
+    what is published or begun there, so that a faster link does not turn the same bytes into
+    another manifest.
     A version older than the newest one beside it raises Conflict, unless ``allow_older``.
     ``tell`` hears how far digesting and then uploading are, from threads of their own. Soon after
     ``stopping`` is set it ends by Cancelled, and nothing appears that was not there before; it is
@@ -71,16 +75,22 @@ def publish_model(
     check_name("version", version)
     root = Path(directory)
     found = scan(root)
-    _refuse_foreign(root)
+    _refuse_foreign(root, found)
     published = _published(url, store)
     if published is None and not allow_older:
         _refuse_older(url, version, store)
-    sizes = _sizes(found, published, link_mbit, piece_bytes, chunk_bytes)
+    begun = published or read_claim(url, store)
+    sizes = _sizes(found, begun, link_mbit, piece_bytes, chunk_bytes)
     manifest = digest(
         root, found, sizes, model_id=model_id, version=version, tell=tell, stopping=stopping
     )
     if published and published.digest != manifest.digest:
         raise _conflict(url, published, manifest)
+    claimed = published is None and claim(url, store, manifest)
+    if claimed and (published := _published(url, store)) is not None:  # and its claim is over
+        store.delete(join_url(url, CLAIM_FILE))
+        if published.digest != manifest.digest:
+            raise _conflict(url, published, manifest)
     if key is not None:
         manifest = sign_manifest(manifest, key)
     elif published:
@@ -92,10 +102,17 @@ def publish_model(
         now = _published(url, store) if published is None else published
         if now is not None and now.digest != manifest.digest:  # somebody else was quicker
             raise _conflict(url, now, manifest)
-        store.put_bytes(join_url(url, MANIFEST_FILE), manifest.to_bytes())
-        now = fetch_manifest(url, store)  # two publishers at once: the last one's manifest stands
+        where, raw = join_url(url, MANIFEST_FILE), manifest.to_bytes()
+        if claimed and now is None:
+            claim(url, store, manifest)  # it still is ours
+            store.put_if_absent(where, raw)
+        else:
+            store.put_bytes(where, raw)
+        now = fetch_manifest(url, store)  # of two that were here at once one manifest stands
         if now.digest != manifest.digest:
             raise _conflict(url, now, manifest)
+    if claimed:
+        store.delete(join_url(url, CLAIM_FILE))
     log.info("published %s/%s digest=%s files=%d", model_id, version, manifest.digest, uploaded)
     return manifest
 
@@ -135,10 +152,17 @@ def write_manifest(directory: Path | str, manifest: Manifest) -> Path:
     return path
 
 
-def _refuse_foreign(root: Path) -> None:
+def _refuse_foreign(root: Path, found: list[Found]) -> None:
     """Raise InvalidManifest where the model has a ``manifest.json`` of its own: in its place will
-    be ours, and the model would arrive without it.
+    be ours, and the model would arrive without it. A claim's place is taken for a while, too.
     """
+    if any(file.path == CLAIM_FILE for file in found):
+        raise InvalidManifest(
+            f"the model has a file {CLAIM_FILE}",
+            wanted="none: a publish that is under way keeps its claim there",
+            where=root / CLAIM_FILE,
+            do="Remove it, or rename it if the model needs it.",
+        )
     try:
         parse_manifest(_read_local(root))
     except SourceMissing:
@@ -162,13 +186,13 @@ def _published(url: str, store: ObjectStore) -> Manifest | None:
 
 def _sizes(
     found: list[Found],
-    published: Manifest | None,
+    begun: Manifest | Claim | None,
     link_mbit: float,
     piece_bytes: int,
     chunk_bytes: int,
 ) -> Sizes:
-    if published and not piece_bytes and not chunk_bytes:
-        return Sizes(published.piece_bytes, published.chunk_bytes)
+    if begun and not piece_bytes and not chunk_bytes:
+        return Sizes(begun.piece_bytes, begun.chunk_bytes)
     total = sum(file.size for file in found)
     return choose_sizes(total, link_mbit, piece_bytes=piece_bytes, chunk_bytes=chunk_bytes)
 

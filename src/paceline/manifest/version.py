@@ -17,6 +17,6 @@ def version_key(version: str) -> tuple[tuple[int, int, str], ...]:
     separate, so ``1.0`` and ``1-0`` are equal.
     """
     return tuple(
-        (1, int(part), "") if part.isdigit() else (0, 0, part.casefold())
+        (1, int(part), "") if part.isdecimal() else (0, 0, part.casefold())
         for part in _PARTS.findall(version)
     )

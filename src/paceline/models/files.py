@@ -7,15 +7,14 @@ The layout is the one Hugging Face tools read: ``config.json``, ``model.safetens
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from paceline.errors import CorruptData, InvalidInput, SourceMissing
+from paceline.errors import CorruptData, InvalidInput, SourceMissing, shown
 from paceline.models.config import ModelConfig
-from paceline.wire.base import digest_of
+from paceline.wire.base import digest_of, parse_json
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -36,7 +35,7 @@ def read_config(directory: Path) -> ModelConfig:
         first = error.errors()[0]
         raise InvalidInput(
             "model config is not acceptable",
-            got=f"{'.'.join(str(part) for part in first['loc'])} = {first['input']!r}",
+            got=f"{'.'.join(str(part) for part in first['loc'])} = {shown(first['input'])}",
             wanted=first["msg"],
             where=path,
         ) from error
@@ -96,12 +95,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise InvalidInput("file is too large", wanted=f"≤ {MAX_JSON_BYTES} bytes", where=path)
-        value = json.loads(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except FileNotFoundError as error:
         raise SourceMissing(
             "model file is missing", got=f"no {path.name}", where=path.parent
         ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise CorruptData("model file is not JSON", got=error, where=path) from error
     if not isinstance(value, dict):
         raise CorruptData("model file is not a JSON object", got=type(value).__name__, where=path)

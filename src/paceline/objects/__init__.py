@@ -7,6 +7,15 @@ It knows buckets, keys and ranges. It does not know what a model, a piece or a c
 
 from paceline.objects.disk import DiskStore, open_store
 from paceline.objects.store import ObjectStore
-from paceline.objects.url import ObjectInfo, join_url, parse_url
+from paceline.objects.url import MAX_URL, ObjectInfo, join_url, lies_in, parse_url
 
-__all__ = ["DiskStore", "ObjectInfo", "ObjectStore", "join_url", "open_store", "parse_url"]
+__all__ = [
+    "MAX_URL",
+    "DiskStore",
+    "ObjectInfo",
+    "ObjectStore",
+    "join_url",
+    "lies_in",
+    "open_store",
+    "parse_url",
+]

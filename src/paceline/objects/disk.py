@@ -53,6 +53,7 @@ class DiskStore(ObjectStore):
         self.endpoint_url = SCHEME
         self.uploaded_files = 0
         self.reused_bytes = 0
+        self.has_conditional_writes = True
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -124,6 +125,14 @@ class DiskStore(ObjectStore):
     def put_bytes(self, url: str, data: bytes) -> ObjectInfo:
         """Write ``data`` as one object and return what is there now."""
         return self._put(url, lambda descriptor: _write(descriptor, memoryview(data)))
+
+    def put_if_absent(self, url: str, data: bytes) -> bool:
+        """Write ``data`` unless a file is there, and return whether it was written."""
+        try:
+            self._put(url, lambda descriptor: _write(descriptor, memoryview(data)), new=True)
+        except FileExistsError:
+            return False
+        return True
 
     def upload_file(
         self,
@@ -257,7 +266,7 @@ class DiskStore(ObjectStore):
                         removed += 1
         return removed
 
-    def _put(self, url: str, fill: Callable[[int], None]) -> ObjectInfo:
+    def _put(self, url: str, fill: Callable[[int], None], *, new: bool = False) -> ObjectInfo:
         path = self.path_of(url)
         part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
         with _translated(url):
@@ -270,7 +279,10 @@ class DiskStore(ObjectStore):
                     info = _info(url, os.fstat(descriptor))
                 finally:
                     os.close(descriptor)
-                part.replace(path)
+                if new:
+                    os.link(part, path)  # never replaces
+                else:
+                    part.replace(path)
             finally:
                 part.unlink(missing_ok=True)
             sync_directory(path.parent)
@@ -295,6 +307,8 @@ def _info(url: str, stat: os.stat_result) -> ObjectInfo:
 def _translated(url: str) -> Iterator[None]:
     try:
         yield
+    except FileExistsError:
+        raise
     except OSError as error:
         got = error.strerror or str(error)
         if error.errno in (errno.ENOENT, errno.ENOTDIR):

@@ -29,7 +29,7 @@ STEP_S = 0.02
 
 Failed = Callable[[ServiceUnavailable, float], None]  # why, and seconds since bytes last came
 
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,13 @@ from paceline.errors import (
     CorruptData,
     InvalidInput,
     PacelineError,
+    PermanentError,
     ServiceUnavailable,
+    SourceChanged,
     SourceMissing,
 )
 from paceline.objects.client import make_client
+from paceline.objects.patience import Patience
 from paceline.objects.ranges import Failed, PinnedObject, stream_range
 from paceline.objects.translate import from_client_error, translated
 from paceline.objects.uploads import Uploader
@@ -33,6 +36,7 @@ from paceline.system.files import sync_directory
 MIB = 1024 * 1024
 PART_BYTES = 16 * MIB
 PARALLEL = 4  # parts of one transfer at once
+_NO_CONDITION = ("NotImplemented", "InvalidArgument", "InvalidRequest", "HTTP 501", "HTTP 400")
 SILENT_ATTEMPTS = 3  # of a server that says nothing before anything moves
 
 
@@ -54,6 +58,7 @@ class ObjectStore:
         self._lock = threading.Lock()
         self._made: Any = None
         self._made_hasty: Any = None
+        self.has_conditional_writes: bool | None = None  # None: not known yet
         self.uploaded_files = 0
         self.reused_bytes = 0  # of uploads that went on with what an earlier attempt left
 
@@ -193,6 +198,40 @@ class ObjectStore:
         with translated(self.endpoint_url, url):
             self._client.put_object(Bucket=bucket, Key=key, Body=data)
         return self._written(url, len(data))
+
+    def put_if_absent(self, url: str, data: bytes) -> bool | None:
+        """Write ``data`` unless an object is there, and return whether it was written; of several
+        writers at once one writes. False may be our own write, whose answer was lost.
+
+        None where the server has no conditional writes (it refuses them, or takes a second one as
+        well): what is there then is not known.
+        """
+        bucket, key = _object(url)
+        patience = Patience()
+
+        def put() -> bool:
+            while True:
+                try:
+                    with translated(self.endpoint_url, url):
+                        self._client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+                except SourceChanged:  # 412
+                    return False
+                except ServiceUnavailable as error:
+                    patience.failed(error)
+                else:
+                    return True
+
+        try:
+            written = self.has_conditional_writes is not False and put()
+            if (
+                self.has_conditional_writes is None
+            ):  # many servers ignore a condition that they do not know
+                self.has_conditional_writes = not (written and put())
+        except PermanentError as error:
+            if not str(error.got).startswith(_NO_CONDITION):
+                raise
+            self.has_conditional_writes = False
+        return written if self.has_conditional_writes else None
 
     def read_range_into(
         self,

@@ -30,7 +30,10 @@ _DENIED = {
 }
 _CHANGED = {"PreconditionFailed", "412", "InvalidRange", "416"}
 _FULL = {"InsufficientStorage", "QuotaExceeded", "507"}
-_BUSY = {"SlowDown", "RequestTimeout", "Throttling", "TooManyRequests", "429", "InternalError"}
+_BUSY = {
+    *("SlowDown", "RequestTimeout", "Throttling", "TooManyRequests", "429", "InternalError"),
+    "ConditionalRequestConflict",  # of two conditional writes at once: the next try decides
+}
 _CORRUPT = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch", "IncompleteBody"}
 
 _CHECK_SERVER = "Check that the S3 server runs and answers there, then try again."
@@ -41,6 +44,7 @@ def translated(endpoint_url: str, url: str) -> Iterator[None]:
     """Raise whatever botocore or the socket raises inside as a PacelineError, chained."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
     from urllib3.exceptions import HTTPError
 
     try:
@@ -58,6 +62,13 @@ def translated(endpoint_url: str, url: str) -> Iterator[None]:
         raise _from_botocore(error, endpoint_url, url) from error
     except (HTTPError, ConnectionError, TimeoutError) as error:
         raise _unavailable(error, endpoint_url, url) from error
+    except (ResponseParserError, ValueError) as error:
+        raise PermanentError(
+            "S3 sent an answer that cannot be read",
+            got=f"{type(error).__name__}: {str(error)[:200]}",
+            where=f"{url} on {endpoint_url}",
+            do="Check that an S3 server answers there.",
+        ) from error
 
 
 def from_client_error(response: dict[str, object], endpoint_url: str, url: str) -> PacelineError:

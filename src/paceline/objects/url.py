@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.errors import InvalidInput
@@ -47,9 +48,17 @@ def parse_url(url: str) -> tuple[str, str]:
         raise bad("key has a relative component", repr(key))
     if "//" in f"/{key}":
         raise bad("key has an empty component", repr(key))
-    if any(ord(letter) < 0x20 or letter == "\x7f" for letter in key):
-        raise bad("key has a control character", repr(key))
+    if any(letter < " " or letter == "\x7f" or "\ud800" <= letter <= "\udfff" for letter in key):
+        raise bad("key has a control character or half of a surrogate pair", repr(key))
     return bucket, key
+
+
+def lies_in(url: str, places: Iterable[str]) -> bool:
+    """Return whether the object or prefix ``url`` is in one of ``places``: buckets, or prefixes as
+    ``bucket/prefix``, which is a directory: ``b/m`` holds ``b/m/1`` and not ``b/m2``.
+    """
+    here = "/".join(parse_url(url)).rstrip("/") + "/"
+    return any(here.startswith(place.rstrip("/") + "/") for place in places)
 
 
 def join_url(prefix_url: str, *parts: str) -> str:

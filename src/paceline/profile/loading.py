@@ -11,8 +11,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from paceline.errors import InvalidProfile
+from paceline.errors import InvalidProfile, shown
 from paceline.profile.settings import Profile
+
+MAX_BYTES = 256 * 1024  # of a file or of one override
+MAX_DOTS = 1000  # of a line: names and addresses have them too
 
 
 def profile_directories() -> list[Path]:
@@ -32,8 +35,9 @@ def load_profile(name_or_path: str, overrides: Mapping[str, str] | None = None) 
     """
     path = _find(name_or_path)
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        with path.open("rb") as file:
+            raw = _toml(file.read(MAX_BYTES + 1).decode())
+    except (OSError, ValueError) as error:
         raise InvalidProfile(
             "profile cannot be read",
             got=error,
@@ -65,10 +69,24 @@ def _find(name_or_path: str) -> Path:
     )
 
 
+def _toml(text: str) -> dict[str, Any]:
+    """Return the document; raises ValueError. ``tomllib`` takes quadratic time over the parts of a
+    dotted key (40 KB of them: 4 s), raises RecursionError for nested brackets, and has no limits.
+    """
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"longer than {MAX_BYTES} bytes")
+    if any(line.count(".") > MAX_DOTS for line in text.splitlines()):
+        raise ValueError(f"a line with more than {MAX_DOTS} dots")
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
 def _set(raw: dict[str, Any], dotted: str, value: str) -> None:
     try:
-        parsed: Any = tomllib.loads(f"v = {value}")["v"]
-    except tomllib.TOMLDecodeError:
+        parsed: Any = _toml(f"v = {value}")["v"]
+    except ValueError:
         parsed = value
     *parents, last = dotted.split(".")
     table = raw
@@ -95,7 +113,7 @@ def _explain(error: ValidationError, path: Path, overrides: Mapping[str, str]) -
         )
     return InvalidProfile(
         "bad value in profile",
-        got=f"{dotted} = {first['input']!r}",
+        got=f"{dotted} = {shown(first['input'])}",
         wanted=_wanted(first["msg"], location),
         where=where,
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from paceline.profile.base import Settings
 from paceline.profile.training import DataSettings, TrainingSettings
@@ -56,12 +56,20 @@ class ObjectSettings(Settings):
     secret_key_env: str = "AWS_SECRET_ACCESS_KEY"  # noqa: S105 (a variable's name)
 
 
+BucketPlace = Annotated[
+    str,
+    StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/]+)*/?$", max_length=1100),
+]
+
+
 class SecuritySettings(Settings):
     """Whom this installation believes, and what it lets in."""
 
     trusted_publishers: tuple[str, ...] = ()  # public keys, as `paceline keys new` prints them
     require_signature: bool = False  # refuse manifests that none of them signed
     source_roots: tuple[str, ...] = ()  # local directories models may come from
+    # Buckets, or prefixes as "bucket/prefix", that models may come from, beside storage.bucket.
+    source_buckets: tuple[BucketPlace, ...] = ()
     # Where `training.code_ref` may come from: a module (its submodules too), an absolute directory
     # (whatever is below), or the beginning of an https:// or file:// URL that ends in "/".
     code_sources: tuple[str, ...] = ("paceline.training.recurrent",)

@@ -140,5 +140,5 @@ def _http_status(error: Exception, text: str) -> int | None:
     marker = "failed with error code "  # how MLflow words a refusal that is not its own JSON
     if marker in text:
         digits = text.split(marker, 1)[1][:3]
-        return int(digits) if digits.isdigit() else None
+        return int(digits) if digits.isdecimal() else None
     return None

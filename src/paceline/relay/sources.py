@@ -15,8 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from paceline.errors import AccessDenied, ServiceUnavailable, SourceChanged, SourceMissing
+from paceline.errors import (
+    AccessDenied,
+    InvalidInput,
+    ServiceUnavailable,
+    SourceChanged,
+    SourceMissing,
+)
 from paceline.manifest import FileEntry
+from paceline.objects import MAX_URL, lies_in
 from paceline.profile import Runtime
 
 if TYPE_CHECKING:
@@ -219,7 +226,13 @@ def below_roots(directory: Path, roots: Sequence[str | Path]) -> Path:
 
     Raises AccessDenied: whoever names a source must not choose what an agent reads.
     """
-    real = directory.resolve()
+    try:
+        real = directory.resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # no text for a path, a loop of links
+        wanted = "a path that leads to a directory"
+        raise InvalidInput(
+            "not a source URL", got=repr(str(directory))[:200], wanted=wanted
+        ) from error
     if any(real.is_relative_to(Path(root).resolve()) for root in roots):
         return real
     raise AccessDenied(
@@ -228,6 +241,32 @@ def below_roots(directory: Path, roots: Sequence[str | Path]) -> Path:
         wanted=f"one below {', '.join(str(root) for root in roots) or '(none allowed)'}, or s3://…",
         do="Add its root to security.source_roots in the profile.",
     )
+
+
+def allowed_source(url: str, runtime: Runtime) -> str:
+    """Return ``url``, of a directory its path with links followed, where a model may come from it:
+    a bucket or a directory that the profile allows. The one rule for callers, flows and agents.
+
+    Raises InvalidInput for what is no source's URL, AccessDenied for one that is not allowed.
+    """
+    if len(url) > MAX_URL:  # each component of a path is looked up: quadratic time without a limit
+        got, wanted = f"{len(url)} characters", f"at most {MAX_URL}"
+        raise InvalidInput("source URL is too long", got=got, wanted=wanted, where=url[:200])
+    security, own = runtime.profile.security, runtime.profile.storage.bucket
+    if url.startswith("s3://"):
+        if not lies_in(url, places := (own, *security.source_buckets)):
+            raise AccessDenied(
+                "this bucket is not a source",
+                got=url[:200],
+                wanted=f"a URL in {', '.join(f's3://{place}' for place in places)}",
+                where="security.source_buckets",
+                do="Add the bucket, or bucket/prefix, to security.source_buckets in the profile.",
+            )
+        return url
+    if "\0" in url or "://" in url or not Path(url).is_absolute():
+        wanted = "s3://bucket/prefix, or an absolute path"
+        raise InvalidInput("not a source URL", got=repr(url)[:200], wanted=wanted)
+    return str(below_roots(Path(url), (runtime.state_dir, *security.source_roots)))
 
 
 class Sources:
@@ -239,12 +278,11 @@ class Sources:
         self._objects: ObjectStore | None = None
 
     def open(self, url: str) -> RangeReader:
-        """Return a reader of ``url``; raises AccessDenied for a directory that is no source."""
-        if url.startswith("s3://"):
-            return S3Reader(url, self.objects())
-        roots: list[str | Path] = [self._runtime.state_dir]
-        roots += self._runtime.profile.security.source_roots
-        return DirectoryReader(Path(url.removeprefix("file://")), roots)
+        """Return a reader of ``url``; raises as ``allowed_source`` does."""
+        source = allowed_source(url.removeprefix("file://"), self._runtime)
+        if source.startswith("s3://"):
+            return S3Reader(source, self.objects())
+        return DirectoryReader(Path(source))
 
     def objects(self) -> ObjectStore:
         """Return the installation's object store."""

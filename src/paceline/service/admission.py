@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 RENEW_AT = 2 / 3  # of its life
 DAY_S = 86_400.0
-SERVERS_OWN = ("control", "services", "storage", "data", "training", "evaluation", "gate", "model")
+SERVERS_OWN = ("control", "services", "data", "training", "evaluation", "gate", "model")
 
 
 class Admission:

@@ -136,7 +136,7 @@ def host_of(header: str) -> str | None:
 
 
 def _is_port(text: str) -> bool:
-    return text.startswith(":") and text[1:].isdigit() and len(text) <= 6
+    return text.startswith(":") and text[1:].isdecimal() and len(text) <= 6
 
 
 def _is_loopback(host: str) -> bool:

@@ -5,32 +5,24 @@ No redirects, no other schemes: a caller names a model, never a host to be calle
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from paceline.errors import InvalidInput
 from paceline.manifest import Manifest, fetch_manifest
-from paceline.manifest.signing import TrustPolicy, verify_signature
+from paceline.manifest.signing import TrustPolicy
 from paceline.profile import Runtime
-from paceline.relay.sources import below_roots
+from paceline.relay.sources import allowed_source
 
 
 def manifest_at(url: str, runtime: Runtime) -> Manifest:
     """Return the manifest at ``url``: an S3 URL, or a directory that may be a source.
 
-    Raises UntrustedManifest where the profile wants a signature that it has not.
+    Raises AccessDenied where neither may be one, UntrustedManifest where the profile wants a
+    signature that it has not.
     """
-    if "\0" in url:
-        raise InvalidInput("not a source URL", got="a NUL in it", wanted="s3://bucket/prefix")
+    source = allowed_source(url, runtime)
     security = runtime.profile.security
     trust = TrustPolicy.of(security.trusted_publishers, required=security.require_signature)
-    if url.startswith("s3://"):
+    objects = None
+    if source.startswith("s3://"):
         from paceline.objects import ObjectStore
 
-        manifest = fetch_manifest(url, ObjectStore.from_runtime(runtime))
-    else:
-        if "://" in url or not Path(url).is_absolute():
-            raise InvalidInput("not a source URL", got=url, wanted="s3://bucket/prefix")
-        directory = below_roots(Path(url), (runtime.state_dir, *security.source_roots))
-        manifest = fetch_manifest(str(directory), None)
-    verify_signature(manifest, trust, where=url)
-    return manifest
+        objects = ObjectStore.from_runtime(runtime)
+    return fetch_manifest(source, objects, trust)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from typing import Annotated, Any
 
 from pydantic import (
@@ -56,11 +57,31 @@ class Record(BaseModel):
     def __get_pydantic_core_schema__(
         cls, source: type[BaseModel], handler: GetCoreSchemaHandler, /
     ) -> CoreSchema:
-        """Return the schema with its numbers and truths strict and its lists quick to fail (tuples,
-        enumerations and the like still come from JSON's lists and strings)."""
+        """Return the schema with its numbers and truths strict (tuples, enumerations and the like
+        still come from JSON's lists and strings), and lists that end at their first bad item."""
         schema = handler(source)
         _be_strict(schema)
         return schema
+
+
+def parse_json(raw: bytes | str) -> Any:
+    """Return the JSON value in ``raw``, which comes from outside.
+
+    Raises ValueError for anything else; nesting too deep, numbers too long and an object with one
+    key twice, which two parsers would read differently, are that too.
+    """
+    try:
+        return json.loads(raw, object_pairs_hook=_each_key_once)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"duplicate key {key[:100]!r}")
+    return found
 
 
 def canonical_json(value: Any) -> bytes:

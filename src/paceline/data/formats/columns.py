@@ -20,6 +20,7 @@ from paceline.data.formats.sample import Array
 from paceline.data.samples import length_of
 from paceline.data.snapshot import Column, Vocabulary
 from paceline.errors import InvalidInput
+from paceline.wire.base import parse_json
 
 LAYOUT = "paceline-samples-1"
 MAX_HEADER_BYTES = 16 * 1024 * 1024
@@ -239,7 +240,7 @@ def _columns_in(buffer: Any) -> dict[str, Array]:
     if not 2 <= size <= min(MAX_HEADER_BYTES, len(view) - 8):
         raise ValueError(f"a header of {size} bytes")
     try:
-        header = json.loads(bytes(view[8 : 8 + size]))
+        header = parse_json(bytes(view[8 : 8 + size]))
         if header.pop("__metadata__", {}).get("layout") != LAYOUT:
             raise ValueError(f"not of the layout {LAYOUT}")
         body = view[8 + size :]

@@ -1,0 +1,117 @@
+"""Sixteen times the bytes cost a parser of foreign bytes about sixteen times the CPU time, not 256.
+
+The inputs are those of ``benchmarks/parsers.py``, each parser in a process of its own, which is
+ended where it hangs. Ratios are compared, no times.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import parsers
+from paceline.cli.quantities import size_bytes
+from paceline.errors import InvalidInput, InvalidManifest, InvalidProfile
+from paceline.manifest import parse_manifest, version_key
+from paceline.manifest.paths import check_paths
+from paceline.models.files import read_config
+from paceline.profile import load_profile
+from paceline.wire.base import parse_json
+
+# Memory that no cache holds any more costs up to five times as much a byte; quadratic is sixteen.
+MOST = 6 * parsers.GROWTH
+HANG_S = 100
+PARSERS = dict.fromkeys(name.partition(":")[0] for name in parsers.CASES if "REST:" not in name)
+
+
+@pytest.mark.parametrize("parser", [*PARSERS, "REST"])
+def test_a_byte_of_a_large_input_costs_as_much_as_of_a_small_one(parser: str) -> None:
+    names = [name for name in parsers.CASES if name.startswith(f"{parser}:")]
+    rows = parsers.in_a_process(names, [], stall=False, timeout_s=HANG_S)
+    for small, large in zip(rows[::2], rows[1::2], strict=True):
+        assert large["cpu_s"] <= MOST * small["cpu_s"], (small, large)
+
+
+def test_the_measure_tells_quadratic_from_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    squares = parsers.Case(bytes, lambda raw: [raw.count(b"x") for _ in range(len(raw) // 100)])
+    monkeypatch.setitem(parsers.CASES, "planted", squares)
+    small, large = parsers.one("planted", [5_000, 5_000 * parsers.GROWTH], stall=False)
+    assert large["cpu_s"] > MOST * small["cpu_s"]
+
+
+def test_a_duplicate_key_among_many_is_named() -> None:
+    keys = b",".join(b'"k%06d":1' % number for number in range(100_000))
+    with pytest.raises(InvalidManifest, match=r"duplicate key.*'k000007'"):
+        parse_manifest(b"{%s,%s}" % (keys, b'"k000007":2'))
+    with pytest.raises(ValueError, match="duplicate key 'k000007'"):
+        parse_json(b"{%s,%s}" % (keys, b'"k000007":2'))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000, '{"a":1,"a":2}', "\xff", "nope", ""])
+def test_json_from_outside_is_a_value_or_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_json(text.encode("latin-1"))
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, "[" * 100_000, '{"a":1,"a":1}'])
+def test_a_config_that_no_two_parsers_read_alike_is_refused(tmp_path, value: str) -> None:
+    (tmp_path / "config.json").write_text(f'{{"hidden_size":{value}}}')
+    with pytest.raises(Exception, match="not JSON") as caught:
+        read_config(tmp_path)
+    assert caught.value.code == "CorruptData"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a=" + "[" * 100_000,
+        "a=" + "9" * 5000,
+        "a." * 2000 + "a=1",
+        "#" * 300_000,
+        "a=\xff",
+        "[" * 9,
+    ],
+)
+def test_a_profile_that_cannot_be_read_is_an_invalid_profile(tmp_path, text: str) -> None:
+    path = tmp_path / "p.toml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(InvalidProfile, match="cannot be read"):
+        load_profile(str(path))
+
+
+@pytest.mark.parametrize("value", ["[" * 100_000, "9" * 5000, "{a." + "a." * 900 + "a=1}"])
+def test_an_override_that_cannot_be_read_is_an_invalid_profile(value: str) -> None:
+    with pytest.raises(InvalidProfile):
+        load_profile("embedded", {"cluster.nodes": value})
+
+
+def test_a_key_nested_deeply_is_an_invalid_profile() -> None:
+    with pytest.raises(InvalidProfile):
+        load_profile("embedded", {"cluster.nodes" + ".a" * 900: "1"})
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [("a", "a/b"), ("a/b", "a"), ("a/b/c", "A/B"), ("a", "a-b", "a/b"), ("a", "A"), ("é", "é")],
+)
+def test_paths_that_collide_are_found_among_others(paths: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidManifest, match="collide"):
+        check_paths([*paths, "z", "a!", "b/a"])
+
+
+def test_paths_that_share_a_beginning_do_not_collide() -> None:
+    check_paths(["a", "a-b", "a.b", "ab", "a!/b", "b/a", "b/a-", "b/aa"])
+
+
+@pytest.mark.parametrize("text", ["12", "1.5GB", " 7 MiB ", ".5k", "1e3", "2E3B"])
+def test_sizes_mean_what_they_meant(text: str) -> None:
+    assert size_bytes(text) > 0
+
+
+@pytest.mark.parametrize("text", ["1.", "1..2", "1e", "-1", "", "1 2", "1!"])
+def test_what_was_no_size_is_none_still(text: str) -> None:
+    with pytest.raises(InvalidInput):
+        size_bytes(text)
+
+
+def test_a_version_of_digits_beyond_ascii_is_compared_as_letters() -> None:
+    assert version_key("²") < version_key("2")
