@@ -66,7 +66,7 @@ chaos: setup ## the long fault runs
 	$(BIN)/python -m pytest -m chaos $(ARGS)
 
 schemas: setup ## write docs/schemas anew from the records
-	$(BIN)/python -m paceline.wire.schemas docs/schemas
+	$(BIN)/python -m paceline.schemas.json_schemas docs/schemas
 
 lock: setup ## write requirements/*.lock anew: today's versions, or the newest with ARGS=--upgrade
 	UV=$(UV) $(BIN)/python requirements/write_locks.py $(ARGS)

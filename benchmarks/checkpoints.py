@@ -35,20 +35,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.config import CheckpointSettings, TrainingSettings
 from paceline.models import config_for, new_model
-from paceline.objects import DiskStore
-from paceline.profile import CheckpointSettings, TrainingSettings
+from paceline.storage import DiskStore
 from paceline.training.checkpoint import (
     Checkpointer,
     Generations,
     TrainState,
     resume_newest_healthy,
 )
-from paceline.training.group import Group, join_group
-from paceline.training.mesh import MeshSpec, open_mesh
+from paceline.training.loop.group import Group, join_group
+from paceline.training.loop.optimizer import new_optimizer
+from paceline.training.loop.workload import Inputs, TransformerWorkload
 from paceline.training.parallel import parallelise
-from paceline.training.recipe import new_optimizer
-from paceline.training.workload import Inputs, TransformerWorkload
+from paceline.training.parallel.mesh import MeshSpec, open_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "checkpoints.json"

@@ -32,22 +32,22 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from paceline.client import CoordinatorClient
+from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.manifest import build_manifest, write_manifest
-from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
-from paceline.wire.calls import (
+from paceline.schemas.calls import (
     CreateDeployment,
     DeploymentBeat,
     EdgeTally,
     Heartbeat,
     RegisterWorker,
 )
-from paceline.wire.records import WorkerStatus
+from paceline.schemas.records import WorkerStatus
 
 PROCESS = """
 import sys
 from pathlib import Path
-from paceline.profile import load_runtime
-from paceline.service.app import serve
+from paceline.config import load_runtime
+from paceline.api.app import serve
 sys.exit(serve(load_runtime(Path(sys.argv[1])), "127.0.0.1", 0, int(sys.argv[2])))
 """
 CHUNK = 64 * 1024

@@ -41,6 +41,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from paceline.config import DataSettings  # noqa: E402
 from paceline.data import (  # noqa: E402
     PlannedStream,
     ShardCache,
@@ -48,8 +49,7 @@ from paceline.data import (  # noqa: E402
     build_snapshot,
     open_stream,
 )
-from paceline.objects import ObjectStore  # noqa: E402
-from paceline.profile import DataSettings  # noqa: E402
+from paceline.storage import ObjectStore  # noqa: E402
 from tests.support.latency import FarAway  # noqa: E402
 from tests.support.rclone import RcloneS3, rclone_s3  # noqa: E402
 
@@ -191,11 +191,11 @@ def wait(at: Site, kind: str, latency_s: float) -> dict[str, Any]:
     """Train a small model from an empty cache, with ``latency_s`` before the server."""
     import torch
 
+    from paceline.config import TrainingSettings
     from paceline.models import config_for, new_model
-    from paceline.profile import TrainingSettings
-    from paceline.training.group import Group
-    from paceline.training.loop import Progress, train_model
-    from paceline.training.recipe import new_optimizer
+    from paceline.training.loop.group import Group
+    from paceline.training.loop.loop import Progress, train_model
+    from paceline.training.loop.optimizer import new_optimizer
 
     torch.set_num_threads(1)
     size = at.size

@@ -1,10 +1,11 @@
 """Model flops utilisation of a model of about 1 B parameters in bf16 with torch.compile on one GPU:
-``paceline.training.loop`` beside a plain loop in nanoGPT's style, interleaved, on the same device.
+``paceline.training.loop.loop`` beside a plain loop in nanoGPT's style, interleaved, on the same
+device.
 
     python benchmarks/mfu.py [--batch 8] [--context 2048] [--steps 10] [--pairs 5]
     python benchmarks/mfu.py --quick [--compile]   # a tiny model on the CPU: does it work?
 
-MFU counts as PaLM's does (``paceline.training.numbers.flops``) against the matmul peak measured in
+MFU counts as PaLM's does (``paceline.training.metrics.device``) against the matmul peak measured in
 the same process. Without a GPU it says that it was not run, and why.
 """
 
@@ -27,16 +28,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from paceline.config import TrainingSettings
 from paceline.data import Batch
 from paceline.models import ModelConfig, config_for, count_parameters, new_model
-from paceline.profile import TrainingSettings
-from paceline.training.group import Group
-from paceline.training.loop import Progress, StepReport, train
-from paceline.training.mesh import Mesh, MeshSpec
-from paceline.training.numbers import Numbers, flops_per_token, matmul_peak
+from paceline.training.loop.group import Group
+from paceline.training.loop.loop import Progress, StepReport, train
+from paceline.training.loop.optimizer import new_optimizer
+from paceline.training.loop.workload import TransformerWorkload
+from paceline.training.metrics import Numbers, flops_per_token, matmul_peak
 from paceline.training.parallel import parallelise
-from paceline.training.recipe import new_optimizer
-from paceline.training.workload import TransformerWorkload
+from paceline.training.parallel.mesh import Mesh, MeshSpec
 
 RESULT = Path(__file__).resolve().parent / "results" / "mfu.json"
 VOCABULARY = 50_304

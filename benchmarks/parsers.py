@@ -364,7 +364,7 @@ case(
 
 def frames(raw: bytes) -> object:
     from paceline.errors import InvalidFrame
-    from paceline.relay.wires.frames import HEADER, decode
+    from paceline.relay.transport.frames import HEADER, decode
 
     bad = 0
     for at in range(0, len(raw) - HEADER.size + 1, HEADER.size):
@@ -376,19 +376,19 @@ def frames(raw: bytes) -> object:
 
 
 def hello(raw: bytes) -> object:
-    from paceline.relay.wires.frames import decode_hello
+    from paceline.relay.transport.frames import decode_hello
 
     return decode_hello(raw)
 
 
 def grpc_request(raw: bytes) -> object:
-    from paceline.relay.wires.chunks import decode_request
+    from paceline.relay.transport.frames import decode_request
 
     return decode_request(raw)
 
 
 def gang_frame(raw: bytes) -> object:
-    from paceline.training.relaxed.frames import HEADER, Kind, receive
+    from paceline.training.strategies.frames import HEADER, Kind, receive
 
     ours, theirs = socket.socketpair()
     start = HEADER.pack(b"PLW1", Kind.PUSH, len(raw), 0)
@@ -414,7 +414,7 @@ case("gang frame", gang_frame, JSON_KINDS, MB)
 
 def body(record: str) -> Callable[[bytes], object]:
     def parse(raw: bytes) -> object:
-        from paceline.wire import calls, records
+        from paceline.schemas import calls, records
 
         return getattr(calls, record, getattr(records, record, None)).model_validate_json(raw)
 
@@ -449,13 +449,13 @@ def token(text: bytes) -> object:
 
 
 def host(text: bytes) -> object:
-    from paceline.service.limits import host_of
+    from paceline.api.limits import host_of
 
     return host_of(text.decode("latin-1"))
 
 
 def source_url(text: bytes) -> object:
-    from paceline.profile import Endpoints, Profile, Runtime, Secrets
+    from paceline.config import Endpoints, Profile, Runtime, Secrets
     from paceline.relay.sources import allowed_source
 
     runtime = Runtime(
@@ -465,13 +465,13 @@ def source_url(text: bytes) -> object:
 
 
 def quantity(text: bytes) -> object:
-    from paceline.cli.quantities import size_bytes
+    from paceline.cli.options import size_bytes
 
     return size_bytes(text.decode("latin-1"))
 
 
 def code_reference(text: bytes) -> object:
-    from paceline.training.code_ref.reference import parse
+    from paceline.training.user_code.reference import parse
 
     return parse(text.decode("latin-1"))
 
@@ -483,7 +483,7 @@ def version(text: bytes) -> object:
 
 
 def profile(path: Path) -> object:
-    from paceline.profile import load_profile
+    from paceline.config import load_profile
 
     return load_profile(str(path))
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from random import Random
 
 from paceline.manifest import build_manifest
-from paceline.relay.onecall import distribute
-from paceline.wire.local import Distribution
+from paceline.relay.standalone import distribute
+from paceline.schemas.command_results import Distribution
 
 BLOCK = 1024 * 1024
 

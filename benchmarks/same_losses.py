@@ -38,11 +38,11 @@ from benchmarks.layouts.layouts import (
     mesh,
 )
 from benchmarks.layouts.ranks import Job, run_jobs
+from paceline.config import TrainingSettings
 from paceline.models import new_model
-from paceline.profile import TrainingSettings
-from paceline.training.mesh import MeshSpec, open_mesh
+from paceline.training.loop.workload import TransformerWorkload
 from paceline.training.parallel import parallelise
-from paceline.training.workload import TransformerWorkload
+from paceline.training.parallel.mesh import MeshSpec, open_mesh
 
 LIMITS = {"float64": (1e-10, 1e-10), "float32": (1e-5, 1e-4)}  # first 10 steps, all
 QUICK = ("dp2", "shard2", "tp2", "pp2", "shard2 x pp2", "local SGD, step 1")

@@ -2,10 +2,10 @@
 
     python benchmarks/scale.py --workers 100 1000 10000 --faults --out benchmarks/results
 
-The production planner, sessions and coordinator under a virtual clock (``paceline.simulate``). With
-``--faults`` each fleet is run again with 5 % of the workers dying (one in five without a word) and
-1 % of all transfers of pieces corrupt. Prints a table, one JSON line, and with ``--out`` writes
-both and a plot of seconds against workers by topology. ``--tiny`` is the version for tests.
+The production planner, sessions and coordinator under a virtual clock (``paceline.simulation``).
+With ``--faults`` each fleet is run again with 5 % of the workers dying (one in five without a
+word) and 1 % of all transfers of pieces corrupt. Prints a table, one JSON line, and with ``--out``
+writes both and a plot of seconds against workers by topology. ``--tiny`` is the version for tests.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.simulate import Scenario, simulate
-from paceline.wire.plan import Topology
+from paceline.schemas.plan import Topology
+from paceline.simulation import Scenario, simulate
 
 FAIL, CORRUPT = 0.05, 0.01
 GOALS = {  # seconds, nothing failing and with faults; of MISSION.md's last table and issue 3

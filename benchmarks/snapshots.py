@@ -28,9 +28,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from paceline.config import DataSettings
 from paceline.data import ShardCache, Snapshot, build_snapshot
-from paceline.objects import DiskStore
-from paceline.profile import DataSettings
+from paceline.storage import DiskStore
 
 MIB = 1024 * 1024
 STUCK_S = 5.0

@@ -31,20 +31,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.config import TrainingSettings
 from paceline.data import Batch
 from paceline.models import config_for, count_parameters
-from paceline.profile import TrainingSettings
-from paceline.training.group import join_group
-from paceline.training.loop import Progress, train
-from paceline.training.mesh import Mesh, MeshSpec, open_mesh
+from paceline.training.loop.group import join_group
+from paceline.training.loop.loop import Progress, train
+from paceline.training.loop.optimizer import new_optimizer
+from paceline.training.loop.workload import TransformerWorkload
 from paceline.training.parallel import parallelise
-from paceline.training.recipe import new_optimizer
-from paceline.training.relaxed import SERVING
-from paceline.training.relaxed.averaging import Averaged, local_sgd
-from paceline.training.relaxed.claims import FileClaims
-from paceline.training.relaxed.ranks import run_asynchronous
-from paceline.training.relaxed.server import listen
-from paceline.training.workload import TransformerWorkload
+from paceline.training.parallel.mesh import Mesh, MeshSpec, open_mesh
+from paceline.training.strategies import SERVING
+from paceline.training.strategies.local_sgd import Averaged, local_sgd
+from paceline.training.strategies.ranks import run_asynchronous
+from paceline.training.strategies.rendezvous import FileClaims
+from paceline.training.strategies.server import listen
 
 RESULTS = Path(__file__).parent / "results"
 REPLICAS = 2

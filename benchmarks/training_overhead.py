@@ -1,4 +1,5 @@
-"""What our loop costs: tokens a second of ``paceline.training.loop`` against other trainers' loops.
+"""What our loop costs: tokens a second of ``paceline.training.loop.loop`` against other trainers'
+loops.
 
 Same model, same batch, one thread a rank, fused AdamW in all. ``plain`` is the shortest PyTorch
 loop: no clipping, no schedule, no stream, no checks. Each trainer runs in processes of its own that

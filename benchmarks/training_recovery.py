@@ -32,7 +32,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from paceline.profile import (
+from paceline.config import (
     CheckpointSettings,
     DataSettings,
     GuardSettings,
@@ -40,8 +40,8 @@ from paceline.profile import (
     Profile,
     TrainingSettings,
 )
+from paceline.schemas.training import RankEvent, TrainJob, TrainResult
 from paceline.training import LocalLauncher, run_job, single
-from paceline.wire.training import RankEvent, TrainJob, TrainResult
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "training_recovery.json"

@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import flow
 
-from paceline.wire.training import TrainResult
+from paceline.schemas.training import TrainResult
 from tasks import distribute, sealed
 from tasks.cancelling import cancellable
 from tasks.evaluate import evaluate, trained_on

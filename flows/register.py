@@ -16,7 +16,7 @@ from pathlib import Path
 
 import flows
 import paceline
-from paceline.profile import load_runtime
+from paceline.config import load_runtime
 
 POOL = "paceline"
 DEADLINE_S = 300.0  # of each command; both together take some 10 s

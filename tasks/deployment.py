@@ -24,10 +24,10 @@ from paceline.errors import (
     TemporaryError,
 )
 from paceline.manifest import Manifest
-from paceline.wire import digest_of
-from paceline.wire.calls import CreateDeployment, DeploymentView
-from paceline.wire.events import Event, EventName
-from paceline.wire.records import Deployment, DeploymentStatus
+from paceline.schemas import digest_of
+from paceline.schemas.calls import CreateDeployment, DeploymentView
+from paceline.schemas.events import Event, EventName
+from paceline.schemas.records import Deployment, DeploymentStatus
 from tasks import artifacts
 from tasks.cancelling import cancelled_flow_run
 from tasks.run import BRIEFLY_S, Run

@@ -15,6 +15,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
+from paceline.cluster import node_names
 from paceline.errors import (
     Conflict,
     CorruptData,
@@ -24,20 +25,14 @@ from paceline.errors import (
     TemporaryError,
     WorkerLost,
 )
-from paceline.fleet import node_names
 from paceline.manifest import Manifest, TrustPolicy, fetch_manifest
 from paceline.plan import PlanWorker, make_plan
-from paceline.relay.disk.inspection import (
-    active_version,
-    missing_room,
-    shows_version,
-    verify_copy,
-)
 from paceline.relay.sources import allowed_source
-from paceline.wire import digest_of
-from paceline.wire.calls import CreateDeployment, DeploymentView, SwitchPhase
-from paceline.wire.plan import Topology
-from paceline.wire.records import WorkerProgress
+from paceline.relay.store.inspection import active_version, missing_room, shows_version, verify_copy
+from paceline.schemas import digest_of
+from paceline.schemas.calls import CreateDeployment, DeploymentView, SwitchPhase
+from paceline.schemas.plan import Topology
+from paceline.schemas.records import WorkerProgress
 from tasks import artifacts, deployment
 from tasks.cancelling import stop_if_cancelled
 from tasks.lineage import log_relay

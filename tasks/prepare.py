@@ -16,15 +16,15 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from pydantic import ValidationError
 
+from paceline.config import DataSettings
 from paceline.data import Snapshot, build_snapshot, load_snapshot
 from paceline.data.source import STDLIB
 from paceline.errors import InvalidInput, TrainingFailed
 from paceline.manifest import fetch_manifest, publish_model
-from paceline.manifest.account import in_units
-from paceline.objects import ObjectStore
-from paceline.profile import DataSettings
+from paceline.manifest.progress import in_units
+from paceline.schemas import digest_of
+from paceline.storage import ObjectStore
 from paceline.training.base import BaseResult, BaseSpec
-from paceline.wire import digest_of
 from tasks.publishing import told
 from tasks.run import Run, StageResult
 

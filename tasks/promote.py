@@ -19,8 +19,8 @@ from paceline.errors import Conflict, CorruptData, GateRefused, NotFound, Source
 from paceline.evaluation import EXCEPTED, decide
 from paceline.manifest import Manifest, build_manifest, fetch_manifest, publish_model
 from paceline.registry.lineage import gate_metrics
-from paceline.wire import digest_of
-from paceline.wire.training import Evaluation, Evidence, GateDecision, TrainResult
+from paceline.schemas import digest_of
+from paceline.schemas.training import Evaluation, Evidence, GateDecision, TrainResult
 from tasks import artifacts, sealed
 from tasks.cancelling import stop_if_cancelled
 from tasks.code_version import code_version

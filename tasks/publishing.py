@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.manifest.account import DIGEST, Moved, Pace
+from paceline.manifest.progress import DIGEST, Moved, Pace
 from tasks import artifacts
 from tasks.cancelling import noticed, stop_if_cancelled
 from tasks.run import Run

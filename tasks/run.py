@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.client import CoordinatorClient
+from paceline.config import Runtime, load_runtime
 from paceline.errors import Conflict, InvalidInput, PacelineError, TemporaryError
-from paceline.objects import ObjectStore
-from paceline.profile import Runtime, load_runtime
-from paceline.wire import digest_of, new_run_id
-from paceline.wire.records import StageRecord
-from paceline.wire.runs import RUN_ID
+from paceline.schemas import digest_of, new_run_id
+from paceline.schemas.base import RUN_ID
+from paceline.schemas.records import StageRecord
+from paceline.storage import ObjectStore
 
 if TYPE_CHECKING:
-    from paceline.fleet import Fleet
+    from paceline.cluster import Fleet
     from paceline.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class Run:
 
     def fleet(self) -> Fleet:
         """Return a connection to the machines; use it in a ``with``."""
-        from paceline.fleet import Fleet
+        from paceline.cluster import Fleet
 
         return Fleet.connect(self.runtime)
 

@@ -17,9 +17,9 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from paceline.config import Runtime
 from paceline.errors import AccessDenied, CorruptData, InvalidInput, NotFound, SourceMissing
-from paceline.profile import Runtime
-from paceline.wire.base import SHA256_HEX, Record, canonical_json, digest_of
+from paceline.schemas.base import SHA256_HEX, Record, canonical_json, digest_of
 from tasks.run import Run
 
 MAX_BYTES = 16 * 1024 * 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.wire.summary import (
+from paceline.schemas.command_results import (
     DataFigures,
     EvaluationFigures,
     ModelFigures,
@@ -14,7 +14,13 @@ from paceline.wire.summary import (
     StageLine,
     TrainingFigures,
 )
-from paceline.wire.training import Evaluated, EvaluationReport, GateDecision, Trained, TrainResult
+from paceline.schemas.training import (
+    Evaluated,
+    EvaluationReport,
+    GateDecision,
+    Trained,
+    TrainResult,
+)
 from tasks import artifacts
 from tasks.lineage import links
 from tasks.run import Run

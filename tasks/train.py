@@ -13,16 +13,16 @@ from prefect.cache_policies import NO_CACHE
 from paceline.errors import InvalidInput
 from paceline.manifest import Manifest
 from paceline.registry import MetricPoint, lineage
+from paceline.schemas.training import RankEvent, TrainJob, TrainResult
 from paceline.training import (
     code_version,
     config_digest,
     data_numbers,
-    environment,
     own_task,
     run_job,
     with_own_id,
 )
-from paceline.wire.training import RankEvent, TrainJob, TrainResult
+from paceline.training import reproducibility as environment
 from tasks import artifacts, cancelling, sealed
 from tasks.figures import Figures
 from tasks.run import Run, StageResult

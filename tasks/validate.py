@@ -8,7 +8,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from paceline.data import load_snapshot, require_valid, validate_snapshot
-from paceline.wire.base import canonical_json
+from paceline.schemas.base import canonical_json
 from tasks import artifacts
 from tasks.run import Run, StageResult
 

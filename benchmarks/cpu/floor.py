@@ -16,8 +16,8 @@ from pathlib import Path
 
 from benchmarks.cpu.stage import BLOCK, Nodes, Order, delivery, hear, say
 from paceline import hashing
-from paceline.relay.wires.identity import issue_identity, make_authority
-from paceline.relay.wires.tls import TlsSettings
+from paceline.relay.transport.identity import issue_identity, make_authority
+from paceline.relay.transport.tls import TlsSettings
 
 PIECE = 1024 * 1024
 

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from paceline.config import MeshSettings, TrainingSettings
 from paceline.data import Batch
 from paceline.models import ModelConfig
-from paceline.profile import MeshSettings, TrainingSettings
-from paceline.training.mesh import MeshSpec, open_mesh
+from paceline.training.loop.workload import Inputs, TransformerWorkload
 from paceline.training.parallel import Parallel, parallelise
-from paceline.training.relaxed.averaging import Averaged, local_sgd
-from paceline.training.workload import Inputs, TransformerWorkload
+from paceline.training.parallel.mesh import MeshSpec, open_mesh
+from paceline.training.strategies.local_sgd import Averaged, local_sgd
 
 CONFIG = ModelConfig(
     hidden_size=32,

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from benchmarks.leaders.cluster import Cluster
 from benchmarks.leaders.history import Final, History, Invocation, Kind
 from paceline.client import CoordinatorClient
-from paceline.client.access import AccessClient
+from paceline.client.calls import AccessClient
 from paceline.errors import NotFound, PacelineError, TemporaryError
-from paceline.wire import digest_of
-from paceline.wire.calls import CreateDeployment, Heartbeat, RegisterWorker
-from paceline.wire.events import EventName
-from paceline.wire.records import StageRecord, WorkerStatus
+from paceline.schemas import digest_of
+from paceline.schemas.calls import CreateDeployment, Heartbeat, RegisterWorker
+from paceline.schemas.events import EventName
+from paceline.schemas.records import StageRecord, WorkerStatus
 
 PAUSE_S = (0.05, 0.25)
 RETRY_S = (0.02, 0.12)

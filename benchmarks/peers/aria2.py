@@ -17,7 +17,7 @@ from benchmarks.testbed import S3Origin
 from benchmarks.testbed.bed import CORE_ADDRESS
 from benchmarks.testbed.origin import wait_for_listener
 from paceline.errors import MissingTool
-from paceline.objects import parse_url
+from paceline.storage import parse_url
 
 NODE = Path(__file__).with_name("aria2_node.py")
 TRACKER = Path(__file__).with_name("tracker.py")

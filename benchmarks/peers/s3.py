@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.peers.nodes import Nodes
 from benchmarks.race.case import Case, Outcome
 from benchmarks.testbed import S3Origin
-from paceline.objects import parse_url
+from paceline.storage import parse_url
 
 NODE = Path(__file__).with_name("s3_node.py")
 TUNED = {"connections": 4, "part_kib": 8192}

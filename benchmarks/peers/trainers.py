@@ -187,22 +187,22 @@ def ray(load: Load, address: str) -> None:
 
 
 def ours(load: Load, beat: Beat) -> None:
-    """``paceline.training.loop`` with all that it does: clip, judge, count, tell."""
+    """``paceline.training.loop.loop`` with all that it does: clip, judge, count, tell."""
     import hashlib
 
     import numpy as np
 
+    from paceline.config import DataSettings, TrainingSettings
     from paceline.data import PlannedStream, Shard
-    from paceline.data.stream import batching
-    from paceline.profile import DataSettings, TrainingSettings
-    from paceline.training.group import Group, join_group
-    from paceline.training.loop import Progress, train
-    from paceline.training.memory import keep_memory
-    from paceline.training.mesh import Mesh, MeshSpec, open_mesh
-    from paceline.training.numbers import Numbers, flops_per_token, matmul_peak
+    from paceline.data.loading.stream import batching
+    from paceline.training.loop.group import Group, join_group
+    from paceline.training.loop.loop import Progress, train
+    from paceline.training.loop.optimizer import new_optimizer
+    from paceline.training.loop.rank_process import keep_memory
+    from paceline.training.loop.workload import TransformerWorkload
+    from paceline.training.metrics import Numbers, flops_per_token, matmul_peak
     from paceline.training.parallel import parallelise
-    from paceline.training.recipe import new_optimizer
-    from paceline.training.workload import TransformerWorkload
+    from paceline.training.parallel.mesh import Mesh, MeshSpec, open_mesh
 
     keep_memory()  # as every rank does (training.loading)
     text = np.random.default_rng(0).integers(0, 255, 4 * load.context * load.batch, dtype=np.uint8)
@@ -263,7 +263,7 @@ class Resident:
         return np.array([len(self._text)], dtype=np.int32)
 
     def samples(self, _: object) -> object:
-        from paceline.data.samples import TextSamples
+        from paceline.data.loading.samples import TextSamples
 
         return TextSamples(["random"], [self._text])
 

@@ -24,12 +24,12 @@ from benchmarks.testbed import S3Origin
 from benchmarks.testbed.origin import wait_for_listener
 from benchmarks.testbed.watcher import NETNS
 from paceline.client import CoordinatorClient
+from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.errors import DeploymentFailed, NotReady, PacelineError
-from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
-from paceline.relay.wires.identity import issue_identity, make_authority
-from paceline.wire.calls import CreateDeployment
-from paceline.wire.events import EventName
-from paceline.wire.plan import Topology
+from paceline.relay.transport.identity import issue_identity, make_authority
+from paceline.schemas.calls import CreateDeployment
+from paceline.schemas.events import EventName
+from paceline.schemas.plan import Topology
 
 PEER_PORT = 7000
 COORDINATOR_PORT = 8080

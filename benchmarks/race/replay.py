@@ -8,8 +8,8 @@ import statistics
 from typing import Any
 
 from benchmarks.testbed import shaping
-from paceline.simulate import Fault, Scenario, Simulation
-from paceline.wire.plan import Topology
+from paceline.schemas.plan import Topology
+from paceline.simulation import Fault, Scenario, Simulation
 
 
 def replay(run: dict[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.data import Batch
-from paceline.training.code_ref import Task
-from paceline.training.workload import Inputs
+from paceline.training.loop.workload import Inputs
+from paceline.training.user_code import Task
 
 WIDTH_STEP, KERNEL, LAYERS = 16, 8, 2
 
@@ -47,7 +47,7 @@ class ByteConvolution(nn.Module):
 
 
 class NextByte:
-    """What Paceline asks of a task (`paceline.training.workload.Workload`)."""
+    """What Paceline asks of a task (`paceline.training.loop.workload.Workload`)."""
 
     def __init__(self, vocabulary: int, width: int, seed: int) -> None:
         self.vocabulary, self.width, self.seed = vocabulary, width, seed

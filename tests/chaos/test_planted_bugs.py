@@ -17,18 +17,19 @@ import libcst
 import pytest
 from mutmut.mutation.file_mutation import Mutation, create_mutations, deep_replace
 
-from paceline.relay.memory import fleet
-from paceline.relay.session import asking, flights, pulling, session
-from paceline.relay.session.budget import OriginBudget
-from paceline.relay.session.events import SessionAction, SessionEvent, Woke
-from paceline.relay.session.extents import Extent
-from paceline.relay.session.feeds import Feed
-from paceline.relay.session.flights import Flights
-from paceline.relay.session.pulling import Puller
-from paceline.relay.session.repairs import Repairs
-from paceline.relay.session.session import RelaySession
-from paceline.wire.plan import WorkerLanes
+from paceline.relay.protocol import pull_state as flights
+from paceline.relay.protocol import pulling, session
+from paceline.relay.protocol import side_requests as asking
+from paceline.relay.protocol.events import SessionAction, SessionEvent, Woke
+from paceline.relay.protocol.extents import Extent
+from paceline.relay.protocol.pull_state import Flights
+from paceline.relay.protocol.pulling import Puller
+from paceline.relay.protocol.recovery import Repairs
+from paceline.relay.protocol.session import RelaySession
+from paceline.relay.protocol.source_selection import Feed, OriginBudget
+from paceline.schemas.plan import WorkerLanes
 from tests.chaos.world import play
+from tests.support.memory_fleet import fleet
 
 WORLDS = 60
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -214,7 +215,7 @@ def test_a_mutant_of_the_session_is_caught(
     module: str, function: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, mutated = mutate(module, function, before, after)
-    changed = load(f"paceline.relay.session.{module}", mutated)
+    changed = load(f"paceline.relay.protocol.{module}", mutated)
     if module == "asking":
         monkeypatch.setattr(pulling, "Asking", changed.Asking)
     elif module == "flights":

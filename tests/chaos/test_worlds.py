@@ -15,9 +15,9 @@ from random import Random
 import pytest
 
 from paceline.plan import Standing
-from paceline.relay.memory import Faults
-from paceline.wire.plan import Topology
+from paceline.schemas.plan import Topology
 from tests.chaos.world import HERD, PIECES, TOPOLOGIES, World, make_world, play
+from tests.support.memory_fleet import Faults
 
 BATCH = 20
 

@@ -17,11 +17,11 @@ from paceline.errors import OriginBudgetExceeded
 from paceline.manifest import Manifest
 from paceline.plan import PlanWorker, Standing, make_plan
 from paceline.plan.cost import origin_cap_bytes
-from paceline.relay.memory import Faults, MemoryFleet
-from paceline.relay.session.extents import Extents
-from paceline.relay.session.limits import MIB, PieceMap, SessionLimits
-from paceline.wire.plan import Labels, Topology, WorkerLanes
+from paceline.relay.protocol.extents import Extents
+from paceline.relay.protocol.limits import MIB, PieceMap, SessionLimits
+from paceline.schemas.plan import Labels, Topology, WorkerLanes
 from tests.relay.kit import paper_manifest
+from tests.support.memory_fleet import Faults, MemoryFleet
 
 WORKERS = 16
 PIECES = 64

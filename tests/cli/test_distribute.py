@@ -14,7 +14,7 @@ import pytest
 
 from paceline.manifest import build_manifest, verify_directory, write_manifest
 from paceline.plan import origin_cap_bytes
-from paceline.wire.local import Distribution
+from paceline.schemas.command_results import Distribution
 
 PACELINE = [sys.executable, "-m", "paceline.cli.main", "distribute"]
 

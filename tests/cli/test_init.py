@@ -12,8 +12,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from paceline.profile import load_runtime
-from paceline.wire.schemas import schema_text
+from paceline.config import load_runtime
+from paceline.schemas.json_schemas import schema_text
 
 DEADLINE_S = 60.0
 TLS = ("--set", 'security.rest_tls="installation"', "--profile", "ci")

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from paceline.cli.main import cli
 from paceline.errors import InvalidInput
-from paceline.wire.forecast import PlanTable
+from paceline.schemas.command_results import PlanTable
 
 FLEET = ("plan", "--size", "500GB", "--workers", "1000", "--link", "10Gbps")
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.quantities import link_mbit, size_bytes
+from paceline.cli.options import link_mbit, size_bytes
 from paceline.errors import InvalidInput
 from paceline.manifest import TrustPolicy, fetch_manifest
-from paceline.objects import ObjectStore
-from paceline.wire.local import Published
+from paceline.schemas.command_results import Published
+from paceline.storage import ObjectStore
 from tests.support.rclone import RcloneS3
 
 PACELINE = [sys.executable, "-m", "paceline.cli.main"]

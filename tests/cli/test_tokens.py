@@ -9,11 +9,11 @@ import jsonschema
 import pytest
 
 from paceline.client import CoordinatorClient
+from paceline.config import Endpoints, save_runtime
 from paceline.errors import AccessDenied
-from paceline.profile import Endpoints, save_runtime
-from paceline.wire.calls import RegisterWorker
-from paceline.wire.schemas import schema_text
-from tests.service.conftest import Served, make_runtime
+from paceline.schemas.calls import RegisterWorker
+from paceline.schemas.json_schemas import schema_text
+from tests.api.conftest import Served, make_runtime
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,12 @@ from rich.console import Console
 
 from paceline.cli.board import Board, cells, duration, render, size, told
 from paceline.cli.main import cli
+from paceline.config import Endpoints, save_runtime
 from paceline.errors import Conflict, NotFound
-from paceline.profile import Endpoints, save_runtime
-from paceline.wire.events import Event
-from paceline.wire.records import DeploymentStatus, Failure, WorkerStatus
-from paceline.wire.status import Changed, StatusReport
-from paceline.wire.stream import (
+from paceline.schemas.command_results import Changed, StatusReport
+from paceline.schemas.events import (
     DeploymentMoment,
+    Event,
     Happened,
     LeaderView,
     Moment,
@@ -36,7 +35,8 @@ from paceline.wire.stream import (
     PartMoment,
     WatchLine,
 )
-from tests.service.conftest import FakeAgent, creation, make_model, served  # noqa: F401
+from paceline.schemas.records import DeploymentStatus, Failure, WorkerStatus
+from tests.api.conftest import FakeAgent, creation, make_model, served  # noqa: F401
 
 DEADLINE_S = 30.0
 

@@ -20,8 +20,8 @@ from paceline.errors import (
     StaleEpoch,
     StorageFull,
 )
-from paceline.wire.calls import Heartbeat, Problem
-from paceline.wire.records import WorkerStatus
+from paceline.schemas.calls import Heartbeat, Problem
+from paceline.schemas.records import WorkerStatus
 
 BEAT = Heartbeat(worker_id="w", status=WorkerStatus.IDLE)
 ANSWER = {"continue": True, "epoch": 1, "next_beat_s": 0.5, "commands": []}

@@ -11,11 +11,11 @@ import pytest
 
 from paceline.client import CoordinatorClient
 from paceline.client.connection import Endpoint
-from paceline.client.replicas import SUSPECT_S, Replicas
+from paceline.client.failover import SUSPECT_S, Replicas
 from paceline.errors import Conflict, InvalidInput, NotFound, ServiceUnavailable
-from paceline.wire.calls import Heartbeat, Problem
-from paceline.wire.leading import EPOCH_HEADER, LEADER_HEADER
-from paceline.wire.records import WorkerStatus
+from paceline.schemas.base import EPOCH_HEADER, LEADER_HEADER
+from paceline.schemas.calls import Heartbeat, Problem
+from paceline.schemas.records import WorkerStatus
 
 BEAT = Heartbeat(worker_id="w", status=WorkerStatus.IDLE)
 A, B, C = "http://a:1", "http://b:2", "http://c:3"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from paceline.coordinator.messages import (
+from paceline.coordinator.state.messages import (
     Activate,
     Answer,
     Beat,
@@ -17,12 +17,12 @@ from paceline.coordinator.messages import (
     Rollback,
     Tick,
 )
-from paceline.coordinator.settings import Patience
-from paceline.coordinator.state import CoordinatorState
+from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.state import CoordinatorState
 from paceline.manifest import Chunk, FileEntry, Manifest
-from paceline.wire.calls import CreateDeployment, DeploymentBeat, Heartbeat, RegisterWorker
-from paceline.wire.events import EventName
-from paceline.wire.records import Receipt, WorkerStatus
+from paceline.schemas.calls import CreateDeployment, DeploymentBeat, Heartbeat, RegisterWorker
+from paceline.schemas.events import EventName
+from paceline.schemas.records import Receipt, WorkerStatus
 
 PIECES = 8
 PIECE = 1024

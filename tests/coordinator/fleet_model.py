@@ -22,8 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paceline.coordinator import coordinator as driver
 from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.memo import Memo
-from paceline.coordinator.messages import (
+from paceline.coordinator.state.messages import (
     Activate,
     Answer,
     Beat,
@@ -41,7 +40,8 @@ from paceline.coordinator.messages import (
     Register,
     Rollback,
 )
-from paceline.coordinator.settings import Patience
+from paceline.coordinator.state.persisted_state import Memo
+from paceline.coordinator.state.settings import Patience
 from paceline.coordinator.stores.contracts import Outbox, Term
 from paceline.errors import Cancelled as CancelledError
 from paceline.errors import (
@@ -52,9 +52,9 @@ from paceline.errors import (
     ServiceUnavailable,
     StaleEpoch,
 )
-from paceline.wire.calls import CreateDeployment, DeploymentBeat, Heartbeat, RegisterWorker
-from paceline.wire.events import Event, EventName
-from paceline.wire.records import Receipt, WorkerStatus
+from paceline.schemas.calls import CreateDeployment, DeploymentBeat, Heartbeat, RegisterWorker
+from paceline.schemas.events import Event, EventName
+from paceline.schemas.records import Receipt, WorkerStatus
 from tests.coordinator.conftest import PIECE, PIECES, small_manifest
 
 FLEET = ("n0", "n1", "n2")

@@ -6,12 +6,12 @@ import json
 import pytest
 from fastapi import FastAPI
 
-from paceline.coordinator.beating import Beating, answer_beat
-from paceline.coordinator.messages import Answer, Beat, Listen
-from paceline.coordinator.problems import add_problem_handlers
+from paceline.api.heartbeats import Beating, answer_beat
+from paceline.api.problems import add_problem_handlers
+from paceline.coordinator.state.messages import Answer, Beat, Listen
 from paceline.errors import ServiceUnavailable
-from paceline.wire.calls import DeploymentBeat, Heartbeat
-from paceline.wire.records import WorkerStatus
+from paceline.schemas.calls import DeploymentBeat, Heartbeat
+from paceline.schemas.records import WorkerStatus
 from tests.coordinator.conftest import World
 from tests.coordinator.test_state import started
 
@@ -176,7 +176,7 @@ def test_whatever_is_unusual_is_the_routes_to_answer(driver, world, body, more, 
 
 
 def test_held_beat_is_answered_when_there_is_something_to_do(driver, world):
-    from paceline.coordinator.bell import Bell
+    from paceline.coordinator.notifier import Bell
 
     driver.bell = Bell()
     world.register("node-0")

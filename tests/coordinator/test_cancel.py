@@ -14,15 +14,23 @@ from random import Random
 
 import pytest
 
-from paceline.coordinator.messages import Answer, Beat, Cancel, Create, FetchLanes, Register, Tick
-from paceline.coordinator.settings import Patience
-from paceline.coordinator.state import CoordinatorState
+from paceline.coordinator.state.messages import (
+    Answer,
+    Beat,
+    Cancel,
+    Create,
+    FetchLanes,
+    Register,
+    Tick,
+)
+from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.state import CoordinatorState
 from paceline.errors import Conflict, PacelineError, ServiceUnavailable
 from paceline.manifest import build_manifest, verify_directory
-from paceline.relay.local import LocalFleet
-from paceline.relay.report import Report
-from paceline.wire.calls import CreateDeployment, RegisterWorker
-from paceline.wire.records import WorkerStatus
+from paceline.relay.agent import Report
+from paceline.schemas.calls import CreateDeployment, RegisterWorker
+from paceline.schemas.records import WorkerStatus
+from tests.support.local_fleet import LocalFleet
 from tests.support.site import Site, until
 
 NAMES = ["node-0", "node-1", "node-2"]

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from paceline.coordinator import planning
-from paceline.coordinator.grants import open_bytes
-from paceline.coordinator.messages import Create, RaiseBudget
-from paceline.coordinator.parts import left_bytes
-from paceline.coordinator.settings import Patience
-from paceline.coordinator.state import CoordinatorState
+from paceline.coordinator.state import planning
+from paceline.coordinator.state.messages import Create, RaiseBudget
+from paceline.coordinator.state.planning import open_bytes
+from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.state import CoordinatorState
+from paceline.coordinator.state.targets import left_bytes
 from paceline.plan import origin_cap_bytes
-from paceline.wire.calls import CreateDeployment
-from paceline.wire.plan import Topology
+from paceline.schemas.calls import CreateDeployment
+from paceline.schemas.plan import Topology
 from tests.coordinator.conftest import World
 from tests.coordinator.test_invariants import read_back
 from tests.relay.kit import paper_manifest

@@ -6,13 +6,13 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from paceline.coordinator.messages import Beat, Register
+from paceline.api.event_stream import Looks
+from paceline.api.pages import _snapshot
+from paceline.coordinator.state.messages import Beat, Register
 from paceline.errors import InvalidInput, PacelineError
-from paceline.observe import FleetMetrics, Moments
-from paceline.service.looking import Looks
-from paceline.service.observation import _snapshot
-from paceline.wire.calls import EdgeTally, Heartbeat, RegisterWorker
-from paceline.wire.stream import LeaderView
+from paceline.schemas.calls import EdgeTally, Heartbeat, RegisterWorker
+from paceline.schemas.events import LeaderView
+from paceline.telemetry import FleetMetrics, Moments
 from tests.coordinator.conftest import PIECE, PIECES
 
 HUGE = 10**400  # no float, no 64 bits

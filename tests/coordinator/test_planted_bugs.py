@@ -6,14 +6,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from paceline.coordinator import answers, pruning
-from paceline.coordinator.book import Book
 from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.deployment import DeploymentRun
-from paceline.coordinator.membership import Membership
-from paceline.coordinator.memo import Memo
-from paceline.coordinator.state import CoordinatorState
-from paceline.coordinator.switching import Switches
+from paceline.coordinator.state import agent_handlers as answers
+from paceline.coordinator.state import deployment_index as pruning
+from paceline.coordinator.state.activation import Switches
+from paceline.coordinator.state.deployment import DeploymentRun
+from paceline.coordinator.state.deployment_index import Book
+from paceline.coordinator.state.membership import Membership
+from paceline.coordinator.state.persisted_state import Memo
+from paceline.coordinator.state.state import CoordinatorState
 from tests.coordinator.fleet_model import Fleet
 
 SEARCH = settings(
@@ -134,7 +135,7 @@ def leader_of_an_older_epoch_answers(patch):
 
 
 def receipts_are_lost_with_the_leader(patch):
-    from paceline.coordinator import state
+    from paceline.coordinator.state import state
 
     original = state._restored
 
@@ -149,7 +150,7 @@ def receipts_are_lost_with_the_leader(patch):
 def deadlines_begin_anew_with_each_leader(patch):
     from dataclasses import replace
 
-    from paceline.coordinator import state
+    from paceline.coordinator.state import state
 
     original = state._restored
 

@@ -7,12 +7,12 @@ import tracemalloc
 
 import pytest
 
-from paceline.coordinator.messages import Beat
-from paceline.coordinator.settings import Patience
-from paceline.coordinator.state import CoordinatorState
+from paceline.coordinator.state.messages import Beat
+from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.state import CoordinatorState
 from paceline.errors import Conflict, ServiceUnavailable
-from paceline.wire.calls import Heartbeat
-from paceline.wire.events import EventName
+from paceline.schemas.calls import Heartbeat
+from paceline.schemas.events import EventName
 from tests.coordinator.test_invariants import read_back
 
 

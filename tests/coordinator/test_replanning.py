@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.coordinator.messages import Create
-from paceline.coordinator.settings import Patience
-from paceline.coordinator.state import CoordinatorState
+from paceline.coordinator.state.messages import Create
+from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.state import CoordinatorState
 from paceline.plan import origin_cap_bytes
-from paceline.wire.calls import CreateDeployment, EdgeTally
-from paceline.wire.events import EventName
-from paceline.wire.plan import Topology
+from paceline.schemas.calls import CreateDeployment, EdgeTally
+from paceline.schemas.events import EventName
+from paceline.schemas.plan import Topology
 from tests.coordinator.conftest import World
 from tests.coordinator.test_invariants import read_back
 from tests.relay.kit import paper_manifest

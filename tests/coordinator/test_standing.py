@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.coordinator.settings import Patience
-from paceline.coordinator.standing import Edge, Standings
+from paceline.coordinator.state.peer_health import Edge, Standings
+from paceline.coordinator.state.settings import Patience
 from paceline.plan import Standing
-from paceline.wire.calls import EdgeTally
+from paceline.schemas.calls import EdgeTally
 
 PATIENCE = Patience()
 ORIGIN = "origin:s3://b/m"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from paceline.coordinator.messages import Create, Register
-from paceline.coordinator.settings import Patience
+from paceline.coordinator.state.messages import Create, Register
+from paceline.coordinator.state.settings import Patience
 from paceline.errors import (
     Cancelled,
     Conflict,
@@ -12,9 +12,9 @@ from paceline.errors import (
     NotFound,
     StaleEpoch,
 )
-from paceline.wire.calls import CreateDeployment, RegisterWorker
-from paceline.wire.events import EventName
-from paceline.wire.records import Failure, WorkerStatus
+from paceline.schemas.calls import CreateDeployment, RegisterWorker
+from paceline.schemas.events import EventName
+from paceline.schemas.records import Failure, WorkerStatus
 
 NODES = ("node-0", "node-1", "node-2", "node-3")
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from paceline.coordinator.messages import RaiseBudget
-from paceline.coordinator.settings import Patience
-from paceline.coordinator.state import CoordinatorState
+from paceline.coordinator.state.messages import RaiseBudget
+from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.state import CoordinatorState
 from paceline.errors import Conflict, NotFound
-from paceline.wire.calls import SwitchKind, SwitchPhase
-from paceline.wire.events import EventName
-from paceline.wire.records import Failure
+from paceline.schemas.calls import SwitchKind, SwitchPhase
+from paceline.schemas.events import EventName
+from paceline.schemas.records import Failure
 from tests.coordinator.conftest import World
 from tests.coordinator.test_invariants import read_back
 from tests.coordinator.test_state import commands, started

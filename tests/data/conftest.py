@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config import DataSettings
 from paceline.data import Snapshot, build_snapshot
-from paceline.objects import ObjectStore
-from paceline.profile import DataSettings
+from paceline.storage import ObjectStore
 from tests.support.rclone import RcloneS3
 
 _numbers = itertools.count()

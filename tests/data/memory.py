@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from paceline.config import DataSettings
 from paceline.data import PlannedStream, Shard
-from paceline.data.batch import Batch
-from paceline.data.position import Position
-from paceline.data.samples import TextSamples
-from paceline.data.stream import Batching, batching
-from paceline.profile import DataSettings
+from paceline.data.loading.batch import Batch, Position
+from paceline.data.loading.samples import TextSamples
+from paceline.data.loading.stream import Batching, batching
 
 
 def shard_of(documents: Sequence[bytes], number: int = 0, version: int = 2) -> Shard:

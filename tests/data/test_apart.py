@@ -14,13 +14,18 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
+from paceline.config import DataSettings
 from paceline.data import Batch, ShardCache, Snapshot, build_snapshot, open_stream
-from paceline.data.apart import Apart, open_transforms
-from paceline.data.samples import TextSamples
-from paceline.data.transform import Here, TransformedSamples, TransformFailed, load_transform
+from paceline.data.loading.process_transform import Apart, open_transforms
+from paceline.data.loading.samples import TextSamples
+from paceline.data.loading.transform import (
+    Here,
+    TransformedSamples,
+    TransformFailed,
+    load_transform,
+)
 from paceline.errors import AccessDenied, CorruptData, DataRejected, InvalidInput, WorkerLost
-from paceline.objects import DiskStore
-from paceline.profile import DataSettings
+from paceline.storage import DiskStore
 
 MODULE = "tests.data.transforms"
 
@@ -221,7 +226,7 @@ def test_a_process_that_dies_once_costs_nothing(
 
 
 def test_what_loses_process_after_process_stops_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.data.apart.MOST_LOST", 1)
+    monkeypatch.setattr("paceline.data.loading.process_transform.MOST_LOST", 1)
     bad = {"key": "file-03.txt", "tokens": np.arange(3, dtype=np.uint8)}
     with apart("hang", deadline_s=0.2) as processes:
         with pytest.raises(TransformFailed, match="did not end"):
@@ -251,7 +256,7 @@ def test_closing_ends_a_process_that_hangs_and_whoever_waits_is_told() -> None:
 def test_a_process_does_not_outlive_its_rank() -> None:
     code = f"""
 import numpy as np, time
-from paceline.data.apart import Apart
+from paceline.data.loading.process_transform import Apart
 apart = Apart("{MODULE}:hang", ["{MODULE}"], processes=1, deadline_s=600)
 apart.start({{"key": "file-03.txt", "tokens": np.arange(3, dtype=np.uint8)}})
 while not apart._children:

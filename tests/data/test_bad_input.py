@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from paceline.config import DataSettings
 from paceline.data import PlannedStream, ShardCache, Snapshot, build_snapshot, open_stream
-from paceline.data.apart import require_runnable
-from paceline.data.requirements import require_readable
+from paceline.data.loading.process_transform import require_runnable
+from paceline.data.snapshot import require_readable
 from paceline.errors import InvalidInput, InvalidSnapshot, PacelineError
-from paceline.objects import DiskStore
-from paceline.profile import DataSettings
+from paceline.storage import DiskStore
 from tests.data.memory import MemoryCache, made, plan_by
 
 KINDS = ["windows", "packed", "bucketed", "carried"]

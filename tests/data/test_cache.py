@@ -17,10 +17,11 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
+from paceline.config import DataSettings
 from paceline.data import ShardCache, Snapshot, build_snapshot
-from paceline.data.cache import DiskCache, Held, Part
-from paceline.data.fetch import Fetcher
-from paceline.data.transform import load_transform
+from paceline.data.loading.cache import DiskCache, Held, Part
+from paceline.data.loading.fetch import Fetcher
+from paceline.data.loading.transform import load_transform
 from paceline.errors import (
     AccessDenied,
     CorruptData,
@@ -29,8 +30,7 @@ from paceline.errors import (
     ServiceUnavailable,
     StorageFull,
 )
-from paceline.objects import DiskStore, ObjectStore
-from paceline.profile import DataSettings
+from paceline.storage import DiskStore, ObjectStore
 from tests.support.rclone import RcloneS3
 
 KIB = 1024
@@ -101,7 +101,7 @@ def test_the_files_are_counted_again_only_near_the_limit(
         put(cache, f"f{number:03d}", b"x" * KIB).close()
     assert len(looks) <= 11
     assert cache.used_bytes() <= 100 * KIB
-    monkeypatch.setattr("paceline.data.cache.MANY_FILES", 50)
+    monkeypatch.setattr("paceline.data.loading.cache.MANY_FILES", 50)
     looks.clear()
     for number in range(200, 250):
         put(cache, f"f{number:03d}", b"x" * KIB).close()
@@ -181,7 +181,7 @@ def test_processes_share_the_cache_and_never_see_half_a_file(tmp_path: Path) -> 
 DYING = """
 import sys, time
 from pathlib import Path
-from paceline.data.cache import DiskCache
+from paceline.data.loading.cache import DiskCache
 cache = DiskCache(Path(sys.argv[1]), 4096)
 held = cache.open("kept")
 with cache.making("half", 2048) as part:
@@ -367,7 +367,7 @@ def test_a_slow_answer_is_asked_for_again_on_another_connection(
     store = Counting()
     url = on_disk.shard_url(on_disk.shards[0])
     size = on_disk.shards[0].bytes
-    monkeypatch.setattr("paceline.data.fetch.HEDGE_START_S", 0.05)
+    monkeypatch.setattr("paceline.data.loading.fetch.HEDGE_START_S", 0.05)
     fetcher = Fetcher(store, connections=2)
     try:
         store.stuck[url] = 1
@@ -403,7 +403,7 @@ def test_a_slow_answer_is_asked_for_again_on_another_connection(
 def test_a_large_shard_comes_in_ranges_over_several_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.data.fetch.RANGE_BYTES", 64 * KIB)
+    monkeypatch.setattr("paceline.data.loading.fetch.RANGE_BYTES", 64 * KIB)
     store = Counting()
     data = np.random.default_rng(0).bytes(1_000_001)
     url = DiskStore.url_of(tmp_path / "large")

@@ -12,16 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.config import DataSettings
 from paceline.data import PlannedStream, Shard, ShardCache, Snapshot, open_stream
-from paceline.data.batching import BucketedPlan, CarriedPlan, PackedPlan, WindowPlan, outlines
-from paceline.data.batching.packed import waste
-from paceline.data.columns import columns_by, columns_of, copies, reading
-from paceline.data.order import ShardOrder
-from paceline.data.position import Position
-from paceline.data.stream import batching
+from paceline.data.batching import BucketedPlan, CarriedPlan, PackedPlan, WindowPlan
+from paceline.data.batching import prefetch as outlines
+from paceline.data.batching.plans import waste
+from paceline.data.loading.batch import Position
+from paceline.data.loading.columns import columns_by, columns_of, copies, reading
+from paceline.data.loading.ordering import ShardOrder
+from paceline.data.loading.stream import batching
 from paceline.errors import CorruptData, DataRejected, InvalidInput, NotReady
-from paceline.objects import ObjectStore
-from paceline.profile import DataSettings
+from paceline.storage import ObjectStore
 from tests.data.memory import MemoryCache, made, plan_by
 from tests.data.test_packing import lognormal
 from tests.data.test_resume import union

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from paceline.config import DataSettings, Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.data import Snapshot, build_snapshot
 from paceline.errors import CorruptData, InvalidInput, InvalidSnapshot, SourceMissing
 from paceline.models import config_for
 from paceline.models.files import CONFIG_FILE
-from paceline.objects import DiskStore
-from paceline.profile import DataSettings, Endpoints, Profile, Runtime, Secrets, save_runtime
-from paceline.training.admission import admit, require_data
-from paceline.wire.base import canonical_json, digest_of
-from paceline.wire.training import TrainJob
+from paceline.schemas.base import canonical_json, digest_of
+from paceline.schemas.training import TrainJob
+from paceline.storage import DiskStore
+from paceline.training.launcher.admission import admit, require_data
 from tests.data.test_formats import built, tokenizer_file
 
 __all__ = ["tokenizer_file"]  # a fixture

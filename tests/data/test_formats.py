@@ -17,13 +17,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 
+from paceline.config import DataSettings
 from paceline.data import ShardCache, Snapshot, build_snapshot, documents, load_snapshot
-from paceline.data.formats.columns import ColumnSamples
-from paceline.data.snapshot import BYTES
-from paceline.data.splits import assign_splits
+from paceline.data.formats.shard_file import ColumnSamples
+from paceline.data.snapshot import BYTES, assign_splits
 from paceline.errors import InvalidInput, InvalidSnapshot, SourceMissing
-from paceline.objects import DiskStore, ObjectStore
-from paceline.profile import DataSettings
+from paceline.storage import DiskStore, ObjectStore
 from tests.data.planting import version_1
 
 SETTINGS = DataSettings(shard_bytes=2048, held_out_share=0.3, purpose="tests", seed=5)
@@ -476,7 +475,7 @@ def test_snapshots_of_version_1_stay_readable(tmp_path: Path, url: str, store: O
 def test_a_damaged_shard_is_an_error_with_a_reason_and_never_a_wrong_view(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    from paceline.data.formats.columns import ColumnWriter
+    from paceline.data.formats.shard_file import ColumnWriter
 
     writer = ColumnWriter((), "uint8")
     for n in range(5):

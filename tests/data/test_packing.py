@@ -11,15 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.config import DataSettings
 from paceline.data import PlannedStream, Shard, Snapshot, open_stream
-from paceline.data.batch import PADDING
 from paceline.data.batching import BucketedPlan, CarriedPlan, PackedPlan
-from paceline.data.batching.fit import best_fit
-from paceline.data.batching.packed import waste
-from paceline.data.samples import ShardSamples, TextSamples
+from paceline.data.batching.plans import best_fit, waste
+from paceline.data.loading.batch import PADDING
+from paceline.data.loading.samples import ShardSamples, TextSamples
 from paceline.data.snapshot import Column
 from paceline.errors import CorruptData, DataRejected, InvalidInput
-from paceline.profile import DataSettings
 from tests.data.memory import MemoryCache, made, plan_by
 
 KINDS = {"packed": PackedPlan, "bucketed": BucketedPlan, "carried": CarriedPlan}

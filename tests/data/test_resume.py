@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data import Batch, PlannedStream
-from paceline.data.position import Position
+from paceline.data.loading.batch import Position
 from paceline.errors import CorruptData
 from tests.data.memory import MemoryCache, made, plan_by
 

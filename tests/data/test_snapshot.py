@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config import DataSettings
 from paceline.data import Snapshot, build_snapshot, documents, load_snapshot, require_purpose
 from paceline.errors import CorruptData, InvalidInput, InvalidSnapshot, SourceMissing
-from paceline.objects import ObjectStore
-from paceline.profile import DataSettings
+from paceline.storage import ObjectStore
 
 
 def test_the_same_content_is_the_same_snapshot_and_uploads_nothing(

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.config import DataSettings
 from paceline.data import Batch, PlannedStream, ShardCache, Snapshot, open_stream
 from paceline.data.batching import WindowPlan
-from paceline.data.columns import group_shards
+from paceline.data.loading.columns import group_shards
 from paceline.errors import CorruptData, DataRejected, InvalidInput, InvalidSnapshot
-from paceline.objects import ObjectStore
-from paceline.profile import DataSettings
+from paceline.storage import ObjectStore
 from tests.data.memory import MemoryCache, made, plan_by
 
 CONTENTS = [[bytes([number]) * (40 + 13 * number)] for number in range(7)]

@@ -8,17 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data import (
-    ShardCache,
-    Snapshot,
-    build_snapshot,
-    require_valid,
-    validate_snapshot,
-)
-from paceline.data.rows import read_table
+from paceline.config import DataSettings
+from paceline.data import ShardCache, Snapshot, build_snapshot, require_valid, validate_snapshot
+from paceline.data.validation import read_table
 from paceline.errors import DataRejected, InvalidSnapshot
-from paceline.objects import DiskStore, ObjectStore
-from paceline.profile import DataSettings
+from paceline.storage import DiskStore, ObjectStore
 from tests.data.planting import Rows, as_tokens, replant
 
 

@@ -14,9 +14,9 @@ import click
 import pytest
 import yaml
 
+from paceline.api.routes import ROUTES
 from paceline.cli.main import cli
 from paceline.errors import InvalidInput
-from paceline.service.routes import ROUTES
 
 ROOT = Path(__file__).resolve().parents[2] / "deployments"
 UNITS = sorted((ROOT / "systemd").glob("*.service"))

@@ -17,13 +17,13 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.observe import FleetMetrics
-from paceline.training.loop import StepReport
-from paceline.training.numbers import AlertChange, Straggler
-from paceline.training.numbers.alerts import Alerts
-from paceline.training.numbers.exporter import _GAUGES, RankMetrics
-from paceline.wire.records import DeploymentStatus
-from tests.observe.test_observe import snapshot
+from paceline.schemas.records import DeploymentStatus
+from paceline.telemetry import FleetMetrics
+from paceline.training.loop.loop import StepReport
+from paceline.training.metrics import AlertChange, Straggler
+from paceline.training.metrics.alerts import Alerts
+from paceline.training.metrics.exporter import _GAUGES, RankMetrics
+from tests.telemetry.test_observe import snapshot
 
 ROOT = Path(__file__).resolve().parents[2] / "deployments"
 RULES = sorted((ROOT / "prometheus").glob("*.rules.yml"))

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.evaluation import ngram
-from paceline.evaluation.compressors import COMPRESSORS, compressed_bits
+from paceline.evaluation import baselines as ngram
+from paceline.evaluation.baselines import COMPRESSORS, compressed_bits
 
 TEXT = Path(gzip.__file__).read_bytes()
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from paceline.config import EvaluationSettings, GateSettings
 from paceline.errors import CorruptData
 from paceline.evaluation import as_frame, as_markdown, decide, plot_report
-from paceline.evaluation.heldout import choose
+from paceline.evaluation.held_out import choose
 from paceline.evaluation.scoring import judge
 from paceline.evaluation.transformer import score, windows
 from paceline.models import config_for, load_model, new_model, save_model
 from paceline.models.files import read_index
-from paceline.profile import EvaluationSettings, GateSettings
-from paceline.wire.training import EvaluationReport
+from paceline.schemas.training import EvaluationReport
 from tests.evaluation.reports import CLEAN, LINEAGE, SNAPSHOT, passing
 
 CONTEXT = 32

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from paceline.config import GateSettings
 from paceline.evaluation import LINEAGE as LINEAGE_KEYS
 from paceline.evaluation import decide
-from paceline.profile import GateSettings
-from paceline.wire.training import EvaluationReport, Interval, ModelScore
+from paceline.schemas.training import EvaluationReport, Interval, ModelScore
 from tests.evaluation.reports import LINEAGE, interval, passing, transformer
 
 BASELINES = ("ngram", "gzip", "xz")

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidSnapshot
-from paceline.evaluation.heldout import SHORTEST_PREFIX_BYTES, choose
-from paceline.evaluation.intervals import Resampler
-from paceline.evaluation.slices import slice_rows
+from paceline.evaluation.held_out import SHORTEST_PREFIX_BYTES, choose, slice_rows
+from paceline.evaluation.scoring import Resampler
 
 
 def resampler(sizes: np.ndarray, samples: int = 400, seed: int = 0) -> Resampler:

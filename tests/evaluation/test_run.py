@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data import build_snapshot
-from paceline.models import config_for, new_model, save_model, weights_digest
-from paceline.profile import (
+from paceline.config import (
     DataSettings,
     Endpoints,
     EvaluationSettings,
@@ -20,7 +18,9 @@ from paceline.profile import (
     Secrets,
     save_runtime,
 )
-from paceline.wire.training import EvaluationReport, EvaluationSpec
+from paceline.data import build_snapshot
+from paceline.models import config_for, new_model, save_model, weights_digest
+from paceline.schemas.training import EvaluationReport, EvaluationSpec
 from tests.support.rclone import RcloneS3
 
 BUCKET = "evaluation-run"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.profile import Runtime, save_runtime
+from paceline.config import Runtime, save_runtime
 from tests.support.stack import Ended, paceline, processes_of, wait_until
 
 pytestmark = [

@@ -19,14 +19,15 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.cli.reproducing import recorded_run
-from paceline.fleet import Fleet, remote
-from paceline.fleet.claims import call
-from paceline.objects import ObjectStore, join_url
-from paceline.profile import Runtime
+from paceline.cli.training.reproduce import recorded_run
+from paceline.cluster import Fleet
+from paceline.cluster import worker_processes as remote
+from paceline.cluster.pinned_calls import call
+from paceline.config import Runtime
 from paceline.registry import Registry, lineage
-from paceline.training.sameness import Recorded
-from paceline.wire import new_run_id
+from paceline.schemas import new_run_id
+from paceline.storage import ObjectStore, join_url
+from paceline.training.reproducibility import Recorded
 from tests.deployments.test_monitoring import BOARDS, RULES, expressions_of, rules_of
 from tests.integration.test_flow_and_rest import prefect, state_of
 from tests.support.stack import Ended, finish, paceline, processes_of, start, wait_until
@@ -40,7 +41,7 @@ pytestmark = [
 
 STEPS = 100_000  # more than will ever be made
 MIDWAY = 25
-LAUNCHER, JUDGE = "paceline.training.forkserver", "paceline.evaluation.run"
+LAUNCHER, JUDGE = "paceline.training.launcher.forkserver", "paceline.evaluation.run"
 
 
 @pytest.fixture(scope="module")

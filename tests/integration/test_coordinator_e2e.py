@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.leaders.cluster import cluster, make_model
 from paceline.manifest import fetch_manifest, verify_directory
-from paceline.wire.calls import CreateDeployment, SwitchPhase
+from paceline.schemas.calls import CreateDeployment, SwitchPhase
 from tests.support.site import until
 
 pytestmark = [

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.wire.summary import RunSummary
+from paceline.schemas.command_results import RunSummary
 from tests.support.stack import finish, processes_of, start, wait_until
 
 pytestmark = [
@@ -33,7 +33,7 @@ def ranks_of(state: Path) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             parent = each.parent()
             if (
-                "paceline.training.rank:main" in each.cmdline()
+                "paceline.training.loop.rank:main" in each.cmdline()
                 and each.num_threads() > 1
                 and parent is not None
                 and parent.cmdline() == each.cmdline()

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from paceline.client import CoordinatorClient
-from paceline.profile import Runtime
-from paceline.wire.calls import CreateDeployment
-from paceline.wire.events import EventName
-from paceline.wire.records import Deployment, DeploymentStatus, Worker
+from paceline.config import Runtime
+from paceline.schemas.calls import CreateDeployment
+from paceline.schemas.events import EventName
+from paceline.schemas.records import Deployment, DeploymentStatus, Worker
 from tests.support.stack import Ended, finish, paceline, processes_of, start, wait_until
 
 pytestmark = [

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from paceline.client import CoordinatorClient
+from paceline.config import Runtime
 from paceline.manifest import parse_manifest, verify_directory
-from paceline.profile import Runtime
 from paceline.registry import Registry
-from paceline.wire.records import DeploymentStatus
-from paceline.wire.summary import RunSummary
+from paceline.schemas.command_results import RunSummary
+from paceline.schemas.records import DeploymentStatus
 from tests.support.stack import Ended, paceline
 
 pytestmark = [

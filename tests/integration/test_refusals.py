@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.profile import Runtime
+from paceline.config import Runtime
 from paceline.registry import Registry
-from paceline.wire.summary import RunSummary
+from paceline.schemas.command_results import RunSummary
 from tests.support.stack import Ended, paceline
 
 pytestmark = [

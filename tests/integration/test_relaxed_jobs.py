@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.profile import Runtime, load_runtime, save_runtime
+from paceline.config import Runtime, load_runtime, save_runtime
 from paceline.registry import Registry
 from tests.support.stack import installation, paceline
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from paceline.client import CoordinatorClient
-from paceline.profile import Runtime
-from paceline.wire.records import Deployment, WorkerProgress
+from paceline.config import Runtime
+from paceline.schemas.records import Deployment, WorkerProgress
 from tests.support.stack import finish, paceline, start, wait_until
 
 pytestmark = [

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.coordinator.grants import TELLINGS
+from paceline.coordinator.state.planning import TELLINGS
 from paceline.manifest import verify_directory
 from paceline.plan.cost import SLACK_BYTES
-from paceline.wire.events import EventName
+from paceline.schemas.events import EventName
 from tests.support.site import Site, until
 
 pytestmark = [

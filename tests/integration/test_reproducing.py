@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 import paceline
+from paceline.config import Runtime
 from paceline.data import load_snapshot
-from paceline.objects import ObjectStore
-from paceline.profile import Runtime
-from paceline.training.sameness import Recorded
-from paceline.wire.reproducing import Reproduction
+from paceline.schemas.command_results import Reproduction
+from paceline.storage import ObjectStore
+from paceline.training.reproducibility import Recorded
 from tests.support import stack as installed
 from tests.support.stack import Ended
 
@@ -32,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def recorded(lifecycle: Ended, stack: Runtime) -> Recorded:
-    from paceline.cli.reproducing import recorded_run
+    from paceline.cli.training.reproduce import recorded_run
 
     return recorded_run(stack, str(lifecycle.answer["run_id"]))
 

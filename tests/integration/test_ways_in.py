@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paceline.profile import Runtime
+from paceline.config import Runtime
 from paceline.registry import Registry
 from tests.support.browser import chromium, click, keep, see, send_credentials
 from tests.support.stack import Ended, environment, paceline, wait_until

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from paceline.manifest import publish_model
-from paceline.objects import ObjectStore, uploads
+from paceline.storage import ObjectStore, uploads
 
 PART = 5 * 1024 * 1024  # the least that S3 knows: a few megabytes are several parts
 

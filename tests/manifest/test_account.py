@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import publishing
-from paceline.cli.publishing import PublishBars, RelayBars
+from paceline.cli import distribution as publishing
+from paceline.cli.distribution import PublishBars, RelayBars
 from paceline.errors import SourceChanged
-from paceline.manifest import account, publish_model
-from paceline.manifest.account import Account, Moved
-from paceline.objects import ObjectStore, uploads
+from paceline.manifest import progress as account
+from paceline.manifest import publish_model
+from paceline.manifest.progress import Account, Moved
+from paceline.storage import ObjectStore, uploads
 from tests.support.rclone import RcloneS3
 
 SIZES = {"big": 11_000_000, "sub/small": 70_000, "empty": 0}

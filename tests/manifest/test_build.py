@@ -23,8 +23,7 @@ from paceline.manifest import (
     write_manifest,
 )
 from paceline.manifest import build as building
-from paceline.manifest.layout import lay_out
-from paceline.manifest.sizes import MAX_CHUNKS
+from paceline.manifest.sizes import MAX_CHUNKS, lay_out
 
 KIB, MIB = 1024, 1024 * 1024
 

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import SourceMissing
 from paceline.manifest import build_manifest, fetch_manifest
-from paceline.objects import ObjectStore, join_url, uploads
+from paceline.storage import ObjectStore, join_url, uploads
 from tests.manifest import publish_work
 from tests.support import kills
 from tests.support.kills import Point

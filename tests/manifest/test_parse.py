@@ -15,7 +15,7 @@ from paceline.errors import InvalidManifest
 from paceline.manifest import Chunk, FileEntry, Manifest, parse_manifest
 from paceline.manifest import parse as parse_module
 from paceline.manifest.model import Signature
-from paceline.wire import canonical_json, digest_of
+from paceline.schemas import canonical_json, digest_of
 
 H = "0123456789abcdef" * 4
 P = 1024

@@ -30,8 +30,8 @@ from paceline.manifest import (
     verify_directory,
     write_manifest,
 )
-from paceline.manifest.account import Moved
-from paceline.objects import ObjectStore, join_url, uploads
+from paceline.manifest.progress import Moved
+from paceline.storage import ObjectStore, join_url, uploads
 from tests.support.rclone import RcloneS3
 
 

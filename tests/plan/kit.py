@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.manifest import Chunk, FileEntry, Manifest
 from paceline.plan import PlanWorker, Standing, make_plan
-from paceline.wire.plan import Labels, Plan, Topology
+from paceline.schemas.plan import Labels, Plan, Topology
 
 H = "0" * 64
 P = 65_536

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from paceline.plan import PlanWorker, Standing, next_order
 from paceline.plan.closing import close_up
 from paceline.plan.flows import Flow
-from paceline.plan.line import Line, line_up
 from paceline.plan.spares import Spares
-from paceline.plan.trees import ORIGIN, Trees, _Unit, _Weaver, build_trees
-from paceline.wire.plan import Plan, Topology
+from paceline.plan.trees import ORIGIN, Line, Trees, _Unit, _Weaver, build_trees, line_up
+from paceline.schemas.plan import Plan, Topology
 from tests.plan.kit import (
     RELAYED,
     STRIPED,

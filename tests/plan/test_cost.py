@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from paceline.errors import InvalidInput, InvalidPlan
 from paceline.plan import Fleet, Prediction, plan_table, predict
 from paceline.plan.cost import SHARING, dying_s
-from paceline.wire.forecast import PlanRow
-from paceline.wire.plan import Topology
+from paceline.schemas.command_results import PlanRow
+from paceline.schemas.plan import Topology
 from tests.plan.kit import MIB, RELAYED, STRIPED, P, S, manifest_of, plan, racks_of, worker
 
 MODEL = 500 * 10**9

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.plan import PlanWorker, Standing, origin_cap_bytes
 from paceline.plan.cost import SHARING
-from paceline.wire.plan import Topology
+from paceline.schemas.plan import Topology
 from tests.plan.kit import (
     MANIFEST,
     RELAYED,

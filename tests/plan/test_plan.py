@@ -9,14 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidPlan
-from paceline.plan import (
-    PlanWorker,
-    Standing,
-    cross_rack_bytes,
-    origin_cap_bytes,
-    rack_of,
-)
-from paceline.wire.plan import Labels, Lane, Plan, Topology
+from paceline.plan import PlanWorker, Standing, cross_rack_bytes, origin_cap_bytes, rack_of
+from paceline.schemas.plan import Labels, Lane, Plan, Topology
 from tests.plan.kit import (
     MANIFEST,
     MIB,

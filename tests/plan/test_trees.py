@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.plan import PlanWorker, rack_of
 from paceline.plan.trees import NOWHERE, ORIGIN, Trees, build_trees
-from paceline.wire.plan import Topology
+from paceline.schemas.plan import Topology
 from tests.plan.kit import RELAYED, STRIPED, racks_of, worker
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=9)  # workers of each rack

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from paceline.wire.training import (
+from paceline.schemas.training import (
     EvaluationReport,
     Evidence,
     GateCheck,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.reproducing import recorded_run
+from paceline.cli.training.reproduce import recorded_run
+from paceline.config import Endpoints, Profile, Runtime, Secrets, TrainingSettings
 from paceline.errors import NotFound
-from paceline.profile import Endpoints, Profile, Runtime, Secrets, TrainingSettings
 from paceline.registry import MetricPoint, Registry, lineage
-from paceline.wire.training import TrainJob, TrainResult
+from paceline.schemas.training import TrainJob, TrainResult
 
 DIGEST = "0" * 64
 JOB = TrainJob(

@@ -11,8 +11,8 @@ import pytest
 from paceline.errors import Cancelled, Conflict, GateRefused, InvalidInput, NotFound
 from paceline.registry import Registry
 from paceline.registry.lineage import TAG_MANIFEST, evidence_path
-from paceline.wire import digest_of
-from paceline.wire.training import Evidence, GateDecision
+from paceline.schemas import digest_of
+from paceline.schemas.training import Evidence, GateDecision
 from tests.registry.bundles import digest, make_evidence
 
 _names = itertools.count(1)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config import Endpoints, Profile, Runtime, Secrets
 from paceline.errors import AccessDenied, InvalidInput, NotFound, ServiceUnavailable
-from paceline.profile import Endpoints, Profile, Runtime, Secrets
 from paceline.registry import MetricPoint, Registry, RequestLimits
 from paceline.registry.lineage import evaluation_metrics, gate_metrics
 from tests.registry.bundles import digest, make_evidence

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
-from paceline.wire.records import WorkerStatus
+from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
+from paceline.schemas.records import WorkerStatus
 from tests.relay.fake_coordinator import TOKEN, FakeCoordinator
 
 LINK_MBIT = 8.0  # of a model of 3 MB: three seconds to break things in

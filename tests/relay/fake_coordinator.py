@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from paceline.manifest import Manifest
-from paceline.wire.calls import (
+from paceline.schemas.calls import (
     Command,
     DeploymentBeat,
     Heartbeat,
@@ -21,7 +21,7 @@ from paceline.wire.calls import (
     Registered,
     RegisterWorker,
 )
-from paceline.wire.plan import Plan
+from paceline.schemas.plan import Plan
 from tests.relay.kit import DEPLOYMENT, plan
 
 TOKEN = "t0ken"

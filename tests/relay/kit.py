@@ -8,7 +8,7 @@ from random import Random
 
 from paceline.manifest import Chunk, FileEntry, Manifest, build_manifest
 from paceline.plan import PlanWorker, make_plan
-from paceline.wire.plan import Labels, Lane, Plan, Source, WorkerLanes
+from paceline.schemas.plan import Labels, Lane, Plan, Source, WorkerLanes
 
 DEPLOYMENT = "d-1"
 

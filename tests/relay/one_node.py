@@ -7,8 +7,8 @@ from pathlib import Path
 
 from paceline.errors import DeploymentFailed
 from paceline.manifest import parse_manifest
-from paceline.relay.local import LocalFleet
-from paceline.wire.plan import Lane, Source, WorkerLanes
+from paceline.schemas.plan import Lane, Source, WorkerLanes
+from tests.support.local_fleet import LocalFleet
 
 
 def main(root: Path, model: Path) -> int:

@@ -10,24 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from paceline.manifest import Manifest
-from paceline.relay.disk.library import Library
-from paceline.relay.disk.staging import Staging
-from paceline.relay.disk.store import Store
-from paceline.relay.session.events import (
+from paceline.relay.protocol.events import (
     PieceRejected,
     PieceVerified,
     SessionEvent,
     SourceAlive,
     SourceFailed,
 )
-from paceline.relay.session.extents import Extent
-from paceline.relay.wires.counters import Counters
-from paceline.relay.wires.frames import Kind, decode_hello, encode, encode_payload, proof
-from paceline.relay.wires.pacing import Pacer
-from paceline.relay.wires.pull import Pull
-from paceline.relay.wires.sockets import PlainChannel, read_frame
-from paceline.relay.wires.transport import PullStream, Transport
-from paceline.wire.plan import Source
+from paceline.relay.protocol.extents import Extent
+from paceline.relay.store.library import Library
+from paceline.relay.store.staging import Staging
+from paceline.relay.store.store import Store
+from paceline.relay.transport.contract import Counters, Pull, PullStream, Transport
+from paceline.relay.transport.frames import Kind, decode_hello, encode, encode_payload, proof
+from paceline.relay.transport.pacing import Pacer
+from paceline.relay.transport.sockets import PlainChannel, read_frame
+from paceline.schemas.plan import Source
 from tests.relay.kit import manifest_of, write_model
 
 LONG_S = 20.0  # a bound of waiting for what must happen, never a measure

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from paceline.manifest import Manifest, parse_manifest
-from paceline.relay.disk.staging import Staging
-from paceline.relay.disk.store import Store
+from paceline.relay.store.staging import Staging
+from paceline.relay.store.store import Store
 
 VERSIONS = ("v1", "v2", "v3")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import InvalidInput
-from paceline.relay.advertise import advertised
+from paceline.relay.process import advertised
 
 NOBODY = ("",)
 

@@ -14,15 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config import load_runtime
 from paceline.errors import InvalidInput, InvalidProfile, PortInUse
 from paceline.manifest import Manifest, verify_directory
-from paceline.profile import (
-    load_runtime,
-)
 from paceline.relay.agent import Agent
-from paceline.relay.settings import AgentConfig
-from paceline.relay.wires.identity import issue_identity, make_authority
-from paceline.wire.calls import Command
+from paceline.relay.process import AgentConfig
+from paceline.relay.transport.identity import issue_identity, make_authority
+from paceline.schemas.calls import Command
 from tests.relay.agents import LINK_MBIT, NAMES, Fleet, until
 from tests.relay.fake_coordinator import FakeCoordinator
 from tests.relay.kit import DEPLOYMENT, manifest_of, write_model
@@ -169,7 +167,7 @@ def test_an_agent_is_lean() -> None:
         "fastapi", "uvicorn", "sqlalchemy", "grpc", "rich",
     )  # fmt: skip
     script = (
-        "import paceline.cli.main, paceline.cli.processes, paceline.relay.agent, sys\n"
+        "import paceline.cli.main, paceline.cli.installation, paceline.relay.agent, sys\n"
         f"print([name for name in {heavy!r} if name in sys.modules], len(sys.modules))\n"
     )
     out = subprocess.run(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import CorruptData, OriginBudgetExceeded
-from paceline.relay.memory import Faults, MemoryFleet
-from paceline.relay.session.limits import SessionLimits
+from paceline.relay.protocol.limits import SessionLimits
 from tests.relay.kit import paper_manifest, plan
+from tests.support.memory_fleet import Faults, MemoryFleet
 
 MANIFEST = paper_manifest(96, chunk_pieces=8)
 LINK = 96 * 1024 / 10  # bytes a second: the whole model in 10 virtual seconds

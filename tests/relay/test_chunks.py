@@ -16,9 +16,9 @@ from grpc_tools import protoc
 from hypothesis import given
 from hypothesis import strategies as st
 
-import paceline.relay.wires
+import paceline.relay.transport
 from paceline.errors import InvalidFrame
-from paceline.relay.wires.chunks import (
+from paceline.relay.transport.frames import (
     MAX_DATA,
     MAX_REQUEST,
     METHOD,
@@ -31,12 +31,12 @@ from paceline.relay.wires.chunks import (
     encode_data,
     encode_request,
 )
-from paceline.relay.wires.grpc_transport import GrpcTransport
-from paceline.relay.wires.identity import issue_identity, make_authority
-from paceline.relay.wires.tls import worker_host_name
+from paceline.relay.transport.grpc_server import GrpcTransport
+from paceline.relay.transport.identity import issue_identity, make_authority
+from paceline.relay.transport.tls import worker_host_name
 from tests.relay.peers import Pair
 
-PROTO = Path(paceline.relay.wires.__file__).parent / "chunk_transfer.proto"
+PROTO = Path(paceline.relay.transport.__file__).parent / "chunk_transfer.proto"
 TOKEN = "cluster-token"
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import PacelineError, PeerLost, PortInUse
-from paceline.relay.session.events import PieceRejected, SourceFailed
-from paceline.relay.session.extents import Extent
-from paceline.relay.wires.grpc_transport import GrpcTransport
-from paceline.relay.wires.identity import issue_identity, make_authority
-from paceline.relay.wires.pacing import Pacer
-from paceline.relay.wires.tcp import TcpTransport
-from paceline.relay.wires.tls import TlsSettings
-from paceline.relay.wires.transport import Transport
+from paceline.relay.protocol.events import PieceRejected, SourceFailed
+from paceline.relay.protocol.extents import Extent
+from paceline.relay.transport.contract import Transport
+from paceline.relay.transport.grpc_server import GrpcTransport
+from paceline.relay.transport.identity import issue_identity, make_authority
+from paceline.relay.transport.pacing import Pacer
+from paceline.relay.transport.tcp_server import TcpTransport
+from paceline.relay.transport.tls import TlsSettings
 from tests.relay.peers import Heard, Pair, Proxy
 
 TOKEN = "cluster-token"
@@ -168,7 +168,7 @@ def test_a_peer_may_come_before_the_deployment_does(pair: Pair) -> None:
 
 
 def test_a_model_that_nobody_opens_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.relay.wires.serving.UNKNOWN_DIGEST_S", 0.3)
+    monkeypatch.setattr("paceline.relay.transport.serving.UNKNOWN_DIGEST_S", 0.3)
     mine = pair.reader.library.open(pair.manifest)
     heard = Heard()
     pair.reader.pull(mine, pair.address, heard).request(Extent(0, 1))
@@ -298,7 +298,7 @@ def test_a_source_that_stops_is_noticed(pair: Pair) -> None:
 
 
 def test_a_half_open_connection_is_noticed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.relay.wires.intake.SILENCE_S", 0.6)
+    monkeypatch.setattr("paceline.relay.transport.intake.SILENCE_S", 0.6)
     _, mine = pair.open()
     proxy = Proxy(pair.address)
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.manifest import Manifest, verify_directory
-from paceline.wire.plan import WorkerLanes
+from paceline.schemas.plan import WorkerLanes
 from tests.relay.agents import LINK_MBIT, NAMES, Fleet, until
 from tests.relay.fake_coordinator import FakeCoordinator
 from tests.relay.kit import manifest_of, write_model

@@ -13,8 +13,8 @@ import pytest
 
 from paceline.errors import DeploymentFailed
 from paceline.manifest import Manifest, verify_directory, write_manifest
-from paceline.relay.local import LocalFleet
 from tests.relay.kit import DEPLOYMENT, manifest_of, plan, write_model
+from tests.support.local_fleet import LocalFleet
 
 NODE = Path(__file__).with_name("one_node.py")
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidFrame
-from paceline.relay.wires.frames import (
+from paceline.relay.transport.frames import (
     HEADER,
     MAX_PAYLOAD,
     Hello,

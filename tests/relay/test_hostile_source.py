@@ -13,20 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import PacelineError
-from paceline.relay.disk.library import Library
-from paceline.relay.disk.staging import Staging
-from paceline.relay.disk.store import Store
-from paceline.relay.session.extents import Extent
-from paceline.relay.wires.counters import Counters
-from paceline.relay.wires.frames import (
-    Kind,
-    encode,
-    encode_payload,
-)
-from paceline.relay.wires.pacing import Pacer
-from paceline.relay.wires.pull import Pull
-from paceline.relay.wires.tcp import TcpTransport
-from paceline.wire.plan import Source
+from paceline.relay.protocol.extents import Extent
+from paceline.relay.store.library import Library
+from paceline.relay.store.staging import Staging
+from paceline.relay.store.store import Store
+from paceline.relay.transport.contract import Counters, Pull
+from paceline.relay.transport.frames import Kind, encode, encode_payload
+from paceline.relay.transport.pacing import Pacer
+from paceline.relay.transport.tcp_server import TcpTransport
+from paceline.schemas.plan import Source
 from tests.relay.kit import manifest_of, write_model
 from tests.relay.peers import Heard, let_in
 

@@ -11,25 +11,23 @@ import pytest
 
 from paceline import hashing
 from paceline.errors import InvalidFrame, PeerLost, StorageFailed
-from paceline.relay.disk.committer import Committer
-from paceline.relay.disk.library import Library
-from paceline.relay.disk.staging import Staging
-from paceline.relay.disk.store import Store
-from paceline.relay.session.events import (
+from paceline.relay.protocol.events import (
     LocalFailed,
     PieceRejected,
     PieceVerified,
     SourceAlive,
     SourceFailed,
 )
-from paceline.relay.session.extents import Extent
-from paceline.relay.wires.barred import Barred
-from paceline.relay.wires.counters import Counters
-from paceline.relay.wires.intake import Intake
-from paceline.relay.wires.pacing import Pacer
-from paceline.relay.wires.pull import Pull
-from paceline.relay.wires.serving import Complaint, Serving
-from paceline.wire.plan import Source
+from paceline.relay.protocol.extents import Extent
+from paceline.relay.store.group_commit import Committer
+from paceline.relay.store.library import Library
+from paceline.relay.store.staging import Staging
+from paceline.relay.store.store import Store
+from paceline.relay.transport.contract import Barred, Counters, Pull
+from paceline.relay.transport.intake import Intake
+from paceline.relay.transport.pacing import Pacer
+from paceline.relay.transport.serving import Complaint, Serving
+from paceline.schemas.plan import Source
 from tests.relay.kit import manifest_of, write_model
 from tests.relay.peers import Heard
 
@@ -326,7 +324,7 @@ def test_requests_are_served_in_the_order_they_were_made(
     said = [[Extent(6, 12), Extent(0, 2), Extent(7, 9)], [Extent(4, 5)], [Complaint(0)], []]
     runs = serving.runs(lambda _wait_s: said.pop(0) if said else [])
     # Seven and eight were wanted already; ten is not here yet and holds nobody up.
-    monkeypatch.setattr("paceline.relay.wires.serving.HEAR_S", 0.0)
+    monkeypatch.setattr("paceline.relay.transport.serving.HEAR_S", 0.0)
     assert [next(runs) for _ in range(4)] == [Extent(6, 10), Extent(0, 2), Extent(4, 5), None]
     assert len(heard.of(PieceVerified)) == 10
 

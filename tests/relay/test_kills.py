@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.manifest import verify_directory
-from paceline.relay.disk.store import Store
+from paceline.relay.store.store import Store
 from tests.relay.kit import damage, manifest_of, write_model
 from tests.relay.store_work import VERSIONS, manifest_in, work
 from tests.support import kills

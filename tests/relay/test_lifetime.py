@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from paceline.relay.lifetime import SignalEvent
+from paceline.relay.process import SignalEvent
 
 DEADLINE_S = 30.0
 ROUNDS = 3000
@@ -21,7 +21,7 @@ SEED = 7
 
 WAITS_AGAIN_AND_AGAIN = f"""
 import os
-from paceline.relay import lifetime
+from paceline.relay import process as lifetime
 
 stop = lifetime.StopSignal()
 os.write(1, b"r")
@@ -36,7 +36,7 @@ for _ in range({ROUNDS}):
 # which the interrupted thread holds never returns.
 INTERRUPTED_AT_EVERY_LINE = """
 import os, signal, sys
-from paceline.relay import lifetime
+from paceline.relay import process as lifetime
 
 lines = due = 0
 

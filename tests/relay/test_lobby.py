@@ -12,14 +12,16 @@ from pathlib import Path
 import grpc
 import pytest
 
-from paceline.relay.wires import grpc_server, lobby, server
-from paceline.relay.wires.chunks import METHOD
-from paceline.relay.wires.grpc_transport import GrpcTransport
-from paceline.relay.wires.identity import issue_identity, make_authority
-from paceline.relay.wires.lobby import Lobby
-from paceline.relay.wires.tcp import TcpTransport
-from paceline.relay.wires.tls import TlsSettings
-from paceline.relay.wires.transport import Transport
+from paceline.relay.transport import grpc_server
+from paceline.relay.transport import serving as lobby
+from paceline.relay.transport import tcp_server as server
+from paceline.relay.transport.contract import Transport
+from paceline.relay.transport.frames import METHOD
+from paceline.relay.transport.grpc_server import GrpcTransport
+from paceline.relay.transport.identity import issue_identity, make_authority
+from paceline.relay.transport.serving import Lobby
+from paceline.relay.transport.tcp_server import TcpTransport
+from paceline.relay.transport.tls import TlsSettings
 from tests.relay.peers import Heard, Node, Pair
 
 SILENT = server.MAX_STREAMS + 40

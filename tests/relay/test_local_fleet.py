@@ -10,16 +10,16 @@ import pytest
 
 from paceline.errors import DeploymentFailed, NotReady
 from paceline.manifest import FileEntry, Manifest, verify_directory
-from paceline.relay.local import LocalFleet
 from paceline.relay.origin import FIRST_RANGE
-from paceline.relay.session.extents import Extent
-from paceline.relay.session.feeds import Feed
-from paceline.relay.session.flights import Flights
-from paceline.relay.session.limits import SessionLimits
+from paceline.relay.protocol.extents import Extent
+from paceline.relay.protocol.limits import SessionLimits
+from paceline.relay.protocol.pull_state import Flights
+from paceline.relay.protocol.source_selection import Feed
 from paceline.relay.sources import DirectoryReader, OnSocket
-from paceline.wire.plan import Source, WorkerLanes
-from paceline.wire.records import Receipt, WorkerStatus
+from paceline.schemas.plan import Source, WorkerLanes
+from paceline.schemas.records import Receipt, WorkerStatus
 from tests.relay.kit import DEPLOYMENT, damage, lanes, manifest_of, plan, worker, write_model
+from tests.support.local_fleet import LocalFleet
 
 NAMES = ["node-0", "node-1", "node-2", "node-3"]
 

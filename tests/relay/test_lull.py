@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.relay.wires import lull
-from paceline.relay.wires.lull import LONGEST_S, Lull
+from paceline.relay.transport import sockets as lull
+from paceline.relay.transport.sockets import LONGEST_S, Lull
 
 BLOCK = 64 * 1024
 BUFFER = 1024 * 1024  # what the kernel takes before it holds the sender up

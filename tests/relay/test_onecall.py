@@ -47,17 +47,19 @@ from paceline.manifest import (
     verify_directory,
     write_manifest,
 )
-from paceline.objects import client
 from paceline.plan import origin_cap_bytes
-from paceline.relay import fuse, onecall, origin
-from paceline.relay.disk.reading import Readings
-from paceline.relay.disk.staging import Staging
-from paceline.relay.disk.store import Store
-from paceline.relay.driver import RelayDriver
-from paceline.relay.onecall import distribute
+from paceline.relay import origin
+from paceline.relay import origin_budget as fuse
+from paceline.relay import standalone as onecall
+from paceline.relay.node import RelayDriver
 from paceline.relay.sources import DirectoryReader, S3Reader
-from paceline.wire.local import Distribution
-from paceline.wire.plan import WorkerLanes
+from paceline.relay.standalone import distribute
+from paceline.relay.store.origin_reads import Readings
+from paceline.relay.store.staging import Staging
+from paceline.relay.store.store import Store
+from paceline.schemas.command_results import Distribution
+from paceline.schemas.plan import WorkerLanes
+from paceline.storage import client
 from tests.relay.kit import damage, manifest_of, write_model
 from tests.support.rclone import RcloneS3
 

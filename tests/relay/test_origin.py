@@ -11,18 +11,18 @@ import pytest
 
 from paceline.errors import AccessDenied, DeploymentFailed
 from paceline.manifest import FileEntry, Manifest, publish_model, verify_directory
-from paceline.objects import ObjectStore
-from paceline.relay.disk.store import Store
-from paceline.relay.local import LocalFleet
 from paceline.relay.origin import OriginStream, range_bytes
-from paceline.relay.session.events import SessionEvent
-from paceline.relay.session.extents import Extent
-from paceline.relay.session.limits import SessionLimits
+from paceline.relay.protocol.events import SessionEvent
+from paceline.relay.protocol.extents import Extent
+from paceline.relay.protocol.limits import SessionLimits
 from paceline.relay.sources import DirectoryReader, OnSocket, S3Reader
-from paceline.relay.wires.counters import Counters
-from paceline.relay.wires.pacing import Pacer
-from paceline.wire.plan import Source, WorkerLanes
+from paceline.relay.store.store import Store
+from paceline.relay.transport.contract import Counters
+from paceline.relay.transport.pacing import Pacer
+from paceline.schemas.plan import Source, WorkerLanes
+from paceline.storage import ObjectStore
 from tests.relay.kit import DEPLOYMENT, manifest_of, paper_manifest, plan, write_model
+from tests.support.local_fleet import LocalFleet
 from tests.support.rclone import RcloneS3
 
 URL = "s3://relay/models/m/v1"

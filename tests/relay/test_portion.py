@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.relay.wires.portion import HOLD_S, LEAST_BYTES, MOST_BYTES, Portion, no_limit
+from paceline.relay.transport.pacing import HOLD_S, LEAST_BYTES, MOST_BYTES, Portion, no_limit
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from paceline.errors import CorruptData
-from paceline.relay.disk import staging, store
+from paceline.relay.store import staging, store
 from tests.relay.kit import damage, manifest_of, write_model
 from tests.relay.store_work import VERSIONS, work
 from tests.relay.test_kills import check_invariants

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.relay.disk import reading
-from paceline.relay.disk.reading import Reading, Readings
-from paceline.relay.session.budget import OriginBudget
-from paceline.wire.plan import WorkerLanes
+from paceline.relay.protocol.source_selection import OriginBudget
+from paceline.relay.store import origin_reads as reading
+from paceline.relay.store.origin_reads import Reading, Readings
+from paceline.schemas.plan import WorkerLanes
 from tests.relay.kit import ORIGIN, lanes, paper_manifest
 
 GRANT, AHEAD = 1000, 100

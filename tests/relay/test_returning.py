@@ -8,8 +8,7 @@ import pytest
 
 from paceline.coordinator import Patience
 from paceline.errors import PeerLost
-from paceline.relay.memory import MemoryFleet
-from paceline.relay.session.events import (
+from paceline.relay.protocol.events import (
     Fetch,
     LanesAssigned,
     PieceRejected,
@@ -19,14 +18,15 @@ from paceline.relay.session.events import (
     SourceFailed,
     Tick,
 )
-from paceline.relay.session.extents import Extent
-from paceline.relay.session.limits import SessionLimits
-from paceline.relay.session.returning import Returning
-from paceline.relay.session.session import RelaySession
-from paceline.simulate import Fault, simulate
-from paceline.wire.plan import Topology
+from paceline.relay.protocol.extents import Extent
+from paceline.relay.protocol.limits import SessionLimits
+from paceline.relay.protocol.recovery import Returning
+from paceline.relay.protocol.session import RelaySession
+from paceline.schemas.plan import Topology
+from paceline.simulation import Fault, simulate
 from tests.relay.kit import lanes, paper_manifest, plan, worker
-from tests.simulate.kit import scenario
+from tests.simulation.kit import scenario
+from tests.support.memory_fleet import MemoryFleet
 
 MANIFEST = paper_manifest(400)
 LIMITS = SessionLimits(window_bytes=8 * 1024, window_pieces=8)

@@ -12,8 +12,9 @@ import pytest
 from benchmarks.reuse import main
 from paceline.errors import StorageFull
 from paceline.manifest import Manifest, verify_directory
-from paceline.relay.disk import reuse
-from paceline.relay.disk.room import (
+from paceline.relay.protocol.extents import Extent
+from paceline.relay.store import reuse
+from paceline.relay.store.disk_space import (
     Room,
     StorePolicy,
     frees,
@@ -21,8 +22,7 @@ from paceline.relay.disk.room import (
     reclaimable,
     room_lacking,
 )
-from paceline.relay.disk.store import Store
-from paceline.relay.session.extents import Extent
+from paceline.relay.store.store import Store
 from tests.relay.kit import damage, manifest_of, write_model
 from tests.relay.test_store import fill
 

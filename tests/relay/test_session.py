@@ -17,7 +17,7 @@ from paceline.errors import (
     StorageFull,
 )
 from paceline.manifest import Manifest
-from paceline.relay.session.events import (
+from paceline.relay.protocol.events import (
     Abandon,
     Cancelled,
     Complete,
@@ -38,12 +38,12 @@ from paceline.relay.session.events import (
     Tick,
     Woke,
 )
-from paceline.relay.session.extents import Extent
-from paceline.relay.session.feeds import JUDGED_MOST, JUDGED_RUNS, Feed
-from paceline.relay.session.limits import SessionLimits
-from paceline.relay.session.session import RelaySession
-from paceline.wire.plan import Lane, Source, WorkerLanes
-from paceline.wire.records import WorkerStatus
+from paceline.relay.protocol.extents import Extent
+from paceline.relay.protocol.limits import SessionLimits
+from paceline.relay.protocol.session import RelaySession
+from paceline.relay.protocol.source_selection import JUDGED_MOST, JUDGED_RUNS, Feed
+from paceline.schemas.plan import Lane, Source, WorkerLanes
+from paceline.schemas.records import WorkerStatus
 from tests.relay.kit import ORIGIN, lanes, paper_manifest, worker
 
 MANIFEST = paper_manifest(16)

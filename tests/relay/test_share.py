@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.relay.share import Share
+from paceline.relay.active_deployment import Share
 from tests.relay.kit import ORIGIN, lanes, paper_manifest
 
 KIB = 1024

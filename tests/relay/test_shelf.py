@@ -11,20 +11,19 @@ from pathlib import Path
 import pytest
 
 from paceline import hashing
-from paceline.relay.disk.library import Library
-from paceline.relay.disk.staging import Staging
-from paceline.relay.disk.store import Store
-from paceline.relay.session.events import PieceRejected
-from paceline.relay.session.extents import Extent
-from paceline.relay.wires import shelf
-from paceline.relay.wires.counters import Counters
-from paceline.relay.wires.frames import Kind, encode
-from paceline.relay.wires.pacing import MAX_BLOCK, Pacer
-from paceline.relay.wires.pull import Pull
-from paceline.relay.wires.shelf import Shelf
-from paceline.relay.wires.sockets import PlainChannel, read_frame, waiting_bytes
-from paceline.relay.wires.tcp import TcpTransport
-from paceline.wire.plan import Source
+from paceline.relay.protocol.events import PieceRejected
+from paceline.relay.protocol.extents import Extent
+from paceline.relay.store.library import Library
+from paceline.relay.store.staging import Staging
+from paceline.relay.store.store import Store
+from paceline.relay.transport import intake as shelf
+from paceline.relay.transport.contract import Counters, Pull
+from paceline.relay.transport.frames import Kind, encode
+from paceline.relay.transport.intake import Shelf
+from paceline.relay.transport.pacing import MAX_BLOCK, Pacer
+from paceline.relay.transport.sockets import PlainChannel, read_frame, waiting_bytes
+from paceline.relay.transport.tcp_server import TcpTransport
+from paceline.schemas.plan import Source
 from tests.relay.kit import manifest_of, write_model
 from tests.relay.peers import Heard, let_in
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from paceline.relay.session.events import (
+from paceline.relay.protocol.events import (
     Abandon,
     Complete,
     Fetch,
@@ -19,10 +19,10 @@ from paceline.relay.session.events import (
     SessionEvent,
     Tick,
 )
-from paceline.relay.session.extents import Extent, Extents
-from paceline.relay.session.limits import SessionLimits
-from paceline.relay.session.session import RelaySession
-from paceline.wire.plan import Lane, WorkerLanes
+from paceline.relay.protocol.extents import Extent, Extents
+from paceline.relay.protocol.limits import SessionLimits
+from paceline.relay.protocol.session import RelaySession
+from paceline.schemas.plan import Lane, WorkerLanes
 from tests.relay.kit import lanes, paper_manifest, worker
 
 PIECES = 240

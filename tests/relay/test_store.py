@@ -20,10 +20,10 @@ from paceline.errors import (
     StorageFull,
 )
 from paceline.manifest import Manifest, verify_directory
-from paceline.relay.disk.library import Library
-from paceline.relay.disk.staging import Staging
-from paceline.relay.disk.store import Store
-from paceline.relay.session.extents import Extent
+from paceline.relay.protocol.extents import Extent
+from paceline.relay.store.library import Library
+from paceline.relay.store.staging import Staging
+from paceline.relay.store.store import Store
 from tests.relay.kit import damage, manifest_of, write_model
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from paceline.manifest import Manifest, verify_directory
-from paceline.relay.session.events import SLEPT_S
-from paceline.relay.session.limits import SessionLimits
-from paceline.wire.records import Receipt
+from paceline.relay.protocol.events import SLEPT_S
+from paceline.relay.protocol.limits import SessionLimits
+from paceline.schemas.records import Receipt
 from tests.relay.agents import LINK_MBIT, NAMES, Fleet, until
 from tests.relay.fake_coordinator import FakeCoordinator
 from tests.relay.kit import manifest_of, write_model

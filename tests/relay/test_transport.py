@@ -17,10 +17,10 @@ import pytest
 
 from paceline.errors import PeerLost
 from paceline.manifest import Manifest
-from paceline.relay.disk.library import Library
-from paceline.relay.disk.staging import Staging
-from paceline.relay.disk.store import Store
-from paceline.relay.wires.frames import (
+from paceline.relay.store.library import Library
+from paceline.relay.store.staging import Staging
+from paceline.relay.store.store import Store
+from paceline.relay.transport.frames import (
     HEADER,
     NONCE_BYTES,
     PROTOCOL_VERSION,
@@ -33,9 +33,9 @@ from paceline.relay.wires.frames import (
     encode_payload,
     proof,
 )
-from paceline.relay.wires.pacing import Pacer
-from paceline.relay.wires.server import PeerServer
-from paceline.relay.wires.sockets import PlainChannel, read_frame
+from paceline.relay.transport.pacing import Pacer
+from paceline.relay.transport.sockets import PlainChannel, read_frame
+from paceline.relay.transport.tcp_server import PeerServer
 from tests.relay.kit import manifest_of, write_model
 
 TOKEN = "cluster-token"
@@ -197,7 +197,7 @@ def test_a_cancelled_model_ends_its_streams(port: Port) -> None:
 
 
 def test_streams_are_capped(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.relay.wires.server.MAX_STREAMS", 1)
+    monkeypatch.setattr("paceline.relay.transport.tcp_server.MAX_STREAMS", 1)
     port.library.open(port.manifest)
     with port.welcomed() as first:
         assert next_frame(first)[0].kind is Kind.WELCOME

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config import Endpoints, Profile, Runtime, Secrets
 from paceline.errors import InvalidInput, InvalidProfile
-from paceline.profile import Endpoints, Profile, Runtime, Secrets
-from paceline.relay.wires.identity import issue_identity, make_authority
-from paceline.relay.wires.transports import tls_for, transport_for
+from paceline.relay.transport.identity import issue_identity, make_authority
+from paceline.relay.transport.transports import tls_for, transport_for
 
 
 def runtime(state_dir: Path, **sections: dict[str, object]) -> Runtime:

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from paceline.manifest import Manifest
-from paceline.relay import driver as driver_module
-from paceline.relay.disk.store import Store
-from paceline.relay.driver import RelayDriver
-from paceline.relay.local import open_directory
-from paceline.relay.wires.tcp import TcpTransport
-from paceline.wire.calls import DeploymentBeat
-from paceline.wire.plan import Source, WorkerLanes
-from paceline.wire.records import WorkerStatus
+from paceline.relay import node as driver_module
+from paceline.relay.node import RelayDriver
+from paceline.relay.store.store import Store
+from paceline.relay.transport.tcp_server import TcpTransport
+from paceline.schemas.calls import DeploymentBeat
+from paceline.schemas.plan import Source, WorkerLanes
+from paceline.schemas.records import WorkerStatus
 from tests.relay.kit import lanes, manifest_of, worker, write_model
+from tests.support.local_fleet import open_directory
 
 SIZE = 1_500_000
 PIECE = 4096

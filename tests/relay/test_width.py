@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.relay.width import FEWEST, HOLD_S, LOOK_S, MOST, Width
+from paceline.relay.origin import FEWEST, HOLD_S, LOOK_S, MOST, Width
 
 
 def run(width: Width, rate: Callable[[int], float], seconds: float, start_s: float = 0.0) -> float:

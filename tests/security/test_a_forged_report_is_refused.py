@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from paceline.config import Endpoints, Profile, Runtime, Secrets
 from paceline.errors import (
     AccessDenied,
     CorruptData,
@@ -20,18 +21,17 @@ from paceline.errors import (
 )
 from paceline.manifest import build_manifest
 from paceline.models import weights_digest
-from paceline.objects import ObjectStore
-from paceline.profile import Endpoints, Profile, Runtime, Secrets
 from paceline.registry import Registry
 from paceline.registry.lineage import claim_digest
-from paceline.wire import canonical_json, digest_of
-from paceline.wire.training import (
+from paceline.schemas import canonical_json, digest_of
+from paceline.schemas.training import (
     Evaluation,
     EvaluationReport,
     Evidence,
     GateDecision,
     TrainResult,
 )
+from paceline.storage import ObjectStore
 from tasks import promote, sealed, train
 from tasks.run import Run
 from tests.evaluation.reports import LINEAGE, SNAPSHOT, TRAINING_SNAPSHOT, interval, passing

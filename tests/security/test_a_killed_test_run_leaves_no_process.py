@@ -23,9 +23,9 @@ SLOW = """
 import os, time
 from pathlib import Path
 
-from paceline import fleet
-from tests.fleet.conftest import small_profile
-from tests.fleet.test_supervisor import service
+from paceline import cluster as fleet
+from tests.cluster.conftest import small_profile
+from tests.cluster.test_supervisor import service
 
 def test_slow():
     state = Path({state!r})

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.parsers import CASES, SIZE
 from paceline.errors import InvalidManifest
 from paceline.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, parse, parse_manifest
-from tests.service.conftest import Served, creation, make_runtime
+from tests.api.conftest import Served, creation, make_runtime
 
 LEAST_ANSWERS = 10  # of /healthz while one manifest is parsed; a blocked loop gives none or one
 ONCE_QUADRATIC = ["escaped quotes outside strings", "unique keys and one twice"]

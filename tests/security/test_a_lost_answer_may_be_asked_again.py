@@ -16,13 +16,13 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
+from paceline.api.app import create_app
+from paceline.config import load_runtime
 from paceline.errors import AccessDenied, ServiceUnavailable
-from paceline.profile import load_runtime
 from paceline.relay.joining import DIRECTORY, JOINING_FILE, join
-from paceline.relay.wires.identity import new_request
-from paceline.relay.wires.transports import tls_for
-from paceline.service.app import create_app
-from tests.service.conftest import FakeAgent, Served, creation, make_model, make_runtime
+from paceline.relay.transport.identity import new_request
+from paceline.relay.transport.transports import tls_for
+from tests.api.conftest import FakeAgent, Served, creation, make_model, make_runtime
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", UserWarning)

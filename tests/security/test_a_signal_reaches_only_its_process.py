@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline import fleet
-from paceline.fleet import guard
-from paceline.fleet.installation import LOCK_FILE
-from paceline.relay.disk.inspection import _set_aside
+from paceline import cluster as fleet
+from paceline.cluster import guard
+from paceline.cluster.installation import LOCK_FILE
+from paceline.relay.store.inspection import _set_aside
 from paceline.system.processes import holder_of
-from tests.fleet.conftest import small_profile
+from tests.cluster.conftest import small_profile
 
 HOLD = """
 import fcntl, sys, time
@@ -104,7 +104,7 @@ def test_down_ends_no_process_that_a_stale_lock_names(
     lock = tmp_path / LOCK_FILE
     own = lock.read_text()
     lock.write_text(f"{bystander.pid}\n")
-    monkeypatch.setattr("paceline.fleet.installation._wait_unlocked", lambda *_: True)
+    monkeypatch.setattr("paceline.cluster.installation._wait_unlocked", lambda *_: True)
     fleet.stop(tmp_path)
     monkeypatch.undo()
     with pytest.raises(subprocess.TimeoutExpired):

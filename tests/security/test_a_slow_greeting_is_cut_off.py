@@ -17,17 +17,17 @@ from pathlib import Path
 import psutil
 import pytest
 
+from paceline.config import TrainingSettings
 from paceline.errors import InvalidFrame, PeerLost
 from paceline.models import config_for
-from paceline.profile import TrainingSettings
-from paceline.training.group import interface_of
-from paceline.training.relaxed import frames, server
-from paceline.training.relaxed.claims import FileClaims
-from paceline.training.relaxed.frames import Kind
-from paceline.training.relaxed.learner import Learner
-from paceline.training.relaxed.server import Server, listen
-from paceline.training.relaxed.terms import Terms
-from paceline.training.workload import TransformerWorkload
+from paceline.training.loop.group import interface_of
+from paceline.training.loop.workload import TransformerWorkload
+from paceline.training.strategies import frames, server
+from paceline.training.strategies.frames import Kind
+from paceline.training.strategies.learner import Learner
+from paceline.training.strategies.protocol import Terms
+from paceline.training.strategies.rendezvous import FileClaims
+from paceline.training.strategies.server import Server, listen
 
 GREET_S = 0.5
 HELLO = {"role": "worker", "rank": 2, "worker": 0, "key": "key"}
@@ -141,7 +141,7 @@ OWN = sorted(
 
 RANK = """
 import sys
-from paceline.training.group import join_group
+from paceline.training.loop.group import join_group
 rank, host, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 with join_group(rank, 2, host, port, 1, 60.0, serve=False, own=host) as group:
     print(group.sums([1.0]), flush=True)
@@ -150,7 +150,7 @@ with join_group(rank, 2, host, port, 1, 60.0, serve=False, own=host) as group:
 
 STORE = """
 import os, sys
-from paceline.training.keepers import keep_store
+from paceline.training.launcher.watchers import keep_store
 keep_store(sys.argv[1], 1)
 """
 

@@ -12,14 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from paceline.config import DataSettings
 from paceline.data import ShardCache, Snapshot, build_snapshot, load_snapshot
 from paceline.data.formats import tar
-from paceline.data.formats.columns import LAYOUT, ColumnSamples
+from paceline.data.formats.shard_file import LAYOUT, ColumnSamples
 from paceline.data.snapshot import BYTES
 from paceline.data.tokenizer import open_tokenizer
 from paceline.errors import InvalidInput
-from paceline.objects import DiskStore
-from paceline.profile import DataSettings
+from paceline.storage import DiskStore
 from tasks.prepare import build_data_snapshot
 from tasks.run import StageResult
 from tests.security.archives import ODD_MEMBERS, tar_of

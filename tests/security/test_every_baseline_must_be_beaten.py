@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from paceline.config import GateSettings, Profile, load_profile
 from paceline.errors import InvalidProfile
 from paceline.evaluation import EXCEPTED, decide
-from paceline.profile import GateSettings, Profile, load_profile
-from paceline.wire.training import EvaluationReport, GateDecision, Interval, ModelScore
+from paceline.schemas.training import EvaluationReport, GateDecision, Interval, ModelScore
 from tests.evaluation.reports import LINEAGE, interval, passing
 from tests.support.stack import Ended
 

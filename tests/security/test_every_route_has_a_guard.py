@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from paceline.relay.wires.identity import new_request
-from paceline.service.app import create_app
-from paceline.service.guard import OPEN_PER_S
-from paceline.service.limits import BODY_S, MAX_BODY_BYTES
-from paceline.service.routes import ROUTES, Route, routes_of
-from paceline.wire.access import Scope
-from tests.service.conftest import make_runtime
+from paceline.api.app import create_app
+from paceline.api.guard import OPEN_PER_S
+from paceline.api.limits import BODY_S, MAX_BODY_BYTES
+from paceline.api.routes import ROUTES, Route, routes_of
+from paceline.relay.transport.identity import new_request
+from paceline.schemas.access import Scope
+from tests.api.conftest import make_runtime
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", UserWarning)

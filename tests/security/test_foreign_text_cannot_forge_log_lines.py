@@ -15,18 +15,18 @@ import grpc
 import pytest
 
 from paceline.cli.board import plain
-from paceline.client.asking import _error_of
+from paceline.client.failover import _error_of
+from paceline.cluster.held_nodes import deliver
+from paceline.cluster.pinned_calls import Member
+from paceline.cluster.worker_processes import Order
 from paceline.errors import PacelineError, PeerLost, TrainingFailed
-from paceline.fleet.crew import Member
-from paceline.fleet.process import deliver
-from paceline.fleet.remote import Order
-from paceline.objects.translate import from_client_error
-from paceline.relay.wires.frames import Kind, encode_payload
-from paceline.relay.wires.grpc_client import GrpcStream
-from paceline.relay.wires.sockets import PlainChannel, read_frame
+from paceline.relay.transport.frames import Kind, encode_payload
+from paceline.relay.transport.grpc_client import GrpcStream
+from paceline.relay.transport.sockets import PlainChannel, read_frame
+from paceline.schemas.calls import Problem, RegisterWorker
+from paceline.schemas.records import Failure
+from paceline.storage.client import from_client_error
 from paceline.text import OneLine, printable
-from paceline.wire.calls import Problem, RegisterWorker
-from paceline.wire.records import Failure
 
 EVIL = (
     "gone\r\n2026-01-01 00:00:00 INFO promoted model=m\x1b[2J\x1b]0;title\x07"

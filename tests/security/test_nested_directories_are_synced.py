@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.manifest import build_manifest, verify_directory
-from paceline.relay.disk.store import Store
+from paceline.relay.store.store import Store
 from paceline.system.files import make_directories, sync_tree
 from tests.relay.test_store import fill
 from tests.support.powerloss import Disk

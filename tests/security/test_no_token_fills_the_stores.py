@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from paceline.coordinator.messages import Observed
-from paceline.coordinator.pruning import kept_bytes
-from paceline.coordinator.settings import Patience
-from paceline.coordinator.stores.events import LONGEST, numbered
+from paceline.api.app import create_app
+from paceline.coordinator.state.deployment_index import kept_bytes
+from paceline.coordinator.state.messages import Observed
+from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.stores.audit import LONGEST, numbered
 from paceline.errors import InvalidInput, ServiceUnavailable
-from paceline.service.app import create_app
-from paceline.wire.calls import EdgeTally
-from paceline.wire.events import EventName
+from paceline.schemas.calls import EdgeTally
+from paceline.schemas.events import EventName
+from tests.api.conftest import make_runtime
 from tests.coordinator.conftest import make_world  # noqa: F401
-from tests.service.conftest import make_runtime
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -87,8 +87,8 @@ def test_edges_of_others_and_of_no_origin_are_not_counted(make_world: Any) -> No
 
 
 def report(world: Any, run: Any, worker_id: str, **changes: Any) -> None:
-    from paceline.wire.calls import DeploymentBeat
-    from paceline.wire.records import WorkerStatus
+    from paceline.schemas.calls import DeploymentBeat
+    from paceline.schemas.records import WorkerStatus
 
     beat = DeploymentBeat(
         deployment_id=run.deployment.deployment_id,
@@ -103,9 +103,9 @@ def report(world: Any, run: Any, worker_id: str, **changes: Any) -> None:
 
 
 def test_a_strange_origin_is_refused_as_a_lost_source(make_world: Any) -> None:  # noqa: F811
-    from paceline.coordinator.plausible import require_possible
-    from paceline.wire.calls import DeploymentBeat
-    from paceline.wire.records import WorkerStatus
+    from paceline.coordinator.state.targets import require_possible
+    from paceline.schemas.calls import DeploymentBeat
+    from paceline.schemas.records import WorkerStatus
 
     world = make_world()
     world.register("node-0")

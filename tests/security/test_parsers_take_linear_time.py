@@ -9,13 +9,13 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import parsers
-from paceline.cli.quantities import size_bytes
+from paceline.cli.options import size_bytes
+from paceline.config import load_profile
 from paceline.errors import InvalidInput, InvalidManifest, InvalidProfile
 from paceline.manifest import parse_manifest, version_key
-from paceline.manifest.paths import check_paths
+from paceline.manifest.model import check_paths
 from paceline.models.files import read_config
-from paceline.profile import load_profile
-from paceline.wire.base import parse_json
+from paceline.schemas.base import parse_json
 
 # Memory that no cache holds any more costs up to five times as much a byte; quadratic is sixteen.
 MOST = 6 * parsers.GROWTH

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline import fleet
+from paceline import cluster as fleet
+from paceline.cluster.embedded import PLAIN, embedded_services, require_protected
+from paceline.config import Endpoints, Profile, Runtime, SecuritySettings, ServiceSettings
+from paceline.config.runtime import Secrets
 from paceline.errors import InvalidProfile
-from paceline.fleet.embedded import PLAIN, embedded_services, require_protected
-from paceline.profile import Endpoints, Profile, Runtime, SecuritySettings, ServiceSettings
-from paceline.profile.runtime import Secrets
 
 BEYOND = ["0.0.0.0", "::", "192.0.2.1", "host.example", "", "127.0.0.1.example"]
 LOOPBACK = ["127.0.0.1", "127.0.0.2", "::1", "localhost"]

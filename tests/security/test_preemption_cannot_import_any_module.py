@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data.apart import open_transforms
+from paceline.config import load_profile
+from paceline.data.loading.process_transform import open_transforms
 from paceline.errors import AccessDenied, InvalidInput, PacelineError
-from paceline.profile import load_profile
-from paceline.training.code_ref import check_watcher, module_digest, tree_digest
-from paceline.training.preemption import MetadataWatcher, open_watcher, require_allowed_watcher
+from paceline.training.loop.preemption import MetadataWatcher, open_watcher, require_allowed_watcher
+from paceline.training.user_code import check_watcher, module_digest, tree_digest
 
-RANK = "paceline.training.rank:main"
+RANK = "paceline.training.loop.rank:main"
 CODE = """
 import os, pathlib
 HERE = pathlib.Path({here!r})
@@ -80,7 +80,7 @@ def test_a_module_that_is_not_allowed_is_not_imported(
 def test_a_watcher_that_is_allowed_finds_no_credentials(module: str, tmp_path: Path) -> None:
     named = f"{module}:watcher@sha256:{module_digest(module)}"
     script = (
-        "import sys; from pathlib import Path; from paceline.training.preemption import "
+        "import sys; from pathlib import Path; from paceline.training.loop.preemption import "
         "open_watcher; open_watcher(sys.argv[1], [sys.argv[2]], Path(sys.argv[3])).wait()"
     )
     command = [sys.executable, "-c", script, named, module, str(tmp_path / "cache")]
@@ -115,7 +115,7 @@ def test_a_node_asks_its_own_profile(module: str, tmp_path: Path) -> None:
         empty: dict[str, str] = {}
         text = json.dumps(runtime | {"endpoints": empty, "secrets": empty})
         (state / "runtime.json").write_text(text)
-        command = [sys.executable, "-m", "paceline.training.forkserver", RANK]
+        command = [sys.executable, "-m", "paceline.training.launcher.forkserver", RANK]
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as launcher:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline import fleet
+from paceline import cluster as fleet
 from paceline.coordinator.stores.sqlite_file import SqliteFile
 from paceline.errors import AccessDenied
 from paceline.system.files import create_durably, narrow_directory, own_directory, write_private
-from tests.fleet.conftest import small_profile
+from tests.cluster.conftest import small_profile
 from tests.support.powerloss import Disk
 from tests.support.servers import free_port
 

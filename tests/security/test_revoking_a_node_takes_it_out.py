@@ -13,27 +13,27 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from paceline.coordinator.messages import AdmitWorker, BeginToken, IssueToken, RevokeToken
+from paceline.api.app import create_app
+from paceline.api.guard import Doorman, Guard
+from paceline.config import Secrets, SecuritySettings
+from paceline.coordinator.state.messages import AdmitWorker, BeginToken, IssueToken, RevokeToken
 from paceline.coordinator.tokens import UNUSED_AT_MOST, Drawn, TokenBook, draw
 from paceline.errors import AccessDenied, NotLeading
-from paceline.profile import Secrets, SecuritySettings
-from paceline.relay.session.extents import Extent
-from paceline.relay.wires.grpc_transport import GrpcTransport
-from paceline.relay.wires.identity import (
+from paceline.relay.protocol.extents import Extent
+from paceline.relay.transport.contract import Transport
+from paceline.relay.transport.grpc_server import GrpcTransport
+from paceline.relay.transport.identity import (
     Authority,
     issue_for_key,
     make_authority,
     new_request,
     requested_key,
 )
-from paceline.relay.wires.tcp import TcpTransport
-from paceline.relay.wires.tls import TlsSettings
-from paceline.relay.wires.transport import Transport
-from paceline.service.app import create_app
-from paceline.service.guard import Doorman, Guard
-from paceline.wire.access import CreateJoinToken, barred_admission
+from paceline.relay.transport.tcp_server import TcpTransport
+from paceline.relay.transport.tls import TlsSettings
+from paceline.schemas.access import CreateJoinToken, barred_admission
+from tests.api.conftest import Served, make_runtime
 from tests.relay.peers import Heard, Pair
-from tests.service.conftest import Served, make_runtime
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", UserWarning)
@@ -185,9 +185,9 @@ def test_a_renewal_whose_answer_was_lost_is_asked_for_again(rest: Rest) -> None:
 
 
 def test_the_command_takes_out_the_worker_that_it_names(tmp_path: Path) -> None:
-    from paceline.client.access import AccessClient
-    from paceline.profile import Endpoints, save_runtime
-    from paceline.wire.access import JoinWorker
+    from paceline.client.calls import AccessClient
+    from paceline.config import Endpoints, save_runtime
+    from paceline.schemas.access import JoinWorker
 
     server = Served(make_runtime(tmp_path / "state"))
     server.runtime.state_dir.mkdir()

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from paceline.api.access import _for_nodes
+from paceline.api.deployments import manifest_at
+from paceline.config import Endpoints, Profile, Runtime, Secrets, load_profile
 from paceline.errors import AccessDenied, InvalidInput, InvalidProfile, ServiceUnavailable
-from paceline.objects import ObjectStore, lies_in
-from paceline.profile import Endpoints, Profile, Runtime, Secrets, load_profile
 from paceline.relay.sources import DirectoryReader, S3Reader, Sources, allowed_source
-from paceline.service.admission import _for_nodes
-from paceline.service.origins import manifest_at
+from paceline.storage import ObjectStore, lies_in
 from tasks.distribute import fetch_model_manifest
 
 
@@ -163,7 +163,7 @@ def test_an_answer_that_is_not_s3s_is_named(tmp_path: Path) -> None:
     from botocore.parsers import ResponseParserError
 
     from paceline.errors import PermanentError
-    from paceline.objects.translate import translated
+    from paceline.storage.client import translated
 
     for error in (ResponseParserError("<html>"), ValueError("invalid literal for int()")):
         with pytest.raises(PermanentError, match="cannot be read") as caught:

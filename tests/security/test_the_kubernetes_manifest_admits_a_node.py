@@ -15,20 +15,20 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.client.access import AccessClient
+from paceline.api.app import create_app
+from paceline.api.routes import ROUTES
+from paceline.client.calls import AccessClient
+from paceline.config import load_runtime
 from paceline.errors import StorageFailed
-from paceline.profile import load_runtime
 from paceline.relay.joining import join
-from paceline.relay.wires.identity import (
+from paceline.relay.transport.identity import (
     ensure_authority,
     issue_server,
     make_authority,
     new_request,
 )
-from paceline.service.app import create_app
-from paceline.service.routes import ROUTES
-from paceline.wire.access import CreateJoinToken, JoinWorker
-from tests.service.conftest import Served, make_runtime
+from paceline.schemas.access import CreateJoinToken, JoinWorker
+from tests.api.conftest import Served, make_runtime
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", UserWarning)

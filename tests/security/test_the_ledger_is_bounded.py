@@ -15,23 +15,23 @@ from typing import Any
 
 import pytest
 
+from paceline.api import guard
+from paceline.api.app import create_app
+from paceline.api.guard import Doorman
+from paceline.cluster.embedded import ensure_secrets
+from paceline.config import load_runtime
 from paceline.coordinator import ledger as bounds
 from paceline.coordinator.coordinator import Coordinator
 from paceline.coordinator.ledger import LedgerBook, LedgerLine
+from paceline.coordinator.stores.audit import SqliteAudit
 from paceline.coordinator.stores.memory_progress import MemoryProgress
-from paceline.coordinator.stores.sqlite_audit import SqliteAudit
 from paceline.coordinator.tokens import TokenBook
 from paceline.errors import Conflict, InvalidInput, NotLeading
-from paceline.fleet.credentials import ensure_secrets
-from paceline.profile import load_runtime
-from paceline.service import guard
-from paceline.service.app import create_app
-from paceline.service.guard import Doorman
-from paceline.wire.access import Scope
-from paceline.wire.records import StageRecord
+from paceline.schemas.access import Scope
+from paceline.schemas.records import StageRecord
+from tests.api.conftest import make_runtime
 from tests.coordinator.stores.conftest import coordination  # noqa: F401
 from tests.security.test_tiny_requests_do_not_stall_an_agent import lines
-from tests.service.conftest import make_runtime
 from tests.support.etcd import etcd  # noqa: F401
 
 with warnings.catch_warnings():

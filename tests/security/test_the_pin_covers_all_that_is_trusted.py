@@ -15,15 +15,16 @@ from typing import NamedTuple
 import pytest
 from cryptography import x509
 
-from paceline.cli.following import Follower
+from paceline.api.access import Admission
+from paceline.cli.event_following import Follower
 from paceline.client import CoordinatorClient
+from paceline.cluster.dask_service import security_of
+from paceline.config import Secrets, load_runtime, one_certificate, read_certificate
 from paceline.coordinator.tokens import draw
 from paceline.errors import AccessDenied, InvalidInput, ServiceUnavailable
-from paceline.fleet.cluster import security_of
-from paceline.profile import Secrets, load_runtime, one_certificate, read_certificate
 from paceline.relay.joining import Renewal, join
-from paceline.relay.wires.grpc_transport import GrpcTransport
-from paceline.relay.wires.identity import (
+from paceline.relay.transport.grpc_server import GrpcTransport
+from paceline.relay.transport.identity import (
     Authority,
     fingerprint,
     issue_for_key,
@@ -32,11 +33,10 @@ from paceline.relay.wires.identity import (
     make_authority,
     requested_key,
 )
-from paceline.relay.wires.tcp import TcpTransport
-from paceline.relay.wires.tls import TlsSettings
-from paceline.service.admission import Admission
-from paceline.wire.access import WorkerIdentity
-from tests.service.conftest import make_runtime
+from paceline.relay.transport.tcp_server import TcpTransport
+from paceline.relay.transport.tls import TlsSettings
+from paceline.schemas.access import WorkerIdentity
+from tests.api.conftest import make_runtime
 
 
 class Two(NamedTuple):

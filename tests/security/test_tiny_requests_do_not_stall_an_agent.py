@@ -19,35 +19,32 @@ import grpc
 import pytest
 
 from paceline.errors import InvalidFrame, ServiceUnavailable
-from paceline.relay.disk.library import Library
-from paceline.relay.disk.staging import Staging
-from paceline.relay.disk.store import Store
-from paceline.relay.session.events import SourceAlive
-from paceline.relay.session.extents import Extent
-from paceline.relay.wires import serving as bounds
-from paceline.relay.wires.barred import Barred
-from paceline.relay.wires.chunks import (
+from paceline.relay.protocol.events import SourceAlive
+from paceline.relay.protocol.extents import Extent
+from paceline.relay.store.library import Library
+from paceline.relay.store.staging import Staging
+from paceline.relay.store.store import Store
+from paceline.relay.transport import serving as bounds
+from paceline.relay.transport.contract import Barred
+from paceline.relay.transport.frames import (
     METHOD,
-    ChunkRequest,
-    decode_data,
-    decode_request,
-    encode_request,
-)
-from paceline.relay.wires.frames import (
     NONCE_BYTES,
     PROTOCOL_VERSION,
+    ChunkRequest,
     Hello,
     Kind,
+    decode_data,
+    decode_request,
     encode,
     encode_hello,
     encode_payload,
+    encode_request,
     proof,
 )
-from paceline.relay.wires.grpc_transport import GrpcTransport
-from paceline.relay.wires.lobby import Seats
-from paceline.relay.wires.serving import Asked, Complaint, Serving
-from paceline.relay.wires.sockets import PlainChannel, read_frame
-from paceline.relay.wires.tcp import TcpTransport
+from paceline.relay.transport.grpc_server import GrpcTransport
+from paceline.relay.transport.serving import Asked, Complaint, Seats, Serving
+from paceline.relay.transport.sockets import PlainChannel, read_frame
+from paceline.relay.transport.tcp_server import TcpTransport
 from tests.relay.kit import paper_manifest
 from tests.relay.peers import Heard, Pair, let_in
 
@@ -219,7 +216,7 @@ def test_too_many_separate_runs_end_the_stream(
 def test_single_requests_of_neighbours_are_kept_as_runs(
     staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.relay.disk.requests.QUEUED", 100)
+    monkeypatch.setattr("paceline.relay.store.requests.QUEUED", 100)
     with staging.requests() as requests:
         for index in reversed(range(PIECES)):
             requests.add(Extent(index, index + 1))
@@ -314,7 +311,7 @@ def test_descending_single_requests_are_answered(pair: Pair) -> None:
 
 
 def test_one_peer_leaves_places_to_others(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.relay.wires.lobby.PEER_STREAMS", 2)
+    monkeypatch.setattr("paceline.relay.transport.serving.PEER_STREAMS", 2)
     theirs, mine = pair.open()
     pair.hold(theirs, 0)
     streams = []
@@ -373,7 +370,7 @@ def test_a_source_that_only_waits_is_reported_at_a_bounded_rate(tmp_path: Path) 
 
 
 def test_places_are_refused_with_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.relay.wires.lobby.PEER_STREAMS", 1)
+    monkeypatch.setattr("paceline.relay.transport.serving.PEER_STREAMS", 1)
     seats = Seats()
     with seats.taken("a", 3):
         with pytest.raises(ServiceUnavailable, match="one peer"), seats.taken("a", 3):

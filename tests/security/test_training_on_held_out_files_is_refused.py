@@ -11,16 +11,16 @@ from typing import Any, cast
 
 import pytest
 
+from paceline.config import DataSettings, GateSettings, Runtime, TrainingSettings
 from paceline.data import Snapshot, build_snapshot, documents, load_snapshot
 from paceline.errors import CorruptData, InvalidInput
 from paceline.evaluation import decide
 from paceline.evaluation.overlap import overlap
 from paceline.manifest import Manifest
-from paceline.objects import DiskStore, ObjectStore
-from paceline.profile import DataSettings, GateSettings, Runtime, TrainingSettings
 from paceline.registry import Registry
+from paceline.schemas.training import Overlap, TrainingData, TrainJob, TrainResult
+from paceline.storage import DiskStore, ObjectStore
 from paceline.training.identity import config_digest, learned_from
-from paceline.wire.training import Overlap, TrainingData, TrainJob, TrainResult
 from tasks import evaluate
 from tests.evaluation.reports import CLEAN, LINEAGE, TRAINING_SNAPSHOT, passing
 from tests.registry.bundles import make_evidence
@@ -116,7 +116,7 @@ def test_one_copy_among_many_documents_is_enough(judged_on: Snapshot, tmp_path: 
 
 
 def _is_held_out(key: str, seed: int) -> bool:
-    from paceline.data.splits import in_held_out
+    from paceline.data.snapshot import in_held_out
 
     return in_held_out(key, SETTINGS.held_out_share, seed)
 

@@ -21,8 +21,8 @@ from paceline.manifest import (
     fetch_manifest,
     publish_model,
 )
-from paceline.manifest.account import Moved
-from paceline.objects import DiskStore, ObjectStore, join_url
+from paceline.manifest.progress import Moved
+from paceline.storage import DiskStore, ObjectStore, join_url
 from tests.support.conditional_s3 import conditional_s3
 from tests.support.rclone import RcloneS3
 from tests.support.rgw import rgw
@@ -242,7 +242,7 @@ def test_a_server_that_fails_is_not_taken_for_one_without_conditional_writes(
 ) -> None:
     store = ObjectStore(endpoint_url="http://127.0.0.1:9", access_key="a", secret_key="b")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ServiceUnavailable):
-        patch.setattr("paceline.objects.patience.ATTEMPTS", 1)
+        patch.setattr("paceline.storage.client.ATTEMPTS", 1)
         store.put_if_absent("s3://bucket/key", b"x")
     assert store.has_conditional_writes is None
 

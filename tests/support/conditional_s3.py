@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
-from paceline.objects import ObjectStore
+from paceline.storage import ObjectStore
 from tests.support.rclone import RcloneS3
 
 Mode = Literal["honour", "deny", "ignore"]

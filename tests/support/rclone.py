@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import MissingTool, NotReady
-from paceline.objects import ObjectStore
+from paceline.storage import ObjectStore
 
 READY_S = 20.0
 _LISTENS = re.compile(r"(http://127\.0\.0\.1:\d+)/?")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.objects import ObjectStore
+from paceline.storage import ObjectStore
 
 SCRIPT = Path(__file__).with_name("rgw-up.sh")
 PROGRAMS = ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "uuidgen", "curl")

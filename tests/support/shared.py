@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.profile import Runtime
+from paceline.config import Runtime
 from tests.support.stack import Ended, installation, paceline
 
 SMALL_DISK_MB = 24  # what node-3 has, where we may mount: room for the demo's models, not for more

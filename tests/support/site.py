@@ -13,16 +13,16 @@ from pathlib import Path
 from random import Random
 
 from paceline.client import CoordinatorClient
+from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.manifest import Manifest, build_manifest, write_manifest
-from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
-from paceline.wire.calls import CreateDeployment, DeploymentView
-from paceline.wire.events import Event, EventName
-from paceline.wire.plan import Topology
-from paceline.wire.records import WorkerProgress
+from paceline.schemas.calls import CreateDeployment, DeploymentView
+from paceline.schemas.events import Event, EventName
+from paceline.schemas.plan import Topology
+from paceline.schemas.records import WorkerProgress
 
 _COORDINATOR = (
     "import sys; from pathlib import Path;"
-    "from paceline.profile import load_runtime; from paceline.service.app import serve;"
+    "from paceline.config import load_runtime; from paceline.api.app import serve;"
     "sys.exit(serve(load_runtime(Path(sys.argv[1])), '127.0.0.1', int(sys.argv[2]), 1))"
 )
 

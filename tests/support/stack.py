@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from paceline.profile import Runtime, load_runtime
+from paceline.config import Runtime, load_runtime
 
 PACELINE = (sys.executable, "-m", "paceline.cli.main")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config import DataSettings
 from paceline.errors import InvalidInput
-from paceline.objects import DiskStore
-from paceline.profile import DataSettings
+from paceline.storage import DiskStore
 from tasks.prepare import data_settings, fingerprint
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from paceline.config import Profile
 from paceline.errors import Cancelled
-from paceline.manifest import MANIFEST_FILE, account
-from paceline.objects import ObjectStore, join_url, uploads
-from paceline.profile import Profile
+from paceline.manifest import MANIFEST_FILE
+from paceline.manifest import progress as account
+from paceline.storage import ObjectStore, join_url, uploads
 from tasks import artifacts, publishing
 from tasks.prepare import publish_directory
 from tests.support.rclone import RcloneS3

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.errors import Cancelled, Conflict, GateRefused, InvalidInput, ServiceUnavailable
-from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.registry import MetricPoint
-from paceline.wire.calls import CreatedDeployment, CreateDeployment
-from paceline.wire.records import Deployment, DeploymentStatus, StageRecord
-from paceline.wire.training import RankEvent
+from paceline.schemas.calls import CreatedDeployment, CreateDeployment
+from paceline.schemas.records import Deployment, DeploymentStatus, StageRecord
+from paceline.schemas.training import RankEvent
 from tasks import deployment, run, train
 from tasks.figures import Figures
 from tasks.lineage import recorded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.wire.training import RankEvent
+from paceline.schemas.training import RankEvent
 from tasks.figures import Figures
 from tasks.train import _follow, alerts_of, checkpoint_alerts_of, stragglers_of
 

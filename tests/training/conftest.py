@@ -10,11 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data import Snapshot, build_snapshot
-from paceline.manifest import build_manifest, write_manifest
-from paceline.models import config_for, load_model, new_model, save_model, weights_digest
-from paceline.objects import ObjectStore
-from paceline.profile import (
+from paceline.config import (
     CheckpointSettings,
     DataSettings,
     Endpoints,
@@ -26,10 +22,14 @@ from paceline.profile import (
     TrainingSettings,
     save_runtime,
 )
-from paceline.training.rank import run_rank
-from paceline.training.voice import Place, Voice
-from paceline.training.watch import StopFlag
-from paceline.wire.training import RankEvent, TrainJob
+from paceline.data import Snapshot, build_snapshot
+from paceline.manifest import build_manifest, write_manifest
+from paceline.models import config_for, load_model, new_model, save_model, weights_digest
+from paceline.schemas.training import RankEvent, TrainJob
+from paceline.storage import ObjectStore
+from paceline.training.loop.event_writer import Place, Voice
+from paceline.training.loop.rank import run_rank
+from paceline.training.loop.rank_process import StopFlag
 from tests.support.rclone import RcloneS3
 
 PARAMETERS, CONTEXT, BATCH = 50_000, 32, 6

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.profile import GuardSettings, TrainingSettings
-from paceline.training.evaluating import Evaluator
-from paceline.training.group import Group, join_group
-from paceline.training.guard import BadStep
-from paceline.training.loop import CPU, Progress, StepReport, train
-from paceline.training.mesh import Mesh, MeshSpec, open_mesh
-from paceline.training.numbers import Numbers
+from paceline.config import GuardSettings, TrainingSettings
+from paceline.training.loop.evaluating import Evaluator
+from paceline.training.loop.group import Group, join_group
+from paceline.training.loop.loop import CPU, Progress, StepReport, train
+from paceline.training.loop.optimizer import new_optimizer
+from paceline.training.loop.step_guard import BadStep
+from paceline.training.metrics import Numbers
 from paceline.training.parallel import Parallel, parallelise
-from paceline.training.recipe import new_optimizer
+from paceline.training.parallel.mesh import Mesh, MeshSpec, open_mesh
 from tests.training.test_loop import CONFIG, ROWS, Batches, Poisoned, batch_of
 
 STEPS = 14

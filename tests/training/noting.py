@@ -16,8 +16,8 @@ import torch
 
 from paceline.data import Batch
 from paceline.models import config_for
-from paceline.training.code_ref import Task
-from paceline.training.workload import Inputs, TransformerWorkload
+from paceline.training.loop.workload import Inputs, TransformerWorkload
+from paceline.training.user_code import Task
 
 SLOWLY_S, STAY_AT, STAY_S = 0.04, 34, 60.0
 SEPARATOR = b"\xff"

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from paceline.data import Batch
 from paceline.models import config_for
-from paceline.training.code_ref import Task
-from paceline.training.workload import Inputs, TransformerWorkload
+from paceline.training.loop.workload import Inputs, TransformerWorkload
+from paceline.training.user_code import Task
 
 BAD_BATCH = 7
 # Of the variables that user code finds, only such as torch's are of our making.

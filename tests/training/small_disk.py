@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config import DataSettings, Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.data import build_snapshot
 from paceline.manifest import build_manifest, write_manifest
 from paceline.models import config_for, new_model, save_model, weights_digest
-from paceline.objects import DiskStore
-from paceline.profile import DataSettings, Endpoints, Profile, Runtime, Secrets, save_runtime
+from paceline.storage import DiskStore
 from paceline.training.checkpoint import Generations
 from tests.training.conftest import CONTEXT, PARAMETERS, Camp
 

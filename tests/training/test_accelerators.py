@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from paceline.errors import InvalidInput
-from paceline.training import outfit
 from paceline.training.checkpoint.layout import Chunk
 from paceline.training.checkpoint.records import StoredTensor
-from paceline.training.checkpoint.resuming import _room_for
+from paceline.training.checkpoint.resume import _room_for
 from paceline.training.checkpoint.staging import Staging
-from paceline.training.environment import CUBLAS, current
+from paceline.training.loop import rank_setup as outfit
+from paceline.training.reproducibility import CUBLAS, current
 
 
 @pytest.fixture
@@ -78,14 +78,14 @@ def test_cublas_workspaces_as_ranks_set_them_are_no_difference(
 
 LAUNCHER = """
 import os, sys
-from paceline.training.watch import stand_somewhere
+from paceline.training.loop.rank_process import stand_somewhere
 stand_somewhere()
 import torch
 def asked(*_):
     raise AssertionError("the launcher asked CUDA: no rank forked from it could use a GPU")
 for name in ("is_available", "device_count", "init", "_lazy_init"):
     setattr(torch.cuda, name, asked)
-from paceline.training.rank import preload
+from paceline.training.loop.rank import preload
 preload()
 assert len(os.listdir("/proc/self/task")) == 1, "a thread spoils forking"
 child = os.fork()

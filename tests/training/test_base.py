@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config import ModelSettings
 from paceline.errors import InvalidSnapshot
 from paceline.models import load_model, weights_digest
-from paceline.profile import ModelSettings
 from paceline.training.base import BaseResult, BaseSpec, train_base
 from tests.training.conftest import CONTEXT, PARAMETERS, SETTINGS, Camp
 

@@ -21,14 +21,15 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from paceline.config import DataSettings, SecuritySettings, save_runtime
 from paceline.data import Snapshot, build_snapshot
 from paceline.errors import TrainingFailed
-from paceline.objects import DiskStore
-from paceline.profile import DataSettings, SecuritySettings, save_runtime
-from paceline.training import LocalLauncher, admission, run_job
+from paceline.schemas.training import RankEvent, TrainResult
+from paceline.storage import DiskStore
+from paceline.training import LocalLauncher, run_job
 from paceline.training.checkpoint import Generations
-from paceline.training.code_ref import require_code, tree_digest
-from paceline.wire.training import RankEvent, TrainResult
+from paceline.training.launcher import admission
+from paceline.training.user_code import require_code, tree_digest
 from tests.support.holdup import HoldUp
 from tests.training.conftest import BUCKET, Camp
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 
+from paceline.config import CheckpointSettings, TrainingSettings
 from paceline.errors import (
     AccessDenied,
     CorruptData,
@@ -23,8 +24,7 @@ from paceline.errors import (
     TrainingFailed,
 )
 from paceline.models import config_for, new_model, save_model
-from paceline.objects import DiskStore, ObjectStore
-from paceline.profile import CheckpointSettings, TrainingSettings
+from paceline.storage import DiskStore, ObjectStore
 from paceline.training.checkpoint import (
     Checkpointer,
     Generation,
@@ -35,8 +35,8 @@ from paceline.training.checkpoint import (
     resume_newest_healthy,
 )
 from paceline.training.checkpoint.saver import MOST_UNANSWERED
-from paceline.training.group import Group
-from paceline.training.recipe import new_optimizer
+from paceline.training.loop.group import Group
+from paceline.training.loop.optimizer import new_optimizer
 from tests.support.holdup import HoldUp
 from tests.support.rclone import RcloneS3
 

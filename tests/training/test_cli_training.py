@@ -18,21 +18,21 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from paceline.cli import training_facts
-from paceline.cli.training import _stopping_gently, train
-from paceline.cli.training_checkpoints import checkpoints
-from paceline.cli.training_facts import beside, facts
-from paceline.cli.training_lines import Lines
+from paceline.cli.training import facts as training_facts
+from paceline.cli.training.checkpoints import checkpoints
+from paceline.cli.training.command import _stopping_gently, train
+from paceline.cli.training.facts import beside, facts
+from paceline.cli.training.output import Lines
+from paceline.config import TrainingSettings, load_profile
 from paceline.errors import InvalidInput, PacelineError, StateLocked
 from paceline.models import config_for, load_model, new_model, read_config, save_model
-from paceline.objects import DiskStore
-from paceline.profile import TrainingSettings, load_profile
+from paceline.schemas.training import RankEvent, TrainJob
+from paceline.storage import DiskStore
 from paceline.training import LocalLauncher, single
 from paceline.training.checkpoint import Generations
-from paceline.training.checkpoint.dcp import PacelineReader
-from paceline.training.checkpoint.seeding import seed_generation
-from paceline.training.room import MIB, free_memory, require_room
-from paceline.wire.training import RankEvent, TrainJob
+from paceline.training.checkpoint.dcp_export import PacelineReader
+from paceline.training.checkpoint.resume import seed_generation
+from paceline.training.launcher.admission import MIB, free_memory, require_room
 from tests.training.test_recovery_driver import job_in
 
 SMALL = ["--set", "model.parameters=20000", "--set", "model.context=32"]
@@ -402,7 +402,7 @@ def test_a_dcp_checkpoint_is_where_a_training_starts_optimizer_included(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr("paceline.cli.training.say", told.append)
+    monkeypatch.setattr("paceline.cli.training.command.say", told.append)
     model = new_model(config_for(20_000, 32), 3)
     optimizer = torch.optim.AdamW(model.parameters())
     for number, each in enumerate(model.parameters()):

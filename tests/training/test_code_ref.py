@@ -22,7 +22,9 @@ from paceline.errors import (
 )
 from paceline.models.recurrent import RecurrentBytes
 from paceline.training import run_job
-from paceline.training.code_ref import (
+from paceline.training.loop.workload import Workload
+from paceline.training.recurrent import byte_gru
+from paceline.training.user_code import (
     CodeRef,
     Task,
     check,
@@ -34,8 +36,6 @@ from paceline.training.code_ref import (
     scrub,
     tree_digest,
 )
-from paceline.training.recurrent import byte_gru
-from paceline.training.workload import Workload
 from tests.training.conftest import Camp
 
 OURS = "paceline.training.recurrent:byte_gru"

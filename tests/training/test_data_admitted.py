@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from paceline.errors import InvalidInput
-from paceline.training.admission import admit
+from paceline.training.launcher.admission import admit
 from tests.training.conftest import Camp
 
 NOWHERE = "tests.data.nothing_here"
@@ -33,7 +33,7 @@ def test_what_reading_costs_many_nodes_is_said(
     job = camp.job("many", ranks=6)
     admit(job, "node-0", camp.store)
     assert not caplog.messages, "of so little data nothing is"
-    monkeypatch.setattr("paceline.data.columns.TOLD_BYTES", 0)
+    monkeypatch.setattr("paceline.data.loading.columns.TOLD_BYTES", 0)
     with caplog.at_level(logging.WARNING):
         admit(job, "node-0", camp.store)
     (said,) = caplog.messages

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from paceline.errors import Conflict, InvalidInput, InvalidSnapshot, TrainingFailed
+from paceline.schemas.training import RankEvent, TrainJob, TrainResult
 from paceline.training import GangMember, GangResult, Gangs, LocalLauncher, run_job
 from paceline.training.checkpoint import Generations
-from paceline.training.driver import RANK, drive, environment
-from paceline.training.gang import Deadlines
-from paceline.training.local import launcher_argv
-from paceline.wire.training import RankEvent, TrainJob, TrainResult
+from paceline.training.launcher.driver import RANK, drive, environment
+from paceline.training.launcher.gang import Deadlines
+from paceline.training.launcher.local import launcher_argv
 from tests.training.conftest import BUCKET, Camp
 
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.config import GuardSettings
 from paceline.errors import CorruptData, TrainingFailed
-from paceline.profile import GuardSettings
-from paceline.training.guard import BadStep, Guard, Verdict, spike_limit
+from paceline.training.loop.step_guard import BadStep, Guard, Verdict, spike_limit
 
 SETTINGS = GuardSettings(on_bad_step="skip", spike_factor=3.0, spike_window=10, max_bad_steps=2)
 

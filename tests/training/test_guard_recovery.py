@@ -9,8 +9,8 @@ import pytest
 from paceline.data import Batch
 from paceline.errors import TrainingFailed
 from paceline.training.checkpoint import Generations
-from paceline.training.guard import BadStep
-from paceline.training.workload import TransformerWorkload
+from paceline.training.loop.step_guard import BadStep
+from paceline.training.loop.workload import TransformerWorkload
 from tests.training.conftest import BUCKET, Camp
 
 BAD = 9  # a batch between the generations of steps 8 and 12

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.profile import CheckpointSettings
+from paceline.config import CheckpointSettings
 from paceline.training.interval import (
     DAY_S,
     SLOW_FACTOR,

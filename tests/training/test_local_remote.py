@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from paceline.cli.training_lines import Lines
-from paceline.cli.training_mlflow import TrainingLog, location, ranges_of
+from paceline.cli.training.mlflow_logging import TrainingLog, location, ranges_of
+from paceline.cli.training.output import Lines
+from paceline.config import Profile, load_profile
 from paceline.errors import (
     AccessDenied,
     Cancelled,
@@ -25,17 +26,17 @@ from paceline.errors import (
     SourceMissing,
 )
 from paceline.models import load_model
-from paceline.objects import DiskStore, ObjectStore
-from paceline.profile import Profile, load_profile
 from paceline.registry import Registry
-from paceline.training import local_remote, single
+from paceline.schemas.training import RankEvent, TrainJob, TrainResult
+from paceline.storage import DiskStore, ObjectStore
+from paceline.training import local_storage as local_remote
+from paceline.training import single
 from paceline.training.checkpoint import Generations
-from paceline.training.checkpoint.dcp_files import export_dcp
-from paceline.training.checkpoint.places import generation_at
-from paceline.training.rank import run_rank
-from paceline.training.voice import Place
-from paceline.training.watch import StopFlag
-from paceline.wire.training import RankEvent, TrainJob, TrainResult
+from paceline.training.checkpoint.dcp_export import export_dcp
+from paceline.training.checkpoint.generations import generation_at
+from paceline.training.loop.event_writer import Place
+from paceline.training.loop.rank import run_rank
+from paceline.training.loop.rank_process import StopFlag
 from tests.support.rclone import RcloneS3
 from tests.training.conftest import Listener
 

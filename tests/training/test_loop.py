@@ -17,20 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.config import GuardSettings, TrainingSettings
 from paceline.data import Batch
 from paceline.errors import CorruptData, TrainingFailed
 from paceline.models import config_for
-from paceline.profile import GuardSettings, TrainingSettings
-from paceline.training.evaluating import Evaluator
-from paceline.training.group import Group
-from paceline.training.guard import BadStep
-from paceline.training.loop import CPU, Progress, StepReport, train
-from paceline.training.mesh import Mesh, MeshSpec
+from paceline.training.loop.evaluating import Evaluator
+from paceline.training.loop.group import Group
+from paceline.training.loop.loop import CPU, Progress, StepReport, train
+from paceline.training.loop.optimizer import LARGEST_SCALE, LossScale, learning_rate, new_optimizer
+from paceline.training.loop.step_guard import BadStep
+from paceline.training.loop.workload import TransformerWorkload, shuffled
 from paceline.training.parallel import Parallel, parallelise
-from paceline.training.recipe import new_optimizer
-from paceline.training.scaling import LARGEST_SCALE, LossScale
-from paceline.training.schedule import learning_rate
-from paceline.training.workload import TransformerWorkload, shuffled
+from paceline.training.parallel.mesh import Mesh, MeshSpec
 
 CONTEXT, ROWS = 16, 7
 CONFIG = config_for(20_000, CONTEXT)

@@ -10,7 +10,7 @@ import pytest
 ROUNDS, BLOCKS, BLOCK, PAGE = 8, 4, 8 * 1024 * 1024, 4096
 PROGRAM = f"""
 import resource, sys
-from paceline.training.memory import keep_memory
+from paceline.training.loop.rank_process import keep_memory
 
 if sys.argv[1] == "kept":
     assert keep_memory()

@@ -21,14 +21,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.data.columns import tokens_seen
+from paceline.config import DataSettings, TrainingSettings
+from paceline.data.loading.columns import tokens_seen
 from paceline.errors import AccessDenied, PacelineError, ServiceUnavailable
 from paceline.models import config_for, new_model
-from paceline.objects import DiskStore
-from paceline.profile import DataSettings, TrainingSettings
-from paceline.training.group import Group
-from paceline.training.loop import StepReport
-from paceline.training.numbers import (
+from paceline.storage import DiskStore
+from paceline.training.loop.group import Group
+from paceline.training.loop.loop import StepReport
+from paceline.training.metrics import (
     AlertChange,
     Alerts,
     Exporter,
@@ -40,10 +40,9 @@ from paceline.training.numbers import (
     matmul_peak,
     stragglers,
 )
-from paceline.training.numbers.alerts import Sustained
-from paceline.training.numbers.busy import Busy
-from paceline.training.numbers.device import Utilisation, memory
-from paceline.training.numbers.exporter import RankMetrics
+from paceline.training.metrics.alerts import Sustained
+from paceline.training.metrics.device import Busy, Utilisation, memory
+from paceline.training.metrics.exporter import RankMetrics
 
 CPU = torch.device("cpu")
 

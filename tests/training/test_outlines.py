@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from paceline.config import DataSettings
 from paceline.data import Batch, ShardCache
-from paceline.profile import DataSettings
-from paceline.training.outfit import stream_of
+from paceline.training.loop.rank_setup import stream_of
 from tests.training.conftest import Camp
 
 READERS = 3
@@ -41,7 +41,7 @@ def test_ranks_share_outlines_below_the_jobs_checkpoints_where_it_is_worth_it(
 
     alone = all_ranks()
     assert not camp.store.list(url), "three readers read all lengths as well"
-    monkeypatch.setattr("paceline.data.columns.SHARING_READERS", READERS)
+    monkeypatch.setattr("paceline.data.loading.columns.SHARING_READERS", READERS)
     assert all_ranks() == alone
     left = camp.store.list(url)
     assert 0 < len(left) <= READERS, "each reader keeps its last one"

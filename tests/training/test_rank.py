@@ -9,19 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paceline.config import DataSettings
 from paceline.data import ShardCache, build_snapshot, open_stream
-from paceline.errors import (
-    CorruptData,
-    DataRejected,
-    InvalidInput,
-    InvalidSnapshot,
-    TrainingFailed,
-)
+from paceline.errors import CorruptData, DataRejected, InvalidInput, InvalidSnapshot, TrainingFailed
 from paceline.models import load_model, weights_digest
-from paceline.profile import DataSettings
 from paceline.training.checkpoint import Generations
-from paceline.training.watch import STOPPED_EXIT, StopFlag
-from paceline.training.workload import shuffled
+from paceline.training.loop.rank_process import STOPPED_EXIT, StopFlag
+from paceline.training.loop.workload import shuffled
 from tests.training.conftest import BUCKET, Camp
 
 

@@ -14,12 +14,13 @@ from typing import Any
 import psutil
 import pytest
 
+from paceline.config import SecuritySettings, save_runtime
 from paceline.errors import Cancelled, TrainingFailed
-from paceline.profile import SecuritySettings, save_runtime
-from paceline.training import LocalLauncher, admission, attempt, run_job
-from paceline.training.code_ref import require_code, tree_digest
-from paceline.training.stacks import waits
-from paceline.wire.training import RankEvent, TrainJob, TrainResult
+from paceline.schemas.training import RankEvent, TrainJob, TrainResult
+from paceline.training import LocalLauncher, run_job
+from paceline.training.launcher import admission, attempt
+from paceline.training.loop.rank_process import waits
+from paceline.training.user_code import require_code, tree_digest
 from tests.training.conftest import Camp
 from tests.training.poisoned import BAD_BATCH
 from tests.training.small_disk import disk_camp, small_disk

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from paceline.errors import StorageFull, TrainingFailed
-from paceline.objects import DiskStore
-from paceline.training import driver
-from paceline.training.admission import require_checkpoint
+from paceline.schemas.training import RankEvent, TrainJob, TrainResult
+from paceline.storage import DiskStore
 from paceline.training.checkpoint import Commit, Generation, Generations
 from paceline.training.checkpoint.records import Index
-from paceline.training.driver import drive, stored_result
-from paceline.training.gang import GangResult
-from paceline.training.history import read_history
 from paceline.training.identity import config_digest
 from paceline.training.interval import DAY_S
-from paceline.wire.training import RankEvent, TrainJob, TrainResult
+from paceline.training.launcher import driver
+from paceline.training.launcher.admission import require_checkpoint
+from paceline.training.launcher.driver import drive, stored_result
+from paceline.training.launcher.gang import GangResult
+from paceline.training.launcher.job_notes import read_history
 
 NODES = ("a", "b")
 DIGEST = "0" * 64

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from paceline.config import GuardSettings
 from paceline.errors import Cancelled, ServiceUnavailable
-from paceline.profile import GuardSettings
 from paceline.training import Deadlines, GangMember, GangResult, Gangs
-from paceline.training import attempt as attempts
-from paceline.training import gang as gangs_module
-from paceline.training.driver import CANCEL_GRACE_S
-from paceline.training.ports import Heard
+from paceline.training.launcher import attempt as attempts
+from paceline.training.launcher import gang as gangs_module
+from paceline.training.launcher.driver import CANCEL_GRACE_S
+from paceline.training.launcher.ports import Heard
 
 STOPPED = 143
 PREFECT_KILLS_S = 30.0  # after its SIGTERM
@@ -230,7 +230,7 @@ def test_a_cancel_shortens_the_grace_and_says_who_had_not_saved(nodes: Nodes) ->
     assert ("b", 5.0) in stops(nodes)
 
 
-MAIN = 'File "/x/paceline/training/rank.py", line 9 in run_rank'
+MAIN = 'File "/x/paceline/training/loop/rank.py", line 9 in run_rank'
 REDUCING = 'File "/x/torch/distributed/distributed_c10d.py", line 3 in all_reduce'
 READING = 'File "/home/user/task.py", line 7 in inputs'
 

@@ -19,9 +19,10 @@ import psutil
 import pytest
 
 from paceline.errors import Cancelled, InvalidInput, WorkerLost
-from paceline.training import Deadlines, GangMember, GangResult, Gangs, LocalLauncher, local
-from paceline.training.local import launcher_argv
-from paceline.training.preemption import MetadataWatcher, open_watcher
+from paceline.training import Deadlines, GangMember, GangResult, Gangs, LocalLauncher
+from paceline.training.launcher import local
+from paceline.training.launcher.local import launcher_argv
+from paceline.training.loop.preemption import MetadataWatcher, open_watcher
 
 ARGV = launcher_argv("tests.training.stand_in_ranks:main")
 FOREVER = {"wait_s": 600}

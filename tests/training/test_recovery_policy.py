@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.config import GuardSettings, MeshSettings, TrainingSettings
 from paceline.errors import TrainingFailed
-from paceline.profile import GuardSettings, MeshSettings, TrainingSettings
-from paceline.training.ledger import Ledger
-from paceline.training.roster import Roster, shrunk
+from paceline.training.launcher.job_tracker import Ledger
+from paceline.training.launcher.placement import Roster, shrunk
 
 NODES = ("a", "b", "c", "d")
 

@@ -11,11 +11,19 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import InvalidSnapshot, NotReproducible, ServiceUnavailable
-from paceline.training import LocalLauncher, config_digest, environment, run_job, sameness
-from paceline.training.environment import current, differences
+from paceline.schemas.training import RankEvent, Restart
+from paceline.training import LocalLauncher, config_digest, run_job
+from paceline.training import reproducibility as environment
+from paceline.training import reproducibility as sameness
 from paceline.training.reproduce import again, compare
-from paceline.training.sameness import Recorded, differences_of, holders_of, require_same
-from paceline.wire.training import RankEvent, Restart
+from paceline.training.reproducibility import (
+    Recorded,
+    current,
+    differences,
+    differences_of,
+    holders_of,
+    require_same,
+)
 from tests.training.conftest import Camp
 
 
@@ -206,7 +214,7 @@ def test_an_environment_is_the_same_twice_and_knows_what_matters() -> None:
     (difference,) = differences(twice.model_dump(mode="json"), current(1).model_dump(mode="json"))
     assert (difference.what, difference.then, difference.now) == ("threads", "2", "1")
     code = (
-        "import sys, paceline.training.environment as its; its.current();"
+        "import sys, paceline.training.reproducibility as its; its.current();"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))

@@ -7,11 +7,11 @@ import pytest
 
 from paceline.data import ShardCache
 from paceline.errors import DataRejected
+from paceline.schemas.training import TrainJob
 from paceline.training import LocalLauncher, run_job
-from paceline.training.account import HOPELESS, Account
-from paceline.training.roster import Roster
-from paceline.training.telling import News
-from paceline.wire.training import TrainJob
+from paceline.training.launcher.job_tracker import HOPELESS, Account
+from paceline.training.launcher.placement import Roster
+from paceline.training.loop.event_writer import News
 from tests.training.conftest import SETTINGS, Camp
 
 MODULE = "tests.data.transforms"

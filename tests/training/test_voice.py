@@ -8,11 +8,17 @@ import subprocess
 import sys
 from typing import Any
 
-from paceline.training.voice import PRINTED_A_MINUTE, PRINTED_CHARACTERS, Place, Printed, Voice
+from paceline.training.loop.event_writer import (
+    PRINTED_A_MINUTE,
+    PRINTED_CHARACTERS,
+    Place,
+    Printed,
+    Voice,
+)
 
 PROGRAM = """
 import os
-from paceline.training.voice import Place, Voice
+from paceline.training.loop.event_writer import Place, Voice
 voice = Voice(Place(1, 2, "127.0.0.1", 0, 3, "node-1"))
 voice.have_to_itself()
 print("loading", end="")

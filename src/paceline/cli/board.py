@@ -15,13 +15,12 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.following import Item, Lost
-from paceline.text import printable
-from paceline.wire.events import Event, EventName
-from paceline.wire.records import WorkerStatus
-from paceline.wire.stream import (
+from paceline.cli.event_following import Item, Lost
+from paceline.schemas.events import (
     DeploymentMoment,
     Dropped,
+    Event,
+    EventName,
     Happened,
     LeaderView,
     Missed,
@@ -30,6 +29,8 @@ from paceline.wire.stream import (
     Run,
     WorkerMoment,
 )
+from paceline.schemas.records import WorkerStatus
+from paceline.text import printable
 
 SHOWN_EVENTS = 6
 HEAD_ROWS = 8  # lines of a terminal that are not workers

@@ -11,10 +11,10 @@ import click
 
 from paceline.cli.options import json_option, point_prefect_at, state_directory, state_option
 from paceline.client import CoordinatorClient
+from paceline.config import load_runtime
 from paceline.errors import InvalidInput, PacelineError
-from paceline.profile import load_runtime
-from paceline.wire import new_run_id
-from paceline.wire.base import SHA256_HEX
+from paceline.schemas import new_run_id
+from paceline.schemas.base import SHA256_HEX
 
 DEPLOYMENT_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # a UUID
 

@@ -16,7 +16,7 @@ from paceline.cli.options import (
     state_directory,
     state_option,
 )
-from paceline.profile import Runtime, load_runtime
+from paceline.config import Runtime, load_runtime
 
 
 @click.command()
@@ -25,8 +25,8 @@ from paceline.profile import Runtime, load_runtime
 @json_option
 def up(state: Path | None, profile: str, overrides: tuple[str, ...], as_json: bool) -> int:
     """Start Prefect, S3, MLflow, Dask and the coordinator, and leave them running."""
-    from paceline import fleet
-    from paceline.cli.extras import extra_services
+    from paceline import cluster as fleet
+    from paceline.cli.options import extra_services
 
     settings = read_profile(profile, overrides)
     directory = state_directory(state)
@@ -42,7 +42,7 @@ def up(state: Path | None, profile: str, overrides: tuple[str, ...], as_json: bo
 @json_option
 def down(state: Path | None, as_json: bool) -> int:
     """Stop every process that `up` started; the state stays on disk."""
-    from paceline import fleet
+    from paceline import cluster as fleet
 
     directory = state_directory(state)
     stopped = fleet.stop(directory).was_running
@@ -100,3 +100,143 @@ def _show(runtime: Runtime, as_json: bool, state: str) -> None:
     for name, target in found.items():
         click.echo(f"{name:<14} {target}")
     click.echo("Stop it with `paceline down`.")
+
+
+# `paceline agent` and `paceline coordinator`: the long-running processes of an installation.
+
+STATE = click.option(
+    "--state",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="State directory of the installation (its runtime.json says where servers listen).",
+)
+
+
+@click.command()
+@STATE
+@click.option("--worker-id", required=True, help="This node's name in the fleet.")
+@click.option("--host", default="", help="Label: the machine's name.")
+@click.option("--rack", default="", help="Label: the rack it stands in.")
+@click.option("--zone", default="", help="Label: the zone it stands in.")
+@click.option(
+    "--link-mbit",
+    type=click.FloatRange(min=0, min_open=True),
+    default=None,
+    help="What plans count on, each direction, in Mbit/s; default: the profile's.",
+)
+@click.option(
+    "--limit-mbit",
+    type=click.FloatRange(min=0),
+    default=None,
+    help="Bandwidth limit, each direction, in Mbit/s; 0: none. Default: none, or the link's rate"
+    " where the profile says [cluster] paced.",
+)
+@click.option("--listen", default="127.0.0.1:0", show_default=True, help="Peer port to listen on.")
+@click.option(
+    "--advertise",
+    default="",
+    metavar="HOST",
+    help="Address that other nodes are told. Default: the one listened on; with 0.0.0.0 the one on "
+    "the way to the coordinator.",
+)
+@click.option("--warm", is_flag=True, help="Load the S3 client at the start: 25 MB, 0.4 s sooner.")
+@click.option("--die-with-parent", is_flag=True, help="Exit when the process that started it dies.")
+@click.option(
+    "--join",
+    "join_token",
+    default="",
+    metavar="TOKEN",
+    help="Join with this one-time token (`paceline tokens join`), or @FILE that holds it; later"
+    " starts need it no more, and spend nothing.",
+)
+@click.option("--coordinator", "coordinator_url", default="", help="With --join: whom to ask.")
+@click.option(
+    "--ca",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    default=None,
+    help="With --join: what the coordinator's certificate is checked against, if not the authority"
+    " that the token names.",
+)
+def agent(
+    state: Path,
+    worker_id: str,
+    host: str,
+    rack: str,
+    zone: str,
+    link_mbit: float | None,
+    limit_mbit: float | None,
+    listen: str,
+    advertise: str,
+    warm: bool,
+    die_with_parent: bool,
+    join_token: str,
+    coordinator_url: str,
+    ca: Path | None,
+) -> int:
+    """Hold this node's models, and relay their pieces to its peers.
+
+    Exit codes: 0 after SIGTERM or SIGINT, once what was verified is on the disk; 2 for options, a
+    profile or a certificate that are wrong or unsafe; 1 for a port that is taken (PortInUse), a
+    store that another agent holds (StateLocked), or a disk that refuses; 75 where there is nothing
+    to join yet, 77 where the coordinator refuses; standard error says what, and what to do.
+    """
+    from paceline.relay.agent import run_agent
+    from paceline.relay.process import AgentConfig
+
+    config = AgentConfig(  # first: a mistake should not spend the one-time token
+        state_dir=state.absolute(),
+        worker_id=worker_id,
+        host=host,
+        rack=rack,
+        zone=zone,
+        link_mbit=link_mbit,
+        limit_mbit=limit_mbit,
+        listen=listen,
+        advertise=advertise,
+        warm=warm,
+        die_with_parent=die_with_parent,
+    )
+    if join_token or coordinator_url:
+        _join(state.absolute(), worker_id, coordinator_url, join_token, ca)
+    return run_agent(config)
+
+
+def _join(state: Path, worker_id: str, url: str, token: str, ca: Path | None) -> None:
+    from paceline.relay.joining import join
+
+    if not token or not url:
+        raise click.UsageError("--join and --coordinator belong together.")
+    if token.startswith("@"):
+        try:
+            token = Path(token[1:]).read_text(encoding="ascii").strip()
+        except (OSError, ValueError) as error:
+            raise click.BadParameter(f"cannot be read: {error}", param_hint="--join") from error
+    join(state, worker_id, url, token, ca=ca)
+
+
+@click.command()
+@STATE
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), required=True, help="Port to listen on.")
+@click.option(
+    "--replica-id",
+    default="coordinator",
+    show_default=True,
+    help="This replica's name among those that share a store; its log is named after it.",
+)
+@click.option(
+    "--advertise",
+    default="",
+    help="URL at which clients and the other replicas reach this one; default: where it listens.",
+)
+def coordinator(state: Path, host: str, port: int, replica_id: str, advertise: str) -> int:
+    """Keep the fleet's deployments and workers, and tell each agent its lanes.
+
+    With [control] coordination = "etcd" several may run, each with a --replica-id of its own: one
+    leads, the others answer reads, send writes on to the leader, and take over when it dies. A
+    replica that is asked to stop makes way at once.
+    """
+    from paceline.api.app import serve
+    from paceline.config import load_runtime
+
+    return serve(load_runtime(state), host, port, replica_id=replica_id, advertise=advertise)

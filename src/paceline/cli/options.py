@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import click
 
+from paceline.cluster import Ready, ServiceSpec
+from paceline.config import Profile, Runtime, default_state_dir, load_profile
 from paceline.errors import InvalidInput
-from paceline.profile import Profile, Runtime, default_state_dir, load_profile
+from paceline.schemas.base import COUNT_MAX
+from paceline.text import OneLine
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -65,3 +75,155 @@ def point_prefect_at(runtime: Runtime) -> None:
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_RESULTS_DEFAULT_SERIALIZER", "json")
     os.environ["PACELINE_STATE"] = str(runtime.state_dir)
+
+
+# How a command that moves bytes ends early: SIGTERM and SIGHUP as Ctrl-C, so that what is open is
+# closed and what is verified is kept; and what the relay logs stays out of a terminal.
+
+LAST = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Terminated(KeyboardInterrupt):
+    """This process was told to end."""
+
+
+@contextmanager
+def ends_in_order() -> Iterator[None]:
+    """Within it, SIGTERM and SIGHUP raise ``Terminated``; one that is ignored stays ignored."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in LAST:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def say_only_defects() -> None:
+    """Log nothing but tracebacks: what else there is to say, the command's result or error says."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine())
+    handler.addFilter(lambda record: bool(record.exc_info))
+    logging.getLogger("paceline").addHandler(handler)
+
+
+# What the embedded installation runs besides its servers: the registration of our deployments.
+#
+# The supervisor knows no flows; they are handed to it as a command line.
+
+
+def extra_services(state_dir: Path) -> list[ServiceSpec]:
+    """Return the one-shot that registers prefect.yaml; the installation is ready without it."""
+    return [
+        ServiceSpec(
+            name="prefect-deployments",
+            argv=(sys.executable, "-m", "flows.register", "--state", str(state_dir)),
+            ready=Ready(kind="exit"),
+            after=("prefect",),
+            blocking=False,
+        )
+    ]
+
+
+# Sizes and speeds as people write them: ``500GB``, ``64MiB``, ``10Gbps``, ``100Mbit``, ``2GB/s``.
+#
+# Decimal prefixes are powers of 1000, ``Ki``, ``Mi``, ``Gi`` powers of 1024; a plain number is
+# bytes, or Mbit/s. A speed with a capital B is bytes, with a small b bits, as on disks and
+# switches. Use as ``click.option("--link", **LINK)``.
+
+T = TypeVar("T")
+
+# Possessive: each character is looked at once (plain, 128 KB of digits would take minutes).
+_NUMBER = re.compile(
+    r"\s*+((?:[0-9]++(?:\.[0-9]++)?|\.[0-9]++)(?:[eE][+-]?[0-9]++)?)\s*+([A-Za-z/]*+)\s*+"
+)
+MOST_MBIT = 1e12  # as a number; what is too fast to plan with is refused there
+_PREFIX = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50}
+_BITS = re.compile(r"([kmgt]?)(?:bit|bits|bit/s|bps|b/s)?")
+_BYTES = re.compile(r"([kKMGT]?i?)B(?:/s|ps)")
+
+
+def size_bytes(text: str) -> int:
+    """Return the bytes that ``text`` says; raises InvalidInput."""
+    match = _NUMBER.fullmatch(text)
+    unit = match[2].lower().removesuffix("b") if match else "?"
+    factor = {**_PREFIX, **_BINARY}.get(unit)
+    size = float(match[1]) * factor if match and factor else -1.0
+    if not 0 <= size <= COUNT_MAX:
+        raise InvalidInput("not a size", got=repr(text), wanted="500GB, 64MiB or a number of bytes")
+    return round(size)
+
+
+def link_mbit(text: str) -> float:
+    """Return the Mbit/s that ``text`` says; raises InvalidInput."""
+    match = _NUMBER.fullmatch(text)
+    if match and not 0 < float(match[1]) <= MOST_MBIT:
+        match = None
+    if match and (unit_of_bytes := _BYTES.fullmatch(match[2])):
+        factor = {**_PREFIX, **_BINARY}.get(unit_of_bytes[1].lower())
+        if factor is not None:
+            return float(match[1]) * factor * 8 / 1e6
+    unit = match[2].lower() if match else "?"
+    bits = _BITS.fullmatch(unit)
+    if match is None or bits is None:
+        raise InvalidInput(
+            "not a speed", got=repr(text), wanted="10Gbps, 100Mbit or a number of Mbit/s above 0"
+        )
+    return float(match[1]) * (_PREFIX[bits[1]] / 1e6 if unit else 1.0)
+
+
+def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str], T | None]:
+    """Return a callback for click's options: ``parse`` of what is given, None where nothing is."""
+
+    def callback(_: click.Context, parameter: click.Parameter, value: str | None) -> T | None:
+        if value is None:
+            return None
+        try:
+            return parse(value)
+        except InvalidInput as error:
+            option = parameter.opts[0]
+            raise InvalidInput(
+                error.what, got=error.got, wanted=error.wanted, where=option
+            ) from error
+
+    return callback
+
+
+SIZE: dict[str, Any] = {"metavar": "SIZE", "callback": parsed(size_bytes)}
+LINK: dict[str, Any] = {"metavar": "SPEED", "callback": parsed(link_mbit)}
+
+
+_FLEET = (
+    click.option("--link", **LINK, required=True, help="Each worker's link, e.g. 10Gbps."),
+    click.option("--external", **LINK, help="The link to the source (default: as fast as --link)."),
+    click.option(
+        "--racks", type=int, default=0, help="Racks of equal size (default: 32 workers each)."
+    ),
+    click.option(
+        "--oversubscription",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="A rack's links together / its uplink.",
+    ),
+    click.option(
+        "--disk", **LINK, help="What a worker's disk writes, e.g. 2GB/s (default: no bound)."
+    ),
+    click.option("--piece", **SIZE, help="Piece size (default: as publish would choose)."),
+    click.option("--chunk", **SIZE, help="Chunk size (default: 0.8 s of the link)."),
+)
+
+
+def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``command`` with the options of `plan` and `simulate` that describe a fleet."""
+    for option in reversed(_FLEET):
+        command = option(command)
+    return command

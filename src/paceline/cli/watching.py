@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.live import Live
 
 from paceline.cli.board import Board, View, duration, figures, is_bad, plain, render, told
-from paceline.cli.following import Follower, Item, Lost
+from paceline.cli.event_following import Follower, Item, Lost
 from paceline.cli.options import json_option, state_directory, state_option
 from paceline.client import CoordinatorClient
+from paceline.config import Runtime, load_runtime
 from paceline.errors import (
     Cancelled,
     Conflict,
@@ -27,11 +28,10 @@ from paceline.errors import (
     ServiceUnavailable,
     WorkerLost,
 )
-from paceline.profile import Runtime, load_runtime
-from paceline.wire.calls import SwitchPhase, SwitchView
-from paceline.wire.records import DeploymentStatus
-from paceline.wire.status import Changed, ReplicaStatus, StatusReport
-from paceline.wire.stream import DeploymentMoment, Happened, Missed, Moment, Outcome
+from paceline.schemas.calls import SwitchPhase, SwitchView
+from paceline.schemas.command_results import Changed, ReplicaStatus, StatusReport
+from paceline.schemas.events import DeploymentMoment, Happened, Missed, Moment, Outcome
+from paceline.schemas.records import DeploymentStatus
 
 LINE_EVERY_S = 5.0  # where there is no terminal
 POLL_S = 0.2
@@ -85,7 +85,7 @@ def status(state: Path | None, as_json: bool) -> int:
 
     Exit code 75 if nothing runs here and no coordinator answers.
     """
-    from paceline import fleet
+    from paceline import cluster as fleet
 
     directory = state_directory(state)
     found = fleet.status(directory)

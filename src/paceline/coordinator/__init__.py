@@ -4,7 +4,7 @@ It knows workers, deployments and plans. It moves no model bytes and starts no p
 """
 
 from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.settings import Patience
-from paceline.coordinator.state import CoordinatorState
+from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.state import CoordinatorState
 
 __all__ = ["Coordinator", "CoordinatorState", "Patience"]

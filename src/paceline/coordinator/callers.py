@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from paceline.coordinator.messages import (
+from paceline.coordinator.state.messages import (
     Answer,
     Effect,
     KeepDeployment,
@@ -20,8 +20,8 @@ from paceline.coordinator.messages import (
     Observed,
 )
 from paceline.errors import AccessDenied
-from paceline.wire.access import Scope
-from paceline.wire.events import EventName
+from paceline.schemas.access import Scope
+from paceline.schemas.events import EventName
 
 LONGEST = 200  # characters of anything a caller chose that goes into a row
 

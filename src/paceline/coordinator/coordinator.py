@@ -18,10 +18,11 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from paceline.coordinator.bell import Bell
 from paceline.coordinator.callers import audited
 from paceline.coordinator.ledger import LedgerBook, LedgerLine
-from paceline.coordinator.messages import (
+from paceline.coordinator.notifier import RING_EVENTS, Bell, EventRing
+from paceline.coordinator.role import Role
+from paceline.coordinator.state.messages import (
     Activate,
     Answer,
     Beat,
@@ -37,24 +38,17 @@ from paceline.coordinator.messages import (
     Rollback,
     Tick,
 )
-from paceline.coordinator.ring import RING_EVENTS, EventRing
-from paceline.coordinator.role import Role
-from paceline.coordinator.settings import Patience
-from paceline.coordinator.state import CoordinatorState
+from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.state import CoordinatorState
 from paceline.coordinator.stores.contracts import Audit, Coordination, Progress, Question, Term
 from paceline.coordinator.tokens import TokenBook
 from paceline.errors import InvalidInput, NotFound, PacelineError, ServiceUnavailable, StaleEpoch
 from paceline.manifest import Manifest
-from paceline.wire import digest_of
-from paceline.wire.calls import (
-    CreatedDeployment,
-    CreateDeployment,
-    EventList,
-    HeartbeatAnswer,
-)
-from paceline.wire.events import Event as Told
-from paceline.wire.events import EventName
-from paceline.wire.records import StageRecord
+from paceline.schemas import digest_of
+from paceline.schemas.calls import CreatedDeployment, CreateDeployment, EventList, HeartbeatAnswer
+from paceline.schemas.events import Event as Told
+from paceline.schemas.events import EventName
+from paceline.schemas.records import StageRecord
 
 log = logging.getLogger(__name__)
 

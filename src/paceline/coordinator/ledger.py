@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from paceline.errors import Conflict, InvalidInput
-from paceline.wire.records import StageRecord
+from paceline.schemas.records import StageRecord
 
 RECORD_BYTES = 64 * 1024  # of one record as JSON; a stage's is 0.3 to 1 KB
 RUN_RECORDS = 1_000  # of one run; a lifecycle has a dozen

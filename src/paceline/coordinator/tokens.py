@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from paceline.coordinator.messages import (
+from paceline.coordinator.state.messages import (
     AdmitWorker,
     Answer,
     BeginToken,
@@ -28,8 +28,8 @@ from paceline.coordinator.messages import (
     TokensUsed,
 )
 from paceline.errors import AccessDenied, Conflict, InvalidInput, NotFound
-from paceline.wire.access import CreateToken, Scope, TokenRecord, TokenView, barred_admission
-from paceline.wire.calls import Success
+from paceline.schemas.access import CreateToken, Scope, TokenRecord, TokenView, barred_admission
+from paceline.schemas.calls import Success
 
 SECRET_BYTES = 32
 MAX_BARRED = 1000

@@ -9,24 +9,24 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from paceline.data.shards import ShardCache
+from paceline.data.loading.samples import Document, content_digest, documents
+from paceline.data.loading.shards import ShardCache
 from paceline.data.snapshot import Shard, Snapshot, Split, load_snapshot, require_purpose
-from paceline.data.texts import Document, content_digest, documents
-from paceline.data.validate import ValidationReport, require_valid, validate_snapshot
+from paceline.data.validation import ValidationReport, require_valid, validate_snapshot
 
 if TYPE_CHECKING:
-    from paceline.data.batch import Batch
     from paceline.data.build import build_snapshot
-    from paceline.data.stream import PlannedStream, Stream, open_stream
+    from paceline.data.loading.batch import Batch
+    from paceline.data.loading.stream import PlannedStream, Stream, open_stream
     from paceline.data.tokenizer import tokenizer_of
 
 # they need numpy
 _LATE = {
-    "Batch": "batch",
+    "Batch": "loading.batch",
     "build_snapshot": "build",
-    "PlannedStream": "stream",
-    "Stream": "stream",
-    "open_stream": "stream",
+    "PlannedStream": "loading.stream",
+    "Stream": "loading.stream",
+    "open_stream": "loading.stream",
     "tokenizer_of": "tokenizer",
 }
 

@@ -7,27 +7,315 @@ record is written last, so that a snapshot is either whole or not there.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import get_args
 
-from paceline.data.building import Building, Skipped
-from paceline.data.catalog import Catalog
-from paceline.data.features import load_features
+import numpy as np
+
+from paceline.config import DataSettings
+from paceline.data.build_scratch import Catalog, Uploads
+from paceline.data.formats import Sample, Unusable
+from paceline.data.formats.sample import Array
+from paceline.data.formats.shard_file import ColumnWriter, column_of
+from paceline.data.loading.samples import content_digest
 from paceline.data.snapshot import (
     SNAPSHOT_FILE,
+    Column,
+    Shard,
     Snapshot,
+    SnapshotRecord,
+    Split,
+    draw,
     load_snapshot,
     snapshot_url,
     store_at,
 )
-from paceline.data.source import list_files, open_source, read_samples
+from paceline.data.source import join_features, list_files, load_features, open_source, read_samples
 from paceline.data.tokenizer import Tokenizer, open_tokenizer
-from paceline.data.uploads import Uploads
 from paceline.errors import InvalidInput
-from paceline.objects import ObjectStore, join_url
-from paceline.profile import DataSettings
-from paceline.wire.base import canonical_json, digest_of
+from paceline.schemas.base import canonical_json, digest_of
+from paceline.storage import ObjectStore, join_url
+
+# One pass over a source's samples: chosen, tokenised, split by key, written into shards.
+#
+# One sample at a time; a shard is uploaded and forgotten as soon as it is full. Knows neither where
+# samples come from nor what a snapshot is called.
+
+SKIPPED_LISTED = 100
+BATCH_BYTES = 1024 * 1024  # of text, tokenised at once
+BATCH_SAMPLES = 256
+SCHEMA_SAMPLES = 64  # at most, and BATCH_BYTES of them: whose schema is the snapshot's
+MISFITS = 1000  # so many in a row that do not fit into what is left of the budget: it is spent
+
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+
+@dataclass
+class Skipped:
+    """What was left out: how much, and the first hundred by name with the reason."""
+
+    count: int = 0
+    _examples: list[str] = field(default_factory=list)
+
+    def add(self, one: Unusable) -> None:
+        """Note one more."""
+        self.count += 1
+        self._examples.append(_printable(f"{one.key[:500]}: {one.reason}")[:500])
+        if len(self._examples) > 10 * SKIPPED_LISTED:
+            self._examples = list(self.examples)
+
+    def copy(self) -> Skipped:
+        """Return another one that starts with the same."""
+        return Skipped(self.count, list(self._examples))
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """Return the first hundred by name."""
+        return tuple(sorted(self._examples)[:SKIPPED_LISTED])
+
+    @property
+    def told(self) -> str:
+        """Return three of them, for an error."""
+        return "; ".join(self.examples[:3])
+
+
+@dataclass
+class Building:
+    """One pass over the samples; ``moved`` is the key that changes sides, of too few."""
+
+    settings: DataSettings
+    tokenizer: Tokenizer
+    catalog: Catalog
+    uploads: Uploads
+    scratch: Path
+    skipped: Skipped
+    moved: str | None = None
+    samples: int = 0
+    duplicates: int = 0
+    is_cut: bool = False  # the budget left something out
+    columns: tuple[Column, ...] | None = None
+    shards: list[Shard] = field(default_factory=list)
+    _pens: dict[Split, ColumnWriter] = field(default_factory=dict)
+    _lowest: tuple[float, str] | None = None  # by draw: who moves if a split stays empty
+    _highest: tuple[float, str] | None = None
+
+    def take(self, found: Iterable[Sample | Unusable]) -> None:
+        """Write every sample of ``found`` that is new and fits the budget."""
+        for batch in _batches(self._chosen(found)):
+            texts = [each.text or b"" for each in batch]
+            for sample, tokens in zip(batch, self.tokenizer.encode(texts), strict=True):
+                if isinstance(tokens, str):
+                    self.skipped.add(Unusable(sample.key, tokens))
+                else:
+                    self._write(sample, self._tokens(sample, tokens))
+        for split in SPLITS:
+            self._flush(split)
+
+    @property
+    def moved_wanted(self) -> str | None:
+        """Return the key that must change sides so that both splits have samples, if any."""
+        held = {each.split for each in self.shards}
+        if len(held) == len(SPLITS) or self._lowest is None or self._highest is None:
+            return None
+        return self._lowest[1] if held == {"train"} else self._highest[1]
+
+    def record(self, source: str) -> SnapshotRecord:
+        """Return the snapshot's record."""
+        settings = self.settings
+        order = {split: number for number, split in enumerate(SPLITS)}
+        shards = sorted(self.shards, key=lambda each: order[each.split])  # stable: as written
+        return SnapshotRecord(
+            schema_version=2,
+            purpose=settings.purpose,
+            project=settings.project,
+            source=source,
+            seed=settings.seed,
+            held_out_share=settings.held_out_share,
+            shards=tuple(shards),
+            documents=self.samples,
+            total_bytes=sum(each.text_bytes for each in shards),
+            duplicates=self.duplicates,
+            skipped=self.skipped.count,
+            skipped_examples=self.skipped.examples,
+            format=settings.format,
+            vocabulary=self.tokenizer.vocabulary,
+            columns=self.columns or (),
+            token_count=sum(each.tokens for each in shards),
+            cut_at_bytes=settings.max_bytes if self.is_cut else None,
+        )
+
+    def _chosen(self, found: Iterable[Sample | Unusable]) -> Iterator[Sample]:
+        """Yield the samples that are kept: new, of one schema, within the budget."""
+        left = self.settings.max_bytes
+        misfits = 0
+        for sample in self._of_one_schema(map(self._joined, found)):
+            if isinstance(sample, Unusable):
+                self.skipped.add(sample)
+            elif not self.catalog.is_new(b"key:" + sample.key.encode()):
+                raise InvalidInput(
+                    "two samples have the same key",
+                    got=repr(sample.key),
+                    wanted="a key a sample; in a tar, members of one key stand together",
+                    do="Remove one, or set data.key_field to what tells them apart.",
+                )
+            elif not self.catalog.is_new(_content(sample)):
+                self.duplicates += 1
+            elif (size := sample.payload_bytes) > left:
+                self.is_cut = True
+                misfits += 1
+                if misfits >= MISFITS:
+                    return
+            else:
+                misfits = 0
+                left -= size
+                yield sample
+
+    def _joined(self, each: Sample | Unusable) -> Sample | Unusable:
+        if isinstance(each, Sample) and self.settings.features:
+            return join_features(each, self.catalog, self.settings.missing_features)
+        return each
+
+    def _of_one_schema(self, found: Iterable[Sample | Unusable]) -> Iterator[Sample | Unusable]:
+        """Yield ``found``, a sample of another schema as unusable. The schema is that of most of
+        the first samples, so that an odd one in front does not make all others unusable."""
+        coming = iter(found)
+        first: deque[Sample] = deque()
+        schemas: Counter[tuple[Column, ...]] = Counter()
+        held = 0
+        while len(first) < SCHEMA_SAMPLES and (held < BATCH_BYTES or len(first) < 3):
+            each = next(coming, None)
+            if each is None:
+                break
+            if isinstance(each, Unusable):
+                yield each
+                continue
+            first.append(each)
+            held += each.payload_bytes
+            schemas[_columns(each)] += 1
+        if self.columns is None and schemas:
+            self.columns = schemas.most_common(1)[0][0]  # of equally many, the first
+        while first:
+            yield self._fitting(first.popleft())
+        for each in coming:
+            yield self._fitting(each)
+
+    def _fitting(self, each: Sample | Unusable) -> Sample | Unusable:
+        if isinstance(each, Unusable) or (columns := _columns(each)) == self.columns:
+            return each
+        return Unusable(each.key, _difference(columns, self.columns or ()))
+
+    def _tokens(self, sample: Sample, encoded: Array) -> Array:
+        if sample.tokens is None:
+            return encoded
+        vocabulary = self.tokenizer.vocabulary
+        low, high = int(sample.tokens.min()), int(sample.tokens.max())
+        if low < 0 or high >= vocabulary.vocab_size:
+            raise InvalidInput(
+                "a sample has tokens of another tokenizer",
+                got=f"{low} to {high} in {sample.key!r}",
+                wanted=f"0 to {vocabulary.vocab_size - 1}",
+                do="Set data.tokenizer to the tokenizer that made them.",
+            )
+        return sample.tokens
+
+    def _write(self, sample: Sample, tokens: Array) -> None:
+        drawn = (draw(sample.key, self.settings.seed), sample.key)
+        self._lowest = min(self._lowest or drawn, drawn)
+        self._highest = max(self._highest or drawn, drawn)
+        held_out = (drawn[0] < self.settings.held_out_share) != (sample.key == self.moved)
+        split: Split = "held-out" if held_out else "train"
+        pen = self._pens.get(split)
+        size = sample.payload_bytes
+        if pen is not None and pen.nbytes + size > self.settings.shard_bytes:
+            self._flush(split)
+            pen = None
+        if pen is None:
+            pen = ColumnWriter(self.columns or (), self.tokenizer.dtype)
+            self._pens[split] = pen
+        # Scores are per byte of text, so that the held-out side keeps it beside its tokens.
+        kept = sample.text if held_out and self.tokenizer.file is not None else None
+        text_bytes = len(sample.text or b"")
+        pen.add(sample.key, tokens, dict(sample.features), kept, text_bytes=text_bytes)
+        self.samples += 1
+
+    def _flush(self, split: Split) -> None:
+        pen = self._pens.pop(split, None)
+        if pen is None:
+            return
+        path = self.scratch / f"shard-{len(self.shards)}"
+        pen.write(path)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        lengths = pen.lengths()
+        shard = Shard(
+            split=split,
+            sha256=digest,
+            bytes=path.stat().st_size,
+            documents=len(pen),
+            text_bytes=pen.text_bytes,
+            token_count=pen.tokens,
+            lengths_sha256=hashlib.sha256(lengths).hexdigest(),
+        )
+        self.shards.append(shard)
+        self.uploads.send(shard, path, lengths)
+
+
+def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    batch: list[Sample] = []
+    size = 0
+    for each in samples:
+        batch.append(each)
+        size += each.payload_bytes
+        if size >= BATCH_BYTES or len(batch) >= BATCH_SAMPLES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _content(sample: Sample) -> bytes:
+    """Return what is the same for two samples that say the same, white space apart: no held-out
+    document has such a copy in the training split of its own snapshot."""
+    text = sample.text
+    digest = hashlib.sha256(b"" if text is None else b"text:" + content_digest(text))
+    arrays = dict(sample.features)
+    if sample.tokens is not None:
+        arrays[""] = sample.tokens
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(f"\0{name}\0{array.dtype.name}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return b"content:" + digest.digest()
+
+
+def _printable(text: str) -> str:
+    """Return foreign ``text`` as a record and a terminal can have it: one line, UTF-8, no
+    control characters."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+def _columns(sample: Sample) -> tuple[Column, ...]:
+    return tuple(column_of(name, sample.features[name]) for name in sorted(sample.features))
+
+
+def _difference(got: tuple[Column, ...], wanted: tuple[Column, ...]) -> str:
+    ours, theirs = ({each.name: each for each in side} for side in (got, wanted))
+    if missing := sorted(set(theirs) - set(ours)):
+        return f"no column {missing[0]!r}"
+    if more := sorted(set(ours) - set(theirs)):
+        return f"a column {more[0]!r} that the first samples do not have"
+    name = next(each for each in sorted(ours) if ours[each] != theirs[each])
+    one, other = ours[name], theirs[name]
+    return f"column {name!r} is {one.dtype}{list(one.shape)}, not {other.dtype}{list(other.shape)}"
+
 
 log = logging.getLogger(__name__)
 

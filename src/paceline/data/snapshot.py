@@ -8,14 +8,17 @@ without lengths) stay readable. Knows how a snapshot is read, not how it is made
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
-from paceline.errors import CorruptData, InvalidSnapshot, SourceMissing
-from paceline.objects import DiskStore, ObjectStore, join_url
-from paceline.wire.base import Name, Record, Sha256, canonical_json, digest_of
+from paceline.config import DataSettings
+from paceline.errors import CorruptData, InvalidInput, InvalidSnapshot, SourceMissing
+from paceline.schemas.base import Name, Record, Sha256, canonical_json, digest_of
+from paceline.storage import DiskStore, ObjectStore, join_url
 
 SNAPSHOT_FILE = "snapshot.json"
 MAX_SNAPSHOT_BYTES = 256 * 1024 * 1024  # about a million shards
@@ -253,3 +256,108 @@ def _check_sums(record: SnapshotRecord, where: str) -> None:
     for wrong, what in problems:
         if wrong:
             raise InvalidSnapshot("snapshot contradicts itself", got=what, where=where)
+
+
+# How data is shared out: which split a sample belongs to (a pure function of its key and the
+# snapshot's seed), and whether rows can be read in so many columns. Knows no numpy.
+
+
+def in_held_out(key: str, share: float, seed: int) -> bool:
+    """Return whether a sample belongs to the held-out split: a function of its key and the seed."""
+    return draw(key, seed) < share
+
+
+def assign_splits(keys: Sequence[str], share: float, seed: int) -> set[str]:
+    """Return the held-out keys; of few samples, at least one falls on each side."""
+    held_out = {key for key in keys if in_held_out(key, share, seed)}
+    by_draw = sorted(keys, key=lambda key: (draw(key, seed), key))
+    if not held_out:
+        held_out = {by_draw[0]}
+    elif len(held_out) == len(keys):
+        held_out.remove(by_draw[-1])
+    return held_out
+
+
+def draw(key: str, seed: int) -> float:
+    """Return a number in [0, 1) that is the key's own under this seed."""
+    digest = hashlib.sha256(f"split:{seed}:{key}".encode()).digest()
+    return int.from_bytes(digest[:8]) / 2**64
+
+
+def require_columns(columns: int, global_batch: int) -> None:
+    """Raise InvalidInput unless ``columns`` divide the rows of a global batch; 0: any number may be
+    chosen."""
+    if columns and global_batch % columns:
+        raise InvalidInput(
+            "columns do not divide the global batch",
+            got=f"{columns} columns, {global_batch} sequences",
+            wanted="a divisor",
+            where="data.columns",
+            do="Set data.columns to a divisor of training.batch_sequences, or to 0.",
+        )
+
+
+def require_batching(batching: str, columns: Sequence[str]) -> None:
+    """Raise InvalidInput where samples with ``columns`` cannot be batched so."""
+    if batching == "windows" and columns:
+        raise InvalidInput(
+            "windows have no features: they cross the edges of samples",
+            got=f"samples with {', '.join(columns)}",
+            wanted="data.batching packed, bucketed or carried",
+            where="data.batching",
+            do="Set data.batching=packed (fields of JSONL that are numbers are features), or leave "
+            "those fields out.",
+        )
+
+
+# What a snapshot must have so that ranks can read it: known from its record, before any starts.
+
+
+def require_readable(
+    snapshot: Snapshot,
+    settings: DataSettings,
+    *,
+    context: int,
+    global_batch: int,
+    splits: Sequence[Split],
+) -> None:
+    """Raise InvalidInput or InvalidSnapshot where ``splits`` cannot be read as ``settings`` say."""
+    require_columns(settings.columns, global_batch)
+    require_batching(settings.batching, [each.name for each in snapshot.columns])
+    require_token_features(settings.token_features, snapshot.columns)
+    largest = max(each.bytes for split in splits for each in snapshot.of_split(split))
+    if largest > settings.cache_bytes:
+        raise InvalidInput(
+            "cache is smaller than one shard",
+            got=f"{settings.cache_bytes} bytes",
+            wanted=f"at least {largest} bytes, and room for a group of shards to be quick",
+            where="data.cache_bytes",
+            do="Raise data.cache_bytes, or build the snapshot with smaller data.shard_bytes.",
+        )
+    if settings.batching == "windows":
+        for split in splits:
+            require_windows([each.stream_bytes for each in snapshot.of_split(split)], context)
+
+
+def require_token_features(names: Collection[str], columns: Sequence[Column]) -> None:
+    """Raise InvalidInput where ``names`` are not all among ``columns``."""
+    known = sorted(each.name for each in columns)
+    if not set(known).issuperset(names):
+        raise InvalidInput(
+            "token_features that the snapshot does not have",
+            got=sorted(set(names) - set(known)),
+            wanted=f"some of {known}",
+            where="data.token_features",
+            do="Correct data.token_features.",
+        )
+
+
+def require_windows(stream_tokens: Sequence[int], context: int) -> None:
+    """Raise InvalidSnapshot where no shard's stream is long enough for one window."""
+    if max(stream_tokens, default=0) <= context:
+        raise InvalidSnapshot(
+            "snapshot is too small for one sample",
+            got=f"{sum(stream_tokens)} tokens in {len(stream_tokens)} shard(s)",
+            wanted=f"a shard of at least {context + 1} tokens",
+            do="Use more data, a smaller model.context, or data.batching packed.",
+        )

@@ -16,7 +16,7 @@ import numpy as np
 from paceline.data.formats.sample import Array
 from paceline.data.snapshot import BYTES, Snapshot, Vocabulary, store_at
 from paceline.errors import InvalidInput, MissingTool, SourceMissing
-from paceline.objects import ObjectStore
+from paceline.storage import ObjectStore
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_VOCABULARY = 2**31 - 1  # as a snapshot's record has it

@@ -20,8 +20,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from paceline.profile import GateSettings
-from paceline.wire.training import (
+from paceline.config import GateSettings
+from paceline.schemas.training import (
     EvaluationReport,
     GateCheck,
     GateDecision,

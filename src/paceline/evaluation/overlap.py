@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from paceline.data import ShardCache, Snapshot, content_digest, tokenizer_of
-from paceline.objects import ObjectStore
-from paceline.wire.training import Overlap
+from paceline.schemas.training import Overlap
+from paceline.storage import ObjectStore
 
 EXAMPLES = 5
 AHEAD = 3  # shards that are fetched while one is compared

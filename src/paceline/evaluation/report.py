@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.wire.training import EvaluationReport, Interval
+from paceline.schemas.training import EvaluationReport, Interval
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -17,21 +17,15 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from paceline.config import load_runtime
 from paceline.data import documents, load_snapshot
-from paceline.errors import (
-    CorruptData,
-    InvalidInput,
-    PacelineError,
-    PermanentError,
-    SourceMissing,
-)
+from paceline.errors import CorruptData, InvalidInput, PacelineError, PermanentError, SourceMissing
 from paceline.evaluation.gate import TRAINING_DATA
-from paceline.evaluation.heldout import choose
+from paceline.evaluation.held_out import choose
 from paceline.evaluation.overlap import overlap
 from paceline.evaluation.scoring import judge
-from paceline.objects import ObjectStore
-from paceline.profile import load_runtime
-from paceline.wire.training import EvaluationReport, EvaluationSpec, Overlap, TrainingData
+from paceline.schemas.training import EvaluationReport, EvaluationSpec, Overlap, TrainingData
+from paceline.storage import ObjectStore
 
 TRAIN_BYTES = 16 * 1024 * 1024  # what the n-gram model counts: about 4 s on one core
 HELD_OUT_READ_FACTOR = 64  # of the budget: how much text is looked at to cut prefixes from

@@ -6,12 +6,14 @@ It knows directories and object URLs. It does not know workers, topologies or so
 from paceline.manifest.build import build_manifest
 from paceline.manifest.claim import CLAIM_FILE, discard_unfinished
 from paceline.manifest.model import (
+    ACTIVE,
     MANIFEST_FILE,
     Chunk,
     FileEntry,
     Manifest,
     Piece,
     Signature,
+    version_key,
 )
 from paceline.manifest.parse import MAX_MANIFEST_BYTES, parse_manifest
 from paceline.manifest.publish import fetch_manifest, publish_model, write_manifest
@@ -25,7 +27,6 @@ from paceline.manifest.signing import (
 )
 from paceline.manifest.sizes import Sizes, choose_sizes
 from paceline.manifest.verify import verify_directory
-from paceline.manifest.version import ACTIVE, version_key
 
 __all__ = [
     "ACTIVE",

@@ -19,14 +19,10 @@ from pathlib import Path
 
 from paceline import hashing
 from paceline.errors import AccessDenied, Cancelled, InvalidManifest, SourceChanged, SourceMissing
-from paceline.manifest.account import DIGEST, Account, Tell, nobody
-from paceline.manifest.layout import Strand, lay_out
-from paceline.manifest.model import MANIFEST_FILE, Chunk, FileEntry, Manifest
-from paceline.manifest.paths import check_paths
-from paceline.manifest.sizes import MIB, Sizes, choose_sizes
-from paceline.manifest.together import results
-from paceline.manifest.version import ACTIVE
-from paceline.wire.base import NAME
+from paceline.manifest.model import ACTIVE, MANIFEST_FILE, Chunk, FileEntry, Manifest, check_paths
+from paceline.manifest.progress import DIGEST, Account, Tell, nobody, results
+from paceline.manifest.sizes import MIB, Sizes, Strand, choose_sizes, lay_out
+from paceline.schemas.base import NAME
 
 MAX_FILES = 100_000
 BLOCK = 4 * MIB  # read and hashed at once, in whole pieces

@@ -18,8 +18,8 @@ from pydantic import Field, ValidationError
 from paceline.errors import Conflict, InvalidInput, ServiceUnavailable, SourceMissing
 from paceline.manifest.model import MANIFEST_FILE, Manifest
 from paceline.manifest.sizes import LEAST_PIECE, MAX_PIECE
-from paceline.objects import ObjectStore, join_url
-from paceline.wire.base import Count, Record, Sha256
+from paceline.schemas.base import Count, Record, Sha256
+from paceline.storage import ObjectStore, join_url
 
 CLAIM_FILE = f"{MANIFEST_FILE}.claim"
 MAX_CLAIM_BYTES = 4096

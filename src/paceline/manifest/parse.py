@@ -18,8 +18,7 @@ from typing import Any, NoReturn
 
 from paceline.errors import InvalidManifest
 from paceline.manifest.build import MAX_FILES, check_name
-from paceline.manifest.model import FORMAT, Chunk, FileEntry, Manifest, Signature
-from paceline.manifest.paths import check_paths
+from paceline.manifest.model import FORMAT, Chunk, FileEntry, Manifest, Signature, check_paths
 from paceline.manifest.sizes import LEAST_PIECE, MAX_CHUNKS, MAX_PIECE, MAX_PIECES
 
 MAX_MANIFEST_BYTES = 48 * 1024 * 1024  # MAX_PIECES digests of 67 bytes, and room for the rest

@@ -23,16 +23,14 @@ from paceline.errors import (
     SourceChanged,
     SourceMissing,
 )
-from paceline.manifest.account import UPLOAD, Account, Tell, nobody
 from paceline.manifest.build import Found, check_name, digest, scan
 from paceline.manifest.claim import CLAIM_FILE, Claim, claim, read_claim
-from paceline.manifest.model import MANIFEST_FILE, Manifest
+from paceline.manifest.model import MANIFEST_FILE, Manifest, version_key
 from paceline.manifest.parse import MAX_MANIFEST_BYTES, parse_manifest
+from paceline.manifest.progress import UPLOAD, Account, Tell, nobody, results
 from paceline.manifest.signing import ANYONE, TrustPolicy, sign_manifest, verify_signature
 from paceline.manifest.sizes import Sizes, choose_sizes
-from paceline.manifest.together import results
-from paceline.manifest.version import version_key
-from paceline.objects import ObjectStore, join_url, parse_url
+from paceline.storage import ObjectStore, join_url, parse_url
 from paceline.system.files import write_durably
 
 if TYPE_CHECKING:

@@ -13,13 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.errors import (
-    Conflict,
-    InvalidInput,
-    InvalidProfile,
-    NotFound,
-    UntrustedManifest,
-)
+from paceline.errors import Conflict, InvalidInput, InvalidProfile, NotFound, UntrustedManifest
 from paceline.manifest.model import Manifest, Signature
 from paceline.system.files import create_durably, sync_directory
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from paceline.errors import InvalidInput
-from paceline.wire.base import Record
+from paceline.schemas.base import Record
 
 BYTES = 256  # the vocabulary of one token a byte
 SEPARATOR_BYTE = 0xFF  # stands before and after each document; never part of UTF-8 text

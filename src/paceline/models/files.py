@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from paceline.errors import CorruptData, InvalidInput, SourceMissing, shown
 from paceline.models.config import ModelConfig
-from paceline.wire.base import digest_of, parse_json
+from paceline.schemas.base import digest_of, parse_json
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"

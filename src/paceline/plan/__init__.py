@@ -5,11 +5,10 @@ the same inputs give the same plan on a standby, in a test and in the simulator.
 """
 
 from paceline.plan.cost import Prediction, origin_cap_bytes
-from paceline.plan.line import next_order
+from paceline.plan.inputs import PlanWorker, Standing, cross_rack_bytes, rack_of
 from paceline.plan.make import make_plan
-from paceline.plan.predict import predict
-from paceline.plan.table import Fleet, plan_table
-from paceline.plan.worker import PlanWorker, Standing, cross_rack_bytes, rack_of
+from paceline.plan.table import Fleet, plan_table, predict
+from paceline.plan.trees import next_order
 
 __all__ = [
     "Fleet",

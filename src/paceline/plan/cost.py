@@ -12,12 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.plan.cargo import Cargo
 from paceline.plan.flows import Flow, share_of
-from paceline.plan.line import Line
-from paceline.plan.trees import ORIGIN
-from paceline.plan.worker import rack_of
-from paceline.wire.plan import Topology
+from paceline.plan.inputs import Cargo, rack_of
+from paceline.plan.trees import ORIGIN, Line
+from paceline.schemas.plan import Topology
 
 MIB = 1024 * 1024
 SLACK_SHARE = 0.02  # the origin fuse: 2 % beyond the model,

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.plan.cargo import Cargo, Stripe
-from paceline.plan.line import SLOW_LINK, Line
-from paceline.plan.trees import NOWHERE, ORIGIN, Trees
-from paceline.plan.worker import PlanWorker, Standing, rack_of
+from paceline.plan.inputs import Cargo, PlanWorker, Standing, Stripe, rack_of
+from paceline.plan.trees import NOWHERE, ORIGIN, SLOW_LINK, Line, Trees
 
 MOST_RUNS = 16  # lanes that one stripe of one worker may be split into
 FEW = 16  # a part of a flow smaller than one in so many crosses after all

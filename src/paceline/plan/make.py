@@ -12,15 +12,13 @@ from dataclasses import dataclass
 
 from paceline.errors import InvalidPlan
 from paceline.manifest import Manifest
-from paceline.plan.cargo import Cargo, Stripe
 from paceline.plan.closing import close_up
 from paceline.plan.cost import Network, Price, deadline_s, origin_cap_bytes, origin_shares, price
 from paceline.plan.flows import Feeding, Flow, feed_leaves
-from paceline.plan.line import SLOW_LINK, Line, line_up
+from paceline.plan.inputs import Cargo, PlanWorker, Standing, Stripe
 from paceline.plan.spares import MOST_SPARES, Spares
-from paceline.plan.trees import NOWHERE, ORIGIN, Trees, build_trees
-from paceline.plan.worker import PlanWorker, Standing
-from paceline.wire.plan import Lane, Plan, Source, Topology, WorkerLanes
+from paceline.plan.trees import NOWHERE, ORIGIN, SLOW_LINK, Line, Trees, build_trees, line_up
+from paceline.schemas.plan import Lane, Plan, Source, Topology, WorkerLanes
 
 RELAYED = (Topology.CHAIN, Topology.TREE_OF_CHAINS, Topology.MESH, Topology.TREE)  # ties: simplest
 

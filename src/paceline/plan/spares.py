@@ -12,9 +12,8 @@ from itertools import islice
 
 from paceline.plan.closing import match, nearest_below
 from paceline.plan.flows import Flow, nearness
-from paceline.plan.line import Line
-from paceline.plan.trees import ORIGIN, Trees
-from paceline.plan.worker import Standing
+from paceline.plan.inputs import Standing
+from paceline.plan.trees import ORIGIN, Line, Trees
 
 MOST_SPARES = 8  # workers; plans of 10,000 workers stay small and a retry loop stays short
 MOST_ANCESTORS = 4

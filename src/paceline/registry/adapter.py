@@ -2,7 +2,7 @@
 
 Knows ``MlflowClient`` and how its failures look; knows nothing of runs, versions or gates. MLflow
 reads credentials, timeouts and switches only from the environment, so this is the one place outside
-``paceline.profile`` that writes to it, and it writes nothing but MLflow's own variables.
+``paceline.config`` that writes to it, and it writes nothing but MLflow's own variables.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.wire import digest_of
-from paceline.wire.training import (
+from paceline.schemas import digest_of
+from paceline.schemas.training import (
     EvaluationReport,
     Evidence,
     GateDecision,

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from paceline.config import Runtime
 from paceline.errors import Conflict, CorruptData, GateRefused, NotFound
-from paceline.profile import Runtime
 from paceline.registry import lineage
 from paceline.registry.lineage import CHAMPION, PREVIOUS, Promotion
 from paceline.registry.versions import Versions
-from paceline.wire import digest_of
-from paceline.wire.training import Evidence
+from paceline.schemas import digest_of
+from paceline.schemas.training import Evidence
 
 
 class Registry(Versions):

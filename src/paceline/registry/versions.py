@@ -16,8 +16,8 @@ from paceline.errors import Conflict, CorruptData, GateRefused, InvalidInput, No
 from paceline.registry import lineage
 from paceline.registry.lineage import CANDIDATE, CHAMPION, RegisteredVersion
 from paceline.registry.runs import RunLog
-from paceline.wire import canonical_json, digest_of
-from paceline.wire.training import Evidence
+from paceline.schemas import canonical_json, digest_of
+from paceline.schemas.training import Evidence
 
 _MAX_EVIDENCE_BYTES = 16 * 1024 * 1024
 

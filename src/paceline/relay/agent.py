@@ -25,6 +25,7 @@ from pathlib import Path
 
 from paceline import hashing
 from paceline.client import CoordinatorClient
+from paceline.config import Runtime, load_runtime
 from paceline.errors import (
     NotFound,
     PacelineError,
@@ -35,27 +36,89 @@ from paceline.errors import (
 )
 from paceline.manifest import Manifest, parse_manifest
 from paceline.manifest.signing import TrustPolicy, verify_signature
-from paceline.profile import Runtime, load_runtime
-from paceline.relay import descriptors
-from paceline.relay.advertise import advertised
-from paceline.relay.assignments import Assignments
-from paceline.relay.deployments import as_error
-from paceline.relay.disk.reading import Readings
-from paceline.relay.disk.room import StorePolicy
-from paceline.relay.disk.store import Store
-from paceline.relay.driver import RelayDriver
+from paceline.relay import process as descriptors
+from paceline.relay.deployments import Assignments, as_error
 from paceline.relay.joining import Renewal
-from paceline.relay.lifetime import PARENT_POLL_S, StopSignal
-from paceline.relay.report import ENDED, Report
-from paceline.relay.settings import AgentConfig, address_of
+from paceline.relay.node import RelayDriver
+from paceline.relay.process import PARENT_POLL_S, AgentConfig, StopSignal, address_of, advertised
 from paceline.relay.sources import Sources
-from paceline.relay.wires.transport import Transport
-from paceline.relay.wires.transports import transport_for
+from paceline.relay.store.disk_space import StorePolicy
+from paceline.relay.store.origin_reads import Readings
+from paceline.relay.store.store import Store
+from paceline.relay.transport.contract import Transport
+from paceline.relay.transport.pacing import RateMeter
+from paceline.relay.transport.transports import transport_for
+from paceline.schemas.calls import (
+    NEWS_S,
+    Command,
+    DeploymentBeat,
+    EdgeTally,
+    Heartbeat,
+    HeartbeatAnswer,
+    RegisterWorker,
+)
+from paceline.schemas.plan import Labels, WorkerLanes
+from paceline.schemas.records import WorkerStatus
 from paceline.system.files import write_durably
 from paceline.text import log_to_stderr
-from paceline.wire.calls import NEWS_S, Command, Heartbeat, HeartbeatAnswer, RegisterWorker
-from paceline.wire.plan import Labels, WorkerLanes
-from paceline.wire.records import WorkerStatus
+
+# What an agent tells at each beat: where its deployments stand, and what moved since it last told.
+#
+# Counts of edges are cumulative, so that a beat that is lost loses nothing; only those that changed
+# are sent, because a node that served fifty peers need not list them all for the rest of the day.
+
+ENDED = (WorkerStatus.COMPLETE, WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
+
+
+class Report:
+    """Writes the beats of one agent; used by one thread."""
+
+    def __init__(self, worker_id: str, driver: RelayDriver) -> None:
+        self._worker_id = worker_id
+        self._driver = driver
+        self._meters = RateMeter(), RateMeter()
+        self._number = 0
+        self._told: dict[tuple[str, str, str], EdgeTally] = {}
+        self._telling: dict[tuple[str, str, str], EdgeTally] = {}
+
+    def beat(self, available_storage: int) -> Heartbeat:
+        """Return what to say now."""
+        beats = self._driver.beats()
+        receiving = next((b for b in beats if b.status is WorkerStatus.RECEIVING), None)
+        newest = receiving or (beats[-1] if beats else None)
+        into, out = self._meters
+        self._telling = {}
+        self._number += 1
+        return Heartbeat(
+            worker_id=self._worker_id,
+            status=newest.status if newest else WorkerStatus.IDLE,
+            chunks_received=newest.chunks_received if newest else (),
+            bandwidth_in=into.look(self._driver.nic_in.total_bytes),
+            bandwidth_out=out.look(self._driver.nic_out.total_bytes),
+            incarnation=self._driver.incarnation,
+            number=self._number,
+            available_storage=available_storage,
+            deployments=tuple(self._moved(each) for each in beats),
+        )
+
+    def was_heard(self) -> None:
+        """Take note that the last beat was answered."""
+        self._told |= self._telling
+        self._telling = {}
+
+    def forget(self) -> None:
+        """Tell everything again: whoever listens now may be another, who knows nothing."""
+        self._told.clear()
+
+    def _moved(self, beat: DeploymentBeat) -> DeploymentBeat:
+        edges = []
+        for edge in beat.edges:
+            key = (beat.deployment_id, edge.source, edge.reader)
+            if self._told.get(key) != edge:
+                edges.append(edge)
+                self._telling[key] = edge
+        return beat.model_copy(update={"edges": tuple(edges)})
+
 
 log = logging.getLogger(__name__)
 

@@ -23,17 +23,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from paceline.client.access import AccessClient
+from paceline.client.calls import AccessClient
 from paceline.client.connection import Endpoint
-from paceline.errors import (
-    AccessDenied,
-    Conflict,
-    InvalidInput,
-    PacelineError,
-    PermanentError,
-    ServiceUnavailable,
-)
-from paceline.profile import (
+from paceline.config import (
     Endpoints,
     Profile,
     Runtime,
@@ -44,10 +36,18 @@ from paceline.profile import (
     save_runtime,
     write_private,
 )
-from paceline.relay.wires.identity import fingerprint, new_request
+from paceline.errors import (
+    AccessDenied,
+    Conflict,
+    InvalidInput,
+    PacelineError,
+    PermanentError,
+    ServiceUnavailable,
+)
+from paceline.relay.transport.identity import fingerprint, new_request
+from paceline.schemas.access import JoinWorker, WorkerIdentity
+from paceline.schemas.base import SHA256_HEX
 from paceline.system.files import narrow_directory, own_directory
-from paceline.wire.access import JoinWorker, WorkerIdentity
-from paceline.wire.base import SHA256_HEX
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from paceline.config import Runtime
 from paceline.errors import (
     AccessDenied,
     InvalidInput,
@@ -23,11 +24,10 @@ from paceline.errors import (
     SourceMissing,
 )
 from paceline.manifest import FileEntry
-from paceline.objects import MAX_URL, lies_in
-from paceline.profile import Runtime
+from paceline.storage import MAX_URL, lies_in
 
 if TYPE_CHECKING:
-    from paceline.objects import ObjectStore
+    from paceline.storage import ObjectStore
 
 log = logging.getLogger(__name__)
 
@@ -286,7 +286,7 @@ class Sources:
 
     def objects(self) -> ObjectStore:
         """Return the installation's object store."""
-        from paceline.objects import ObjectStore
+        from paceline.storage import ObjectStore
 
         with self._lock:
             if self._objects is None:

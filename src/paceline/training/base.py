@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from paceline.config import DataSettings, ModelSettings, TrainingSettings
 from paceline.data import Snapshot
 from paceline.errors import PacelineError
-from paceline.objects import ObjectStore
-from paceline.profile import DataSettings, ModelSettings, TrainingSettings
-from paceline.wire.base import Record, Sha256
+from paceline.schemas.base import Record, Sha256
+from paceline.storage import ObjectStore
 
 if TYPE_CHECKING:
-    from paceline.training.loop import StepReport
+    from paceline.training.loop.loop import StepReport
 
 
 class BaseSpec(Record):
@@ -70,19 +70,13 @@ def train_base(
     import torch
 
     from paceline.data import ShardCache, open_stream, require_purpose
-    from paceline.models import (
-        config_for,
-        count_parameters,
-        new_model,
-        save_model,
-        weights_digest,
-    )
-    from paceline.training.group import Group
+    from paceline.models import config_for, count_parameters, new_model, save_model, weights_digest
     from paceline.training.identity import stream_seed
-    from paceline.training.loop import Progress, train_model
-    from paceline.training.memory import keep_memory
+    from paceline.training.loop.group import Group
+    from paceline.training.loop.loop import Progress, train_model
+    from paceline.training.loop.optimizer import new_optimizer
+    from paceline.training.loop.rank_process import keep_memory
     from paceline.training.parallel import cuts_of
-    from paceline.training.recipe import new_optimizer
 
     started = time.perf_counter()
     keep_memory()
@@ -129,10 +123,10 @@ def train_base(
 
 def main() -> int:
     """Run the spec on standard input and return the exit code."""
+    from paceline.config import load_runtime
     from paceline.data import load_snapshot
     from paceline.errors import InvalidInput
-    from paceline.profile import load_runtime
-    from paceline.training.watch import die_with_parent, share_cores
+    from paceline.training.loop.rank_process import die_with_parent, share_cores
 
     die_with_parent()
     share_cores()
@@ -163,7 +157,7 @@ def main() -> int:
 
 
 def _say_step(report: StepReport) -> None:
-    from paceline.wire.training import RankEvent
+    from paceline.schemas.training import RankEvent
 
     event = RankEvent(event="step", rank=0, attempt=1, step=report.step, data={"loss": report.loss})
     sys.stdout.write(event.model_dump_json() + "\n")

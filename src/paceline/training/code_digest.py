@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from paceline.errors import PacelineError
-from paceline.training.code_ref import module_digest, tree_digest
+from paceline.training.user_code import module_digest, tree_digest
 
 
 def main(arguments: list[str]) -> int:

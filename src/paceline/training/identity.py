@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.profile import DataSettings, Profile
-from paceline.wire.base import digest_of
-from paceline.wire.training import TaskSize, TrainJob
+from paceline.config import DataSettings, Profile
+from paceline.schemas.base import digest_of
+from paceline.schemas.training import TaskSize, TrainJob
 
 # They change how fast or where something is learned, not what.
 _NUMBERLESS = {

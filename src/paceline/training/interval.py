@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from paceline.profile import CheckpointSettings
+from paceline.config import CheckpointSettings
 
 DAY_S = 86_400.0
 PRIOR_S = 3_600.0  # for which the profile's rate counts as seen

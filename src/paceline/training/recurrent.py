@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from paceline.data import Batch
 from paceline.models.recurrent import BLOCKS, RecurrentBytes
-from paceline.training.code_ref import Task
-from paceline.training.workload import Inputs, as_tensor, weighted_loss
+from paceline.training.loop.workload import Inputs, as_tensor, weighted_loss
+from paceline.training.user_code import Task
 
 INITIAL_STD = 0.02
 PREFIX = "carried."

@@ -13,21 +13,21 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from paceline.config import Runtime
 from paceline.data.snapshot import store_at
 from paceline.errors import Cancelled, NotReproducible, PacelineError
-from paceline.objects import ObjectStore, join_url
-from paceline.profile import Runtime
-from paceline.training.driver import run_job
-from paceline.training.gang import Launcher
-from paceline.training.sameness import (
+from paceline.schemas.command_results import Differs, Reproduction
+from paceline.schemas.training import RankEvent, TrainJob, TrainResult
+from paceline.storage import ObjectStore, join_url
+from paceline.training.launcher.driver import run_job
+from paceline.training.launcher.gang import Launcher
+from paceline.training.reproducibility import (
     SNAPSHOT,
     Recorded,
     differences_of,
     holders_of,
     require_same,
 )
-from paceline.wire.reproducing import Differs, Reproduction
-from paceline.wire.training import RankEvent, TrainJob, TrainResult
 
 __all__ = ["Recorded", "again", "compare", "differences_of", "holders_of", "require_same"]
 

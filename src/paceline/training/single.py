@@ -19,31 +19,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.data import Snapshot, build_snapshot, load_snapshot, require_purpose, transform
-from paceline.data.splits import require_columns
-from paceline.errors import (
-    AccessDenied,
-    Cancelled,
-    InvalidInput,
-    PermanentError,
-    StateLocked,
-)
+from paceline.config import Profile, Runtime, Secrets, load_runtime, save_runtime
+from paceline.data import Snapshot, build_snapshot, load_snapshot, require_purpose
+from paceline.data.loading import transform
+from paceline.data.snapshot import require_columns
+from paceline.errors import AccessDenied, Cancelled, InvalidInput, PermanentError, StateLocked
 from paceline.models import ModelConfig, read_config
-from paceline.objects import DiskStore, ObjectStore, join_url, open_store
-from paceline.profile import Profile, Runtime, Secrets, load_runtime, save_runtime
+from paceline.schemas import digest_of, new_run_id
+from paceline.schemas.training import RankEvent, TrainJob, TrainResult
+from paceline.storage import DiskStore, ObjectStore, join_url, open_store
 from paceline.system.files import sync_directory, sync_tree
-from paceline.training import code_ref, starting
-from paceline.training import local_remote as remote
-from paceline.training.driver import run_job
+from paceline.training import local_storage as remote
+from paceline.training import user_code as code_ref
 from paceline.training.identity import own_task, with_own_id
-from paceline.training.local import LocalLauncher
-from paceline.training.mesh import MeshSpec
+from paceline.training.launcher.admission import free_memory, require_room
+from paceline.training.launcher.driver import run_job
+from paceline.training.launcher.local import LocalLauncher
+from paceline.training.loop import starting_state as starting
+from paceline.training.loop.preemption import require_allowed_watcher
 from paceline.training.parallel import require_layout
-from paceline.training.preemption import require_allowed_watcher
-from paceline.training.relaxed import replicas_of
-from paceline.training.room import free_memory, require_room
-from paceline.wire import digest_of, new_run_id
-from paceline.wire.training import RankEvent, TrainJob, TrainResult
+from paceline.training.parallel.mesh import MeshSpec
+from paceline.training.strategies import replicas_of
 
 log = logging.getLogger(__name__)
 

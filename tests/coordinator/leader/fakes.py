@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.coordinator import Coordinator, Patience
+from paceline.coordinator.leadership import Replica
 from paceline.coordinator.ledger import LedgerLine
-from paceline.coordinator.messages import Effect, Kept, Observed
-from paceline.coordinator.replica import Replica
+from paceline.coordinator.state.messages import Effect, Kept, Observed
 from paceline.coordinator.stores.contracts import Candidate, Outbox, Term
 from paceline.coordinator.stores.sqlite import SqliteCoordination
 from paceline.errors import ServiceUnavailable
 from paceline.manifest import Manifest
-from paceline.wire.events import Event
-from paceline.wire.records import StageRecord, WorkerProgress
+from paceline.schemas.events import Event
+from paceline.schemas.records import StageRecord, WorkerProgress
 
 
 class Cluster:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.leaders.cluster import cluster, make_model
-from paceline.wire.calls import CreateDeployment
-from paceline.wire.events import EventName
-from paceline.wire.records import DeploymentStatus
+from paceline.schemas.calls import CreateDeployment
+from paceline.schemas.events import EventName
+from paceline.schemas.records import DeploymentStatus
 from tests.coordinator.leader.fakes import until
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(180)]

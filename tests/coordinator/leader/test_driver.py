@@ -8,17 +8,17 @@ from contextlib import contextmanager
 import pytest
 
 from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.membership import Membership
-from paceline.coordinator.messages import Answer, Beat, Observed, Register
-from paceline.coordinator.replica import Replica
-from paceline.coordinator.state import CoordinatorState
+from paceline.coordinator.leadership import Replica
+from paceline.coordinator.state.membership import Membership
+from paceline.coordinator.state.messages import Answer, Beat, Observed, Register
+from paceline.coordinator.state.state import CoordinatorState
 from paceline.coordinator.stores import Candidate
+from paceline.coordinator.stores.audit import SqliteAudit
 from paceline.coordinator.stores.memory_progress import MemoryProgress
 from paceline.coordinator.stores.sqlite import SqliteCoordination
-from paceline.coordinator.stores.sqlite_audit import SqliteAudit
 from paceline.errors import Conflict, InvalidInput, NotLeading, ServiceUnavailable
-from paceline.wire.calls import CreateDeployment, Heartbeat, HeartbeatAnswer, RegisterWorker
-from paceline.wire.events import EventName
+from paceline.schemas.calls import CreateDeployment, Heartbeat, HeartbeatAnswer, RegisterWorker
+from paceline.schemas.events import EventName
 from tests.coordinator.conftest import small_manifest
 from tests.coordinator.stores.effects import stage
 

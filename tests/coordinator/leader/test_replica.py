@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from paceline.coordinator.messages import Beat, FetchLanes, Register
-from paceline.coordinator.replica import STUCK_S
+from paceline.coordinator.leadership import STUCK_S
+from paceline.coordinator.state.messages import Beat, FetchLanes, Register
 from paceline.errors import NotFound, NotLeading, ServiceUnavailable
-from paceline.wire.calls import CreateDeployment, DeploymentBeat, Heartbeat, RegisterWorker
-from paceline.wire.records import WorkerStatus
+from paceline.schemas.calls import CreateDeployment, DeploymentBeat, Heartbeat, RegisterWorker
+from paceline.schemas.records import WorkerStatus
 from tests.coordinator.leader.fakes import Cluster, Node, Remembered, until
 
 CALL = CreateDeployment(
@@ -318,7 +318,7 @@ def test_progress_is_shown_by_standbys_and_survives_the_leader(three):
 
 def test_progress_of_standbys_goes_on_without_a_commit(three, monkeypatch):
     """Beats are not committed: who watches a standby sees what the progress store has."""
-    monkeypatch.setattr("paceline.coordinator.replica.PROGRESS_S", 0.1)
+    monkeypatch.setattr("paceline.coordinator.leadership.PROGRESS_S", 0.1)
     leader = three.leader
     leader.coordinator.handle(registration())
     made = leader.coordinator.create(CALL, "key-1").deployment_id

@@ -21,10 +21,10 @@ from benchmarks.leaders.history import Final, History, Invocation, violations
 from benchmarks.testbed import start, why_not
 from benchmarks.testbed.watcher import NETNS
 from paceline.client import CoordinatorClient
+from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.errors import PacelineError, TemporaryError
-from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
-from paceline.wire.calls import CreateDeployment, Heartbeat, RegisterWorker
-from paceline.wire.records import WorkerStatus
+from paceline.schemas.calls import CreateDeployment, Heartbeat, RegisterWorker
+from paceline.schemas.records import WorkerStatus
 from tests.coordinator.leader.fakes import until
 from tests.support.servers import program
 

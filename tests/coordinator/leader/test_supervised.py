@@ -7,10 +7,10 @@ import signal
 import pytest
 
 from benchmarks.leaders.cluster import ask
-from paceline import fleet
+from paceline import cluster as fleet
 from paceline.client import CoordinatorClient
-from paceline.profile import Profile
-from paceline.wire.calls import RegisterWorker
+from paceline.config import Profile
+from paceline.schemas.calls import RegisterWorker
 from tests.coordinator.leader.fakes import until
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(180)]

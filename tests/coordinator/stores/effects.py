@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 
-from paceline.coordinator.memo import Memo
-from paceline.coordinator.messages import (
+from paceline.coordinator.state.messages import (
     DropDeployment,
     DropToken,
     DropWorker,
@@ -20,11 +19,12 @@ from paceline.coordinator.messages import (
     KeptDeployment,
     Observed,
 )
+from paceline.coordinator.state.persisted_state import Memo
 from paceline.manifest import Chunk, FileEntry, Manifest
-from paceline.wire.access import Scope, TokenRecord
-from paceline.wire.events import EventName
-from paceline.wire.plan import Labels, Plan
-from paceline.wire.records import Deployment, DeploymentStatus, Receipt, StageRecord, Worker
+from paceline.schemas.access import Scope, TokenRecord
+from paceline.schemas.events import EventName
+from paceline.schemas.plan import Labels, Plan
+from paceline.schemas.records import Deployment, DeploymentStatus, Receipt, StageRecord, Worker
 
 DIGEST = "0" * 64
 

@@ -10,7 +10,7 @@ from paceline.coordinator.stores import Audit
 from paceline.coordinator.stores.contracts import QUERY_EVENTS, Question
 from paceline.coordinator.stores.postgres_audit import MIGRATIONS, PostgresAudit
 from paceline.errors import Conflict, InvalidProfile, ServiceUnavailable
-from paceline.wire.events import Event, EventName
+from paceline.schemas.events import Event, EventName
 from tests.coordinator.stores.conftest import REAL
 
 

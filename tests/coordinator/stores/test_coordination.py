@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from paceline.coordinator.messages import (
+from paceline.coordinator.state.messages import (
     Answer,
     DropDeployment,
     DropToken,
@@ -21,8 +21,8 @@ from paceline.coordinator.messages import (
 from paceline.coordinator.stores import Coordination
 from paceline.coordinator.stores.contracts import OUTBOX_EVENTS, RECENT_EVENTS
 from paceline.errors import ServiceUnavailable, StaleEpoch
-from paceline.wire.calls import Success
-from paceline.wire.events import EventName
+from paceline.schemas.calls import Success
+from paceline.schemas.events import EventName
 from tests.coordinator.stores.conftest import REAL, until
 from tests.coordinator.stores.effects import (
     DIGEST,

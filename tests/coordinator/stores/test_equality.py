@@ -7,7 +7,7 @@ import itertools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.coordinator.messages import DropDeployment, DropToken, DropWorker, KeepKey
+from paceline.coordinator.state.messages import DropDeployment, DropToken, DropWorker, KeepKey
 from paceline.coordinator.stores import Candidate
 from paceline.coordinator.stores.sqlite import SqliteCoordination
 from tests.coordinator.stores.conftest import REAL

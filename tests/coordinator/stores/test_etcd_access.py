@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cluster.embedded import ensure_secrets
 from paceline.coordinator.stores import Candidate
 from paceline.coordinator.stores.etcd.client import Access
 from paceline.coordinator.stores.etcd.coordination import EtcdCoordination
 from paceline.errors import AccessDenied, ServiceUnavailable
-from paceline.fleet.credentials import ensure_secrets
 from tests.coordinator.stores.conftest import REAL, until
 from tests.coordinator.stores.effects import expected, told, worker
 from tests.support.etcd import etcd_cluster

@@ -283,7 +283,7 @@ def test_blobs_that_nothing_names_are_collected_and_the_others_stay(cluster, sto
         made = [deployment("d0", f"v{number}", pieces=4_000), plan("d0", 1)]
         store.commit(term, made)
     start, end = store._layout.below("blobs")
-    from paceline.coordinator.stores.etcd.messages import request
+    from paceline.coordinator.stores.etcd.client import request
 
     message = request("RangeRequest", key=start, range_end=end, count_only=True)
     assert store._client.call("Range", message).count < COLLECT_EVERY

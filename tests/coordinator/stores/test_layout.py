@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.coordinator.stores.etcd.client import after_prefix
 from paceline.coordinator.stores.etcd.layout import (
     INLINE_BYTES,
     Blob,
@@ -20,7 +21,6 @@ from paceline.coordinator.stores.etcd.layout import (
     unpack,
     write_journal,
 )
-from paceline.coordinator.stores.etcd.messages import after_prefix
 from paceline.errors import CorruptData
 
 keys = st.binary(min_size=1, max_size=2).map(lambda raw: bytes(97 + each % 4 for each in raw))

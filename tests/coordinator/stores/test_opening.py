@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from paceline.config import ControlSettings, Endpoints, Profile, Runtime, Secrets
 from paceline.coordinator.stores import Candidate, open_audit, open_coordination, open_progress
 from paceline.errors import AccessDenied, InvalidProfile
-from paceline.profile import ControlSettings, Endpoints, Profile, Runtime, Secrets
 from tests.coordinator.stores.conftest import REAL
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.coordinator.stores import Progress
 from paceline.coordinator.stores.redis_progress import MOST_PARTS, RedisProgress
-from paceline.wire.records import WorkerProgress, WorkerStatus
+from paceline.schemas.records import WorkerProgress, WorkerStatus
 from tests.coordinator.stores.conftest import REAL, until
 from tests.support.redis import redis_server
 

@@ -9,12 +9,12 @@ import subprocess
 
 import pytest
 
-from paceline.coordinator.messages import DropDeployment
+from paceline.coordinator.state.messages import DropDeployment
 from paceline.coordinator.stores import Candidate
+from paceline.coordinator.stores.audit import SqliteAudit
 from paceline.coordinator.stores.contracts import Question
 from paceline.coordinator.stores.sqlite import SqliteCoordination
-from paceline.coordinator.stores.sqlite_audit import SqliteAudit
-from paceline.coordinator.stores.sqlite_schema import _VERSION_1
+from paceline.coordinator.stores.sqlite_file import _VERSION_1
 from paceline.errors import ServiceUnavailable
 from tests.coordinator.stores.effects import deployment, expected, told, worker
 

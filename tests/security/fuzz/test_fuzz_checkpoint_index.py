@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from paceline.errors import CorruptData, InvalidInput
-from paceline.objects import DiskStore
+from paceline.schemas.base import canonical_json, digest_of
+from paceline.storage import DiskStore
 from paceline.training.checkpoint.dcp_reading import read_dcp
 from paceline.training.checkpoint.dcp_stored import read_metadata
 from paceline.training.checkpoint.generations import Generation, Generations
@@ -33,7 +34,6 @@ from paceline.training.checkpoint.records import (
     StoredChunk,
     StoredTensor,
 )
-from paceline.wire.base import canonical_json, digest_of
 
 WEIGHTS = {"w": torch.arange(12.0).reshape(4, 3), "s": torch.tensor(2.0)}
 WANTED = {name: torch.empty_like(each, device="meta") for name, each in WEIGHTS.items()}

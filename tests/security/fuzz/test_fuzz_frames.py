@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidFrame, PacelineError
-from paceline.relay.session.extents import Extent
-from paceline.relay.wires.frames import (
+from paceline.relay.protocol.extents import Extent
+from paceline.relay.transport.frames import (
     HEADER,
     MAX_PAYLOAD,
     MAX_PIECES,
@@ -34,8 +34,8 @@ from paceline.relay.wires.frames import (
     encode_payload,
     proof,
 )
-from paceline.relay.wires.sockets import PlainChannel, read_frame
-from paceline.relay.wires.tcp import TcpTransport
+from paceline.relay.transport.sockets import PlainChannel, read_frame
+from paceline.relay.transport.tcp_server import TcpTransport
 from tests.relay.peers import Heard, Pair
 
 TOKEN = "cluster-token"

@@ -20,19 +20,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidFrame, PacelineError
-from paceline.relay.session.extents import Extent
-from paceline.relay.wires.chunks import (
+from paceline.relay.protocol.extents import Extent
+from paceline.relay.transport.frames import (
     MAX_DATA,
     METHOD,
+    NONCE_BYTES,
+    PROTOCOL_VERSION,
     ChunkRequest,
+    Hello,
     decode_data,
     decode_request,
     encode_challenge,
     encode_data,
     encode_request,
+    proof,
 )
-from paceline.relay.wires.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello, proof
-from paceline.relay.wires.grpc_transport import GrpcTransport
+from paceline.relay.transport.grpc_server import GrpcTransport
 from tests.relay.peers import Heard, Pair
 
 TOKEN = "cluster-token"

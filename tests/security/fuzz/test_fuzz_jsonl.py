@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.data.building import Skipped
+from paceline.data.build import Skipped
 from paceline.data.formats import Fields, Sample, Unusable
-from paceline.data.formats.jsonl import read_jsonl
+from paceline.data.formats.text import read_jsonl
 from tests.security.fuzz.mutations import check, mutated
 
 VALID = b"\n".join(

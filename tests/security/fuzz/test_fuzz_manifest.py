@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import InvalidManifest
 from paceline.manifest import Chunk, FileEntry, Manifest, parse_manifest
-from paceline.wire import canonical_json, digest_of
+from paceline.schemas import canonical_json, digest_of
 
 H = "0123456789abcdef" * 4
 P = 1024

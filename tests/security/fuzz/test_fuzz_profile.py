@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.config import Profile, load_profile
 from paceline.errors import InvalidProfile
-from paceline.profile import Profile, load_profile
 
 SECTIONS = list(Profile.model_fields)
 KEYS = [f"{name}.{key}" for name in SECTIONS if name != "name"

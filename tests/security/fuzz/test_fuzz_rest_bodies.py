@@ -1,6 +1,6 @@
 """Every route takes any body, path and query without an internal error.
 
-``tests/service/test_openapi.py`` sends what the document describes, and what breaks its schemas;
+``tests/api/test_openapi.py`` sends what the document describes, and what breaks its schemas;
 here is what no schema describes: bytes, nesting, numbers and texts that are no record at all, and
 records with one place replaced.
 """
@@ -17,10 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.relay.wires.identity import new_request
-from paceline.service.app import create_app
-from paceline.service.routes import ROUTES
-from tests.service.conftest import make_runtime
+from paceline.api.app import create_app
+from paceline.api.routes import ROUTES
+from paceline.relay.transport.identity import new_request
+from tests.api.conftest import make_runtime
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", UserWarning)

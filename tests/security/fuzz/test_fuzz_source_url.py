@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from paceline.config import Endpoints, Profile, Runtime, Secrets
 from paceline.errors import AccessDenied, InvalidInput
-from paceline.objects import DiskStore, parse_url
-from paceline.profile import Endpoints, Profile, Runtime, Secrets
 from paceline.relay.sources import allowed_source
+from paceline.storage import DiskStore, parse_url
 
 TOKENS = ["s3://", "S3://", "file://", "http://", "own", "own/", "/", "//", "..", ".", "theirs"]
 TOKENS += [

@@ -11,20 +11,20 @@ from cryptography import x509
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from paceline.coordinator.messages import IssueToken
+from paceline.api.guard import Doorman
+from paceline.config import Secrets, one_certificate
+from paceline.coordinator.state.messages import IssueToken
 from paceline.coordinator.tokens import TokenBook, draw
 from paceline.errors import AccessDenied, InvalidInput
-from paceline.profile import Secrets, one_certificate
 from paceline.relay.joining import _pin_of
-from paceline.relay.wires.identity import (
+from paceline.relay.transport.identity import (
     fingerprint,
     key_sha256,
     make_authority,
     new_request,
     requested_key,
 )
-from paceline.service.guard import Doorman
-from paceline.wire.access import CreateJoinToken, CreateToken, Scope
+from paceline.schemas.access import CreateJoinToken, CreateToken, Scope
 
 BOUNDED = settings(
     max_examples=500,

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from paceline.errors import CorruptData
-from paceline.objects import DiskStore
+from paceline.storage import DiskStore
 from paceline.training.checkpoint import Commit, Generation, Generations, SavedFile
 from paceline.training.checkpoint.records import Index, StoredChunk, StoredTensor
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from paceline.objects import DiskStore
+from paceline.storage import DiskStore
 from paceline.training.checkpoint import Generations, resume_newest_healthy
-from paceline.training.checkpoint.dcp import PacelineReader
-from paceline.training.checkpoint.state import MODEL
-from paceline.training.group import Group, join_group
+from paceline.training.checkpoint.dcp_export import PacelineReader
+from paceline.training.checkpoint.stateful import MODEL
+from paceline.training.loop.group import Group, join_group
 from tests.training.checkpoint.ranks import DIGEST, SAVE_AT, Run, saver_of
 
 warnings.filterwarnings("ignore", module="torch.distributed")

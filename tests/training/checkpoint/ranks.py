@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
+from paceline.config import CheckpointSettings, MeshSettings, TrainingSettings
 from paceline.data import Batch
 from paceline.errors import PacelineError, ServiceUnavailable
 from paceline.models import ModelConfig, config_for, new_model
-from paceline.objects import DiskStore
-from paceline.profile import CheckpointSettings, MeshSettings, TrainingSettings
+from paceline.storage import DiskStore
 from paceline.training.checkpoint import (
     Checkpointer,
     Generations,
@@ -30,11 +30,11 @@ from paceline.training.checkpoint import (
     export,
     resume_newest_healthy,
 )
-from paceline.training.group import Group, join_group
-from paceline.training.mesh import MeshSpec, open_mesh
+from paceline.training.loop.group import Group, join_group
+from paceline.training.loop.optimizer import new_optimizer
+from paceline.training.loop.workload import TransformerWorkload
 from paceline.training.parallel import parallelise
-from paceline.training.recipe import new_optimizer
-from paceline.training.workload import TransformerWorkload
+from paceline.training.parallel.mesh import MeshSpec, open_mesh
 
 STEPS, SAVE_AT, ROWS, CONTEXT = 4, 2, 4, 8
 DIGEST = "c" * 64

@@ -23,15 +23,14 @@ from torch.distributed.checkpoint.state_dict import (
 
 from paceline.errors import Conflict, CorruptData, InvalidInput, SourceMissing
 from paceline.models import new_model
-from paceline.objects import DiskStore
+from paceline.storage import DiskStore
 from paceline.training.checkpoint import Generations, resume_newest_healthy
-from paceline.training.checkpoint.dcp import Names, PacelineReader
-from paceline.training.checkpoint.dcp_files import export_dcp
+from paceline.training.checkpoint.dcp_export import Names, PacelineReader, export_dcp
 from paceline.training.checkpoint.dcp_reading import is_dcp, read_dcp
-from paceline.training.checkpoint.places import generation_at, generations_at
-from paceline.training.checkpoint.seeding import seed_generation
-from paceline.training.group import Group
-from paceline.training.recipe import new_optimizer
+from paceline.training.checkpoint.generations import generation_at, generations_at
+from paceline.training.checkpoint.resume import seed_generation
+from paceline.training.loop.group import Group
+from paceline.training.loop.optimizer import new_optimizer
 from tests.support.forked import free_port, run_gangs
 from tests.support.rclone import RcloneS3
 from tests.training.checkpoint.ranks import (

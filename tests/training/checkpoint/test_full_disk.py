@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from paceline.errors import NotSaved
+from paceline.schemas.training import TrainJob
 from paceline.training.checkpoint.generations import Generations
-from paceline.training.rank import run_rank
-from paceline.training.voice import Place
-from paceline.training.watch import StopFlag
-from paceline.wire.training import TrainJob
+from paceline.training.loop.event_writer import Place
+from paceline.training.loop.rank import run_rank
+from paceline.training.loop.rank_process import StopFlag
 from tests.training.conftest import Camp, Listener
 from tests.training.small_disk import SmallDisk, disk_camp, small_disk
 

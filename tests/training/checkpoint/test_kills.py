@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.objects import DiskStore
+from paceline.storage import DiskStore
 from paceline.training.checkpoint import Generations
 from tests.support import kills
 from tests.support.kills import Point

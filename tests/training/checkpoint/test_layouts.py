@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from paceline.models import load_model, weights_digest
-from paceline.objects import DiskStore
+from paceline.storage import DiskStore
 from paceline.training.checkpoint import Generations, resume_newest_healthy
-from paceline.training.group import Group
+from paceline.training.loop.group import Group
 from tests.support.forked import free_port, run_gangs
 from tests.training.checkpoint.ranks import (
     DIGEST,

@@ -20,24 +20,24 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from paceline.config import CheckpointSettings, GuardSettings, MeshSettings, TrainingSettings
 from paceline.data import Batch
-from paceline.objects import DiskStore
-from paceline.profile import CheckpointSettings, GuardSettings, MeshSettings, TrainingSettings
+from paceline.storage import DiskStore
 from paceline.training.checkpoint import (
     Checkpointer,
     Generations,
     TrainState,
     resume_newest_healthy,
 )
-from paceline.training.group import Group, join_group
-from paceline.training.keeping import keeps_of
-from paceline.training.loop import Progress, train
-from paceline.training.mesh import Mesh, MeshSpec, open_mesh
+from paceline.training.checkpoint.stateful import keeps_of
+from paceline.training.loop.group import Group, join_group
+from paceline.training.loop.loop import Progress, train
+from paceline.training.loop.optimizer import new_optimizer
+from paceline.training.loop.workload import Inputs, TransformerWorkload, Workload
 from paceline.training.parallel import parallelise
-from paceline.training.recipe import new_optimizer
+from paceline.training.parallel.mesh import Mesh, MeshSpec, open_mesh
 from paceline.training.recurrent import RecurrentWorkload
-from paceline.training.workload import Inputs, TransformerWorkload, Workload
-from tests.training.relaxed.ranks import WORKLOAD, Rows, settings_of
+from tests.training.strategies.ranks import WORKLOAD, Rows, settings_of
 
 DIGEST = "e" * 64
 SAVE_AT, STEPS = 14, 18
@@ -209,7 +209,7 @@ def main() -> None:
     # A world of another size: what it would be given, without starting one.
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-    from paceline.training.parallel.compression import CompressionMemory
+    from paceline.training.parallel.data import CompressionMemory
 
     names = [each.removeprefix("kept.") for each in found["compressed"]["kept"]]
     state = PowerSGDState(None, start_powerSGD_iter=10)

@@ -23,8 +23,8 @@ from benchmarks.layouts.ranks import Job, run_jobs
 from benchmarks.same_losses import layout_job
 from paceline.errors import InvalidInput
 from paceline.models import attention, new_model
-from paceline.training.mesh import open_mesh, timeout_of
 from paceline.training.parallel import clipping, parallelise, sharded, straight
+from paceline.training.parallel.mesh import open_mesh, timeout_of
 from paceline.training.parallel.pipeline import Pipelined
 
 STEPS = 3

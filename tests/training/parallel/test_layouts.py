@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
+from paceline.config import DataSettings, MeshSettings, TrainingSettings
 from paceline.errors import InvalidInput
 from paceline.models import ModelConfig, config_for
-from paceline.profile import DataSettings, MeshSettings, TrainingSettings
-from paceline.training.mesh import AXES, MeshSpec, open_mesh
 from paceline.training.parallel import cuts_of, require_layout
 from paceline.training.parallel.checks import layers_of
+from paceline.training.parallel.mesh import AXES, MeshSpec, open_mesh
 
 CONFIG = ModelConfig(
     hidden_size=64,
@@ -64,7 +64,7 @@ def test_every_rank_has_a_place_of_its_own_and_tensor_parts_are_neighbours() -> 
 
 
 def test_ranks_of_one_data_share_read_the_same_rows() -> None:
-    from paceline.training.mesh import Mesh
+    from paceline.training.parallel.mesh import Mesh
 
     spec = MeshSpec(dp=2, shard=2, tp=2, pp=2)
     shares: dict[int, set[tuple[int, int]]] = {}
@@ -189,16 +189,16 @@ def test_stages_share_the_layers_without_gap_and_the_ends_get_fewer() -> None:
 def test_a_driver_can_check_a_layout_without_importing_torch() -> None:
     code = (
         "import sys; from paceline.training.parallel import require_layout; "
-        "from paceline.training.mesh import MeshSpec; sys.exit('torch' in sys.modules)"
+        "from paceline.training.parallel.mesh import MeshSpec; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_job_is_refused_before_its_ranks_start(tmp_path) -> None:
+    from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
     from paceline.models.files import CONFIG_FILE
-    from paceline.profile import Endpoints, Profile, Runtime, Secrets, save_runtime
-    from paceline.training.admission import require_mesh
-    from paceline.wire.training import TrainJob
+    from paceline.schemas.training import TrainJob
+    from paceline.training.launcher.admission import require_mesh
 
     runtime = Runtime(
         profile=Profile(), state_dir=tmp_path, endpoints=Endpoints(), secrets=Secrets()

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from benchmarks.layouts.layouts import CONFIG, CPU, Layout, Run, batch_of
+from paceline.config import TrainingSettings
 from paceline.models import attention, new_model
-from paceline.profile import TrainingSettings
-from paceline.training.mesh import Mesh, MeshSpec
+from paceline.training.loop.workload import Inputs, TransformerWorkload
 from paceline.training.parallel import parallelise
-from paceline.training.parallel.activation import blocks_of, recompute_blocks
-from paceline.training.workload import Inputs, TransformerWorkload
+from paceline.training.parallel.base import blocks_of, recompute_blocks
+from paceline.training.parallel.mesh import Mesh, MeshSpec
 
 
 def fresh(**changes: object) -> Run:

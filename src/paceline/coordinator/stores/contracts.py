@@ -21,12 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from paceline.coordinator.ledger import LedgerLine
-from paceline.coordinator.messages import Effect, Kept, Observed
-from paceline.wire.events import Event, EventName
-from paceline.wire.records import StageRecord, WorkerProgress
+from paceline.coordinator.state.messages import Effect, Kept, Observed
+from paceline.coordinator.state.persisted_state import Memo
+from paceline.errors import ServiceUnavailable, StaleEpoch
+from paceline.schemas.events import Event, EventName
+from paceline.schemas.records import StageRecord, WorkerProgress
 
 OUTBOX_EVENTS = 10_000  # waiting for the audit store; with so many, nothing more is committed
 RECENT_EVENTS = 1_000  # shipped already and still kept, for who begins to follow
@@ -296,3 +299,62 @@ class Audit(Protocol):
     def close(self) -> None:
         """Let go of files and connections."""
         ...
+
+
+# A deployment's memo as text, with the one thing in it that a reboot spoils: monotonic times.
+
+
+def write_memo(memo: Memo) -> str:
+    """Return ``memo`` as JSON."""
+    return memo.to_json()
+
+
+def read_memo(text: str, now_s: float, *, same_boot: bool) -> Memo:
+    """Return the memo in ``text``; where another boot (or machine) wrote it, its durations go on
+    from where they were."""
+    memo = Memo.from_json(text)
+    # Linux's monotonic clock goes on across processes, and begins anew with a boot.
+    return memo if same_boot else memo.rebased(now_s)
+
+
+def boot_id() -> str:
+    """Return what names this boot of this machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return "unknown boot"
+
+
+# What every coordination backend refuses with, said the same way.
+
+
+def stale(term: Term, newest: int, where: object) -> StaleEpoch:
+    """Return the refusal of a write by a term that has ended."""
+    ended = newest == term.epoch
+    return StaleEpoch(
+        "this term has ended" if ended else "a newer coordinator leads",
+        got=f"epoch {term.epoch}",
+        wanted="a new campaign" if ended else f"epoch {newest}",
+        where=where,
+        do="Stop deciding; campaign again or stop this process.",
+    )
+
+
+def load_first(where: object) -> ServiceUnavailable:
+    """Return the refusal of a write that follows one whose outcome is unknown."""
+    return ServiceUnavailable(
+        "an earlier write failed, and nobody knows whether it was kept",
+        wanted="load() before the next write",
+        where=where,
+        do="Ask again.",
+    )
+
+
+def outbox_is_full(waiting: int) -> ServiceUnavailable:
+    """Return the refusal of a write whose events would have nowhere to go."""
+    return ServiceUnavailable(
+        "too many events wait for the audit store",
+        got=f"{waiting} events",
+        wanted=f"fewer than {OUTBOX_EVENTS}",
+        do="Bring the audit store back; the events are then shipped and writes go on.",
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from paceline.wire.records import WorkerProgress
+from paceline.schemas.records import WorkerProgress
 
 
 class MemoryProgress:

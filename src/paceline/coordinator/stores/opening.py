@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from paceline.config import Runtime, named_secret
 from paceline.coordinator.stores.contracts import Audit, Coordination, Progress
 from paceline.errors import InvalidProfile
-from paceline.profile import Runtime, named_secret
 
 FILE = "coordinator.sqlite"  # in the state directory
 AUDIT_FILE = "audit.sqlite"  # where coordination is elsewhere
@@ -72,7 +72,7 @@ def open_audit(runtime: Runtime) -> Audit:
     """
     control = runtime.profile.control
     if control.audit == "sqlite":
-        from paceline.coordinator.stores.sqlite_audit import SqliteAudit
+        from paceline.coordinator.stores.audit import SqliteAudit
 
         beside = control.coordination == "sqlite"
         return SqliteAudit(runtime.state_dir / (FILE if beside else AUDIT_FILE))

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import psycopg
 
-from paceline.coordinator.stores.audit_rows import (
+from paceline.coordinator.stores.audit import (
     COLUMNS,
     event_of,
     pruning,
@@ -27,7 +27,7 @@ from paceline.coordinator.stores.audit_rows import (
 )
 from paceline.coordinator.stores.contracts import EVERYTHING, Question
 from paceline.errors import InvalidProfile, ServiceUnavailable
-from paceline.wire.events import Event
+from paceline.schemas.events import Event
 
 log = logging.getLogger(__name__)
 

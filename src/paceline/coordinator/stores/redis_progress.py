@@ -22,7 +22,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from paceline.errors import InvalidProfile, ServiceUnavailable
-from paceline.wire.records import WorkerProgress
+from paceline.schemas.records import WorkerProgress
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ import logging
 import threading
 import time
 
-from paceline.coordinator.messages import Observed
+from paceline.coordinator.state.messages import Observed
+from paceline.coordinator.stores.audit import cleaned
 from paceline.coordinator.stores.contracts import PRUNE_EVENTS, Audit, Coordination, Question, Term
-from paceline.coordinator.stores.events import cleaned
 from paceline.errors import Conflict, PacelineError, StaleEpoch
-from paceline.wire.events import Event
+from paceline.schemas.events import Event
 
 log = logging.getLogger(__name__)
 

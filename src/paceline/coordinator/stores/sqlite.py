@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.coordinator.ledger import LedgerLine
-from paceline.coordinator.messages import (
+from paceline.coordinator.state.messages import (
     Answer,
     DropDeployment,
     DropStage,
@@ -33,24 +33,27 @@ from paceline.coordinator.messages import (
     KeptDeployment,
     Observed,
 )
+from paceline.coordinator.stores.audit import numbered
 from paceline.coordinator.stores.contracts import (
     OUTBOX_EVENTS,
     RECENT_EVENTS,
     Candidate,
     Outbox,
     Term,
+    boot_id,
+    load_first,
+    outbox_is_full,
+    read_memo,
+    stale,
+    write_memo,
 )
-from paceline.coordinator.stores.events import numbered
-from paceline.coordinator.stores.fences import load_first, outbox_is_full, stale
-from paceline.coordinator.stores.memos import boot_id, read_memo, write_memo
-from paceline.coordinator.stores.sqlite_file import SqliteFile
-from paceline.coordinator.stores.sqlite_schema import bring_up_to_date
+from paceline.coordinator.stores.sqlite_file import SqliteFile, bring_up_to_date
 from paceline.errors import PacelineError
 from paceline.manifest import parse_manifest
-from paceline.wire.access import TokenRecord
-from paceline.wire.events import Event
-from paceline.wire.plan import Plan
-from paceline.wire.records import Deployment, Receipt, StageRecord, Worker
+from paceline.schemas.access import TokenRecord
+from paceline.schemas.events import Event
+from paceline.schemas.plan import Plan
+from paceline.schemas.records import Deployment, Receipt, StageRecord, Worker
 
 KEPT_PLANS = 3  # of each deployment, the newest
 LOOK_S = 0.1  # between two looks whether the file changed

@@ -6,10 +6,7 @@ order they come. Plans hold no tokens and know no ranks; ``fill`` copies tokens 
 
 from __future__ import annotations
 
-from paceline.data.batching.bucketed import BucketedPlan
-from paceline.data.batching.carried import CarriedPlan
-from paceline.data.batching.packed import PackedPlan
+from paceline.data.batching.plans import BucketedPlan, CarriedPlan, PackedPlan, WindowPlan
 from paceline.data.batching.rows import Plan, Rows
-from paceline.data.batching.windows import WindowPlan
 
 __all__ = ["BucketedPlan", "CarriedPlan", "PackedPlan", "Plan", "Rows", "WindowPlan"]

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.batch import PADDING
 from paceline.data.batching.rows import Ints, Rows
+from paceline.data.loading.batch import PADDING
 
 Array = npt.NDArray[Any]
 Ints32 = npt.NDArray[np.int32]

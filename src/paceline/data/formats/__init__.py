@@ -45,9 +45,8 @@ def open_reader(format_: Format) -> Iterator[Reader]:
         with ParquetProcess() as process:
             yield process.samples
         return
-    from paceline.data.formats.jsonl import read_jsonl
     from paceline.data.formats.tar import read_tar
-    from paceline.data.formats.text import read_text
+    from paceline.data.formats.text import read_jsonl, read_text
 
     yield {"text": read_text, "jsonl": read_jsonl, "tar": read_tar}[format_]
 

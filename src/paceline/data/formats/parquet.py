@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from paceline.data.child import DONE, FAILED, Answers
+from paceline.data.child_process import DONE, FAILED, Answers
 from paceline.data.formats.parquet_process import Order, packed_error, packed_samples
 from paceline.data.formats.sample import (
     EXPANSION_SLACK_BYTES,

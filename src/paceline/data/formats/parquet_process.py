@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.child import FAILED, Child, how_ended
+from paceline.data.child_process import FAILED, Child, how_ended
 from paceline.data.formats.sample import Array, Sample, Unusable
 from paceline.errors import InvalidInput, NotReady, WorkerLost
 

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from paceline.data.formats.decompressed import Damaged, Decompressed
-from paceline.data.formats.jsonl import sample_of
 from paceline.data.formats.sample import (
     MAX_SAMPLE_BYTES,
     Array,
@@ -33,6 +32,7 @@ from paceline.data.formats.sample import (
     parsed_json,
     require_numbers,
 )
+from paceline.data.formats.text import sample_of
 from paceline.errors import InvalidInput
 
 MAX_MEMBERS = 256  # of one sample

@@ -1,11 +1,81 @@
-"""Text: each file is one document, named by its path."""
+"""JSONL: each line is a sample; one field is its text, one its key, numbers are its features.
+
+A line without a key field is named by its file and number. Fields that are neither text nor numbers
+say something about the sample, and are not kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from paceline.data.formats.sample import MAX_DOCUMENT_BYTES, Sample, Unusable, checked
+from paceline.data.formats.sample import (
+    MAX_COLUMN_NAME,
+    MAX_DOCUMENT_BYTES,
+    MAX_JSON_BYTES,
+    Sample,
+    Unusable,
+    checked,
+    json_array,
+    parsed_json,
+)
+from paceline.errors import InvalidInput
+
+
+def read_jsonl(path: Path, name: str, fields: Any) -> Iterator[Sample | Unusable]:
+    """Yield the file's samples; ``fields``: see ``formats.Fields``. Raises InvalidInput for a file
+    that the disk does not give."""
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_JSON_BYTES + 1):
+                number += 1
+                where = f"{name}:{number}"
+                if line.strip():
+                    yield _sample(line, where, fields)
+                while len(line) > MAX_JSON_BYTES and not line.endswith(b"\n"):
+                    line = file.readline(MAX_JSON_BYTES + 1)  # what is left of it
+    except OSError as error:
+        raise InvalidInput(
+            "JSONL file cannot be read", got=error.strerror or str(error), where=name
+        ) from error
+
+
+def _sample(line: bytes, where: str, fields: Any) -> Sample | Unusable:
+    try:
+        value = parsed_json(line)
+    except ValueError as error:
+        return Unusable(where, str(error))
+    if not isinstance(value, dict):
+        return Unusable(where, "not an object")
+    key = value.pop(fields.key, None)
+    if key is not None and not isinstance(key, str | int):
+        return Unusable(where, f"its {fields.key!r} is no name")
+    return sample_of(where if key is None else str(key), value, fields.text)
+
+
+def sample_of(key: str, value: Mapping[str, object], text_field: str) -> Sample | Unusable:
+    """Return the sample that a JSON object describes."""
+    text = value.get(text_field)
+    if text is not None and not isinstance(text, str):
+        return Unusable(key, f"its {text_field!r} is no text")
+    features = {}
+    for name, each in value.items():
+        try:
+            array = None if name == text_field else json_array(each)
+        except (ValueError, OverflowError) as error:  # ragged, or an integer beyond any float
+            return Unusable(key, f"{name[:MAX_COLUMN_NAME]!r}: {str(error)[:100]}")
+        if array is not None:
+            features[name] = array
+    try:
+        encoded = None if text is None else text.encode("utf-8")
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+        return Unusable(key, "not UTF-8")
+    return checked(Sample(key, encoded, None, features))
+
+
+# Text: each file is one document, named by its path.
 
 
 def read_text(path: Path, name: str, fields: object = None) -> Iterator[Sample | Unusable]:

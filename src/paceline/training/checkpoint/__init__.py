@@ -21,17 +21,17 @@ from paceline.training.interval import Alert, Failures
 
 if TYPE_CHECKING:
     from paceline.training.checkpoint.exporting import export
-    from paceline.training.checkpoint.resuming import Restored, resume_newest_healthy
+    from paceline.training.checkpoint.resume import Restored, resume_newest_healthy
     from paceline.training.checkpoint.saver import Checkpointer
-    from paceline.training.checkpoint.state import TrainState, WholeModel
+    from paceline.training.checkpoint.stateful import TrainState, WholeModel
 
 _LATE = {
     "Checkpointer": "saver",
-    "Restored": "resuming",
-    "TrainState": "state",
-    "WholeModel": "state",
+    "Restored": "resume",
+    "TrainState": "stateful",
+    "WholeModel": "stateful",
     "export": "exporting",
-    "resume_newest_healthy": "resuming",
+    "resume_newest_healthy": "resume",
 }
 
 

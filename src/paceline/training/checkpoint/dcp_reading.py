@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CorruptData, InvalidInput, SourceMissing
-from paceline.training.checkpoint.dcp_files import SUMS_FILE
+from paceline.training.checkpoint.dcp_export import SUMS_FILE
 from paceline.training.checkpoint.dcp_stored import METADATA_FILE, Stored, fill, read_metadata
 
 MAX_SUMS_BYTES = 64 * 1024 * 1024

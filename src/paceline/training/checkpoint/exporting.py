@@ -22,7 +22,6 @@ from paceline.models import ModelConfig
 from paceline.models.files import CONFIG_FILE, INDEX_FILE
 from paceline.models.weights import file_groups
 from paceline.system.files import write_durably
-from paceline.training.checkpoint.exchange import Exchange, agree_on_held
 from paceline.training.checkpoint.layout import (
     DTYPES,
     Chunk,
@@ -32,8 +31,8 @@ from paceline.training.checkpoint.layout import (
     name_of,
     share_out,
 )
-from paceline.training.checkpoint.staging import header_of
-from paceline.training.checkpoint.state import MODEL, TrainState
+from paceline.training.checkpoint.staging import Exchange, agree_on_held, header_of
+from paceline.training.checkpoint.stateful import MODEL, TrainState
 
 DEADLINE_S = 600.0
 

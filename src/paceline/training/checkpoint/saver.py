@@ -19,17 +19,16 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.config import CheckpointSettings
 from paceline.errors import NotSaved, PacelineError, TrainingFailed
-from paceline.profile import CheckpointSettings
-from paceline.training.checkpoint.exchange import Exchange, agree_on_held
+from paceline.schemas.training import CheckpointRef
 from paceline.training.checkpoint.generations import Generation, Generations
 from paceline.training.checkpoint.layout import chunks_of, index_of, share_out
 from paceline.training.checkpoint.records import Index
-from paceline.training.checkpoint.staging import Staging
-from paceline.training.checkpoint.state import TrainState
+from paceline.training.checkpoint.staging import Exchange, Staging, agree_on_held
+from paceline.training.checkpoint.stateful import TrainState
 from paceline.training.checkpoint.writer import Ended, Save, Writer
 from paceline.training.interval import Alert, Failures, Interval
-from paceline.wire.training import CheckpointRef
 
 log = logging.getLogger(__name__)
 

@@ -24,14 +24,13 @@ from paceline.errors import (
     StorageFull,
     TrainingFailed,
 )
-from paceline.training.checkpoint.exchange import Exchange
+from paceline.schemas.base import canonical_json
+from paceline.schemas.training import CheckpointRef
 from paceline.training.checkpoint.generations import Generation, Generations
 from paceline.training.checkpoint.layout import file_of
 from paceline.training.checkpoint.records import Commit, Groups, Index, SavedFile
-from paceline.training.checkpoint.staging import Staging
-from paceline.training.checkpoint.state import TrainState
-from paceline.wire.base import canonical_json
-from paceline.wire.training import CheckpointRef
+from paceline.training.checkpoint.staging import Exchange, Staging
+from paceline.training.checkpoint.stateful import TrainState
 
 log = logging.getLogger(__name__)
 

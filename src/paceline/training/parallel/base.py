@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from paceline.training.workload import Inputs, LossSums
+from paceline.models.attention import keep_out_of_graphs
+from paceline.training.loop.workload import Inputs, LossSums
 
 
 class Parallel(Protocol):
@@ -60,3 +64,37 @@ class Parallel(Protocol):
         All ranks call it equally often, also those whose share weighs nothing.
         """
         ...
+
+
+# Memory for time: a block keeps only its input, and is run again when its gradient is due.
+#
+# Parameters keep their names: the block's own ``forward`` is replaced, nothing is wrapped around
+# it.
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated parts of ``model``: what stands in its outermost lists of modules."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found += child.children()
+        else:
+            found += blocks_of(child)
+    return found
+
+
+def recompute_blocks(model: nn.Module) -> None:
+    """Run each block of ``model`` again in the backward pass; keep only its input."""
+    for block in blocks_of(model):
+        forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = forward
+
+
+# ``torch.compile`` a block at a time: one graph serves all, and layouts stay as they are.
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each block of ``model``; hooks around blocks (sharding) stay outside."""
+    keep_out_of_graphs()
+    for block in blocks_of(model):
+        block.forward = torch.compile(block.forward)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+from paceline.config import DataSettings, MeshSettings, TrainingSettings
 from paceline.errors import InvalidInput
 from paceline.models import ModelConfig
-from paceline.profile import DataSettings, MeshSettings, TrainingSettings
-from paceline.training.mesh import MeshSpec
-from paceline.training.relaxed import replicas_of
+from paceline.training.parallel.mesh import MeshSpec
+from paceline.training.strategies import replicas_of
 
 BUCKET_TOKENS = 8  # rows of length buckets are padded to a multiple of this
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.training.mesh import Mesh
+from paceline.training.parallel.mesh import Mesh
 
 
 def settle(parameters: Iterable[nn.Parameter]) -> None:

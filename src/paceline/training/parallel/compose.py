@@ -7,20 +7,18 @@ import functools
 import torch
 from torch import nn
 
+from paceline.config import TrainingSettings
 from paceline.models import Transformer
-from paceline.profile import TrainingSettings
-from paceline.training.mesh import Mesh
+from paceline.training.loop.optimizer import autocast, master_dtype
+from paceline.training.loop.workload import Workload
 from paceline.training.parallel import tensor
-from paceline.training.parallel.activation import recompute_blocks
-from paceline.training.parallel.base import Parallel
+from paceline.training.parallel.base import Parallel, compile_blocks, recompute_blocks
 from paceline.training.parallel.checks import require_layout, require_ours
-from paceline.training.parallel.compiling import compile_blocks
 from paceline.training.parallel.data import Sent, replicate
+from paceline.training.parallel.mesh import Mesh
 from paceline.training.parallel.pipeline import Pipelined, stages, take_apart
 from paceline.training.parallel.sharded import shard
 from paceline.training.parallel.straight import Straight
-from paceline.training.scaling import autocast, master_dtype
-from paceline.training.workload import Workload
 
 
 def parallelise(

@@ -20,12 +20,12 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
+from paceline.config import TrainingSettings
 from paceline.models import Transformer
-from paceline.profile import TrainingSettings
-from paceline.training.mesh import Mesh
+from paceline.training.loop.workload import Inputs, LossSums, Workload
 from paceline.training.parallel import clipping, sharded, tensor
 from paceline.training.parallel.checks import layers_of, microbatches_of, stages_of
-from paceline.training.workload import Inputs, LossSums, Workload
+from paceline.training.parallel.mesh import Mesh
 
 TIED = "model.embed_tokens.weight"
 SCHEDULES_KEPT = 8  # shapes of batches whose schedule is kept; each new one costs a trial run

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from paceline.profile import TrainingSettings
-from paceline.training.mesh import Mesh
-from paceline.training.parallel.activation import blocks_of
+from paceline.config import TrainingSettings
+from paceline.training.parallel.base import blocks_of
+from paceline.training.parallel.mesh import Mesh
 
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

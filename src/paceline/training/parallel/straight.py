@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.config import TrainingSettings
 from paceline.errors import InvalidInput
-from paceline.profile import TrainingSettings
-from paceline.training.keeping import Kept
-from paceline.training.mesh import Mesh
+from paceline.training.checkpoint.stateful import Kept
+from paceline.training.loop.optimizer import autocast
+from paceline.training.loop.workload import Inputs, LossSums, Workload
 from paceline.training.parallel import clipping, sharded, tensor
-from paceline.training.parallel.compression import CompressionMemory
-from paceline.training.parallel.data import Sent
-from paceline.training.scaling import autocast
-from paceline.training.workload import Inputs, LossSums, Workload
+from paceline.training.parallel.data import CompressionMemory, Sent
+from paceline.training.parallel.mesh import Mesh
 
 
 class Straight:

@@ -27,8 +27,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from paceline.models import Transformer
-from paceline.training.mesh import Mesh
-from paceline.training.workload import Workload
+from paceline.training.loop.workload import Workload
+from paceline.training.parallel.mesh import Mesh
 
 
 class Copied(ParallelStyle):

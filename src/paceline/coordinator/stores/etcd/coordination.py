@@ -18,30 +18,23 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.coordinator.ledger import LedgerLine
-from paceline.coordinator.messages import Answer, Effect, Kept, Observed
+from paceline.coordinator.state.messages import Answer, Effect, Kept, Observed
+from paceline.coordinator.stores.audit import numbered
 from paceline.coordinator.stores.contracts import (
     OUTBOX_EVENTS,
     RECENT_EVENTS,
     Candidate,
     Outbox,
     Term,
+    boot_id,
+    load_first,
+    outbox_is_full,
+    stale,
 )
-from paceline.coordinator.stores.etcd.batches import batches, fits, ops_of
-from paceline.coordinator.stores.etcd.blobs import Blobs
-from paceline.coordinator.stores.etcd.client import CALL_S, Access, EtcdClient
-from paceline.coordinator.stores.etcd.election import Election, Held
-from paceline.coordinator.stores.etcd.layout import (
-    Blob,
-    Change,
-    Layout,
-    Put,
-    pack,
-    read_journal,
-    settle,
-    unpack,
-    write_journal,
-)
-from paceline.coordinator.stores.etcd.messages import (
+from paceline.coordinator.stores.etcd.client import (
+    CALL_S,
+    Access,
+    EtcdClient,
     changed_at,
     created_at,
     delete,
@@ -49,17 +42,80 @@ from paceline.coordinator.stores.etcd.messages import (
     put,
     request,
 )
-from paceline.coordinator.stores.etcd.mirror import Mirror
-from paceline.coordinator.stores.etcd.tip import Tip
-from paceline.coordinator.stores.etcd.watching import Watcher
-from paceline.coordinator.stores.events import numbered
-from paceline.coordinator.stores.fences import load_first, outbox_is_full, stale
-from paceline.coordinator.stores.memos import boot_id
+from paceline.coordinator.stores.etcd.election import Election, Held
+from paceline.coordinator.stores.etcd.layout import (
+    Blob,
+    Change,
+    Delete,
+    Layout,
+    Put,
+    Tip,
+    batches,
+    fits,
+    ops_of,
+    pack,
+    read_journal,
+    settle,
+    unpack,
+    write_journal,
+)
+from paceline.coordinator.stores.etcd.mirror import Mirror, Watcher
 from paceline.errors import PacelineError, ServiceUnavailable, StaleEpoch
-from paceline.wire.events import Event
-from paceline.wire.records import StageRecord
+from paceline.schemas.events import Event
+from paceline.schemas.records import StageRecord
+
+# Long values, on their own keys: put before anything names them, collected once nothing does.
 
 log = logging.getLogger(__name__)
+
+NAMES_A_PAGE = 1_000
+
+
+class Blobs:
+    """The blobs of one installation, as the leader of one term puts and collects them."""
+
+    def __init__(self, client: EtcdClient, layout: Layout, mirror: Mirror) -> None:
+        self._client, self._layout, self._mirror = client, layout, mirror
+        self._written: set[str] = set()  # in this term, since the last collection
+
+    def begin(self) -> None:
+        """Begin a term: what others wrote may have been collected."""
+        self._written = set()
+
+    @property
+    def written(self) -> int:
+        """Return how many were put since the last collection."""
+        return len(self._written)
+
+    def put(self, blob: Blob, fenced: Callable[[Sequence[Any]], None]) -> None:
+        """Put a blob's parts, each in a transaction that ``fenced`` carries out."""
+        if blob.digest in self._written:
+            return
+        for number, part in enumerate(blob.parts):
+            fenced([put(self._layout.part(blob.digest, number), part)])
+        self._written.add(blob.digest)
+
+    def unnamed(self) -> list[Delete]:
+        """Return what to delete: every blob that is there and that nothing names now."""
+        named = self._mirror.blobs()
+        start, end = self._layout.below("blobs")
+        there: set[str] = set()
+        more = True
+        while more:
+            message = request(
+                "RangeRequest", key=start, range_end=end, limit=NAMES_A_PAGE, keys_only=True
+            )
+            answer = self._client.call("Range", message)
+            there |= {self._layout.parts_of(kv.key)[1] for kv in answer.kvs}
+            more = answer.more
+            if more:
+                start = answer.kvs[-1].key + b"\0"
+        self._written.clear()
+        gone = sorted(there - named)
+        if gone:
+            log.info("%d blobs of %d are named by nothing", len(gone), len(there))
+        return [Delete(*self._layout.below("blobs", digest)) for digest in gone]
+
 
 COLLECT_EVERY = 32  # blobs written, before those that nothing names are looked for
 EVENT_KEYS = 50  # read at once

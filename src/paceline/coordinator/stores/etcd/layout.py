@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 from urllib.parse import quote, unquote
 
-from paceline.coordinator.messages import (
+from paceline.coordinator.state.messages import (
     DropDeployment,
     DropStage,
     DropToken,
@@ -36,10 +38,10 @@ from paceline.coordinator.messages import (
     KeepToken,
     KeepWorker,
 )
-from paceline.coordinator.stores.etcd.messages import after_prefix
-from paceline.coordinator.stores.memos import write_memo
+from paceline.coordinator.stores.contracts import write_memo
+from paceline.coordinator.stores.etcd.client import after_prefix, delete, put
 from paceline.errors import CorruptData
-from paceline.wire.events import Event
+from paceline.schemas.events import Event
 
 KEPT_PLANS = 3  # of each deployment, the newest
 SHORT_BYTES = 512  # as they are, readable with etcdctl; longer ones compressed
@@ -270,3 +272,82 @@ def read_journal(value: bytes) -> list[Change]:
         changes.append(Put(*pair) if put else Delete(*pair))
         at += first + second
     return changes
+
+
+# How much goes into one of etcd's transactions, and changes as the operations of one.
+
+OPS = 100  # of one transaction: etcd takes 128
+BYTES = 1_000_000  # of one transaction: etcd takes 1.5 MiB
+
+
+def _size(change: Change) -> int:
+    if isinstance(change, Put):
+        return len(change.key) + len(change.value)
+    return len(change.start) + len(change.end)
+
+
+def fits(changes: Sequence[Change]) -> bool:
+    """Return whether ``changes`` go into one transaction, beside the tip."""
+    return len(changes) < OPS and sum(map(_size, changes)) < BYTES
+
+
+def batches(changes: Iterable[Change]) -> Iterable[list[Change]]:
+    """Yield ``changes`` in order, as many at once as fit."""
+    batch: list[Change] = []
+    for each in changes:
+        if not fits([*batch, each]):
+            yield batch
+            batch = []
+        batch.append(each)
+    if batch:
+        yield batch
+
+
+def ops_of(changes: Iterable[Change]) -> list[Any]:
+    """Return ``changes`` as operations."""
+    return [
+        put(each.key, each.value) if isinstance(each, Put) else delete(each.start, each.end)
+        for each in changes
+    ]
+
+
+# The one key that every commit changes: what makes a commit happen once or never.
+
+
+@dataclass(frozen=True, slots=True)
+class Tip:
+    """What the newest commit left behind.
+
+    ``commit`` names it, so that a commit that was sent twice is recognised as one's own. A commit
+    requires the tip it knows: once another one is there, an older one cannot come to pass.
+    """
+
+    revision: int = 0  # of etcd, when it was written; 0: there is none yet
+    commit: str = ""
+    last: int = 0  # the newest event's number
+    made: int = 0  # deployments so far
+    pending: tuple[str, int] | None = None  # the journal of a commit that is not carried out yet
+
+    @classmethod
+    def read(cls, kvs: Sequence[Any]) -> Tip:
+        """Return the tip in what a read of its key found."""
+        if not kvs:
+            return cls()
+        raw = json.loads(kvs[0].value)
+        pending = raw["pending"]
+        return cls(
+            revision=kvs[0].mod_revision,
+            commit=raw["commit"],
+            last=raw["last"],
+            made=raw["made"],
+            pending=None if pending is None else (pending[0], pending[1]),
+        )
+
+    def next(self, **changes: Any) -> Tip:
+        """Return the tip of a new commit, not yet written."""
+        return replace(self, commit=secrets.token_hex(8), **changes)
+
+    def value(self) -> bytes:
+        """Return what is put."""
+        fields = {"commit": self.commit, "last": self.last, "made": self.made}
+        return json.dumps({**fields, "pending": self.pending}).encode()

@@ -1,0 +1,267 @@
+"""The routes about access itself: tokens, joining, and who changed what."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+from fastapi import Path as PathParameter
+
+from paceline.api.guard import Doorman
+from paceline.config import Profile, Runtime, read_certificate
+from paceline.coordinator import Coordinator
+from paceline.coordinator.callers import caller
+from paceline.coordinator.state.messages import AdmitWorker, IssueToken, RevokeToken
+from paceline.coordinator.stores import Question
+from paceline.coordinator.tokens import draw
+from paceline.errors import AccessDenied, InvalidInput, ServiceUnavailable, StorageFailed
+from paceline.relay.transport.identity import (
+    Authority,
+    ensure_authority,
+    fingerprint,
+    issue_for_key,
+    key_sha256,
+    requested_key,
+)
+from paceline.schemas.access import (
+    CreatedToken,
+    CreateJoinToken,
+    CreateToken,
+    JoinWorker,
+    TokenList,
+    TokenView,
+    WorkerIdentity,
+)
+from paceline.schemas.base import Name
+from paceline.schemas.calls import EventList, Success
+from paceline.schemas.events import EventName
+
+# How a node becomes a worker: a certificate and a token, for a join token or for the last ones.
+#
+# The certificate names the worker id that the token is bound to, never one that the request chose.
+# The node's private key stays on the node. Nothing is handed out before its token is committed.
+
+log = logging.getLogger(__name__)
+
+RENEW_AT = 2 / 3  # of its life
+DAY_S = 86_400.0
+SERVERS_OWN = ("control", "services", "data", "training", "evaluation", "gate", "model")
+
+
+class Admission:
+    """Issues identities in the name of the installation's authority."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        coordinator: Coordinator,
+        *,
+        urls: Callable[[], tuple[str, ...]],
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._runtime, self._coordinator = runtime, coordinator
+        self._urls, self._wall = urls, wall
+
+    def ca_pem(self) -> bytes:
+        """Return the authority's certificate; it is made where there is none yet.
+
+        Raises ServiceUnavailable where it cannot be read.
+        """
+        with _own_files():
+            return read_certificate(self._authority().cert)
+
+    def ca_sha256(self) -> str:
+        """Return the authority's fingerprint; it is made where there is none yet."""
+        return fingerprint(self.ca_pem())
+
+    def admit(self, asked: JoinWorker) -> WorkerIdentity:
+        """Return the caller's next identity; a join token is spent by it, for the request's key.
+
+        Raises AccessDenied where the caller's token is not bound to that worker or was spent for
+        another key, InvalidInput for a request that is none, ServiceUnavailable where this
+        installation's own files cannot be read.
+        """
+        who = caller()
+        if who.worker_id != asked.worker_id:
+            raise AccessDenied(
+                "the token is not that worker's",
+                got=asked.worker_id,
+                wanted=who.worker_id or "a token that is bound to a worker",
+                do="Make a join token for this worker: `paceline tokens join --worker-id ID`.",
+            )
+        key, now = requested_key(asked.csr.encode()), self._wall()
+        days = self._runtime.profile.security.identity_days
+        with _own_files():
+            ca, rest_ca = self.ca_pem(), self._rest_ca()
+            certificate = issue_for_key(
+                self._authority(),
+                asked.worker_id,
+                key,
+                valid_days=days,
+                admission=who.admission,
+            )
+        token, expires_at = draw(), now + days * DAY_S
+        self._coordinator.handle(
+            AdmitWorker(
+                spends=who.token_id,
+                worker_id=asked.worker_id,
+                token_id=token.token_id,
+                sha256=token.sha256,
+                expires_at=expires_at,
+                key_sha256=key_sha256(key),
+                at=now,
+            )
+        )
+        return WorkerIdentity(
+            worker_id=asked.worker_id,
+            certificate=certificate.decode(),
+            ca=ca.decode(),
+            certificate_expires_at=expires_at,
+            token=token.text,
+            token_expires_at=expires_at,
+            renew_at=now + days * DAY_S * RENEW_AT,
+            peer_token=self._runtime.secrets.for_peers,
+            rest_ca=rest_ca,
+            coordinator_urls=self._urls(),
+            profile=_for_nodes(self._runtime.profile),
+        )
+
+    def _rest_ca(self) -> str | None:
+        """Return what this port's certificate is checked against, where not by the system's CAs."""
+        security = self._runtime.profile.security
+        if security.rest_tls == "installation":
+            return self.ca_pem().decode()
+        if security.rest_tls == "files" and security.rest_ca:
+            return read_certificate(self._runtime.state_dir / security.rest_ca).decode()
+        return None
+
+    def _authority(self) -> Authority:
+        return ensure_authority(self._directory())
+
+    def _directory(self) -> Path:
+        return self._runtime.state_dir / self._runtime.profile.security.authority
+
+
+@contextlib.contextmanager
+def _own_files() -> Iterator[None]:
+    """Raise what is wrong with this installation's own files as no fault of the caller's.
+
+    Which file it is stands in the log: callers without a token get here too.
+    """
+    try:
+        yield
+    except (InvalidInput, StorageFailed) as error:
+        log.warning("the installation's own files: %s", error)
+        raise ServiceUnavailable(
+            f"the coordinator's own files: {error.what}", do="Call again; its log says which."
+        ) from error
+
+
+def _for_nodes(profile: Profile) -> dict[str, object]:
+    """Return what an agent needs of ``profile``: not the servers' part, nor how they train."""
+    return profile.model_dump(mode="json", exclude=set(SERVERS_OWN))
+
+
+MOST_ROWS = 1000
+Seconds = Annotated[float | None, Query(ge=0, le=1e11, allow_inf_nan=False)]
+Number = Annotated[int | None, Query(ge=0, le=2**62)]
+
+
+def make_access_router(
+    coordinator: Coordinator, admission: Admission, doorman: Doorman
+) -> APIRouter:
+    """Return the routes of tokens, joining and the audit history."""
+    router = APIRouter()
+
+    @router.post("/tokens", status_code=201, tags=["access"])
+    def create_token(call: CreateToken) -> CreatedToken:
+        """Make a bearer token; its secret is told this once."""
+        drawn = draw()
+        event = IssueToken(
+            token_id=drawn.token_id, sha256=drawn.sha256, call=call, at=coordinator.now()
+        )
+        record = coordinator.handle(event)
+        assert isinstance(record, TokenView)
+        return CreatedToken(token=drawn.text, record=record)
+
+    @router.post("/tokens/join", status_code=201, tags=["access"])
+    def create_join_token(call: CreateJoinToken) -> CreatedToken:
+        """Make a token with which one agent may join, once."""
+        ca_sha256 = admission.ca_sha256()
+        drawn = draw(ca_sha256)
+        event = IssueToken(
+            token_id=drawn.token_id, sha256=drawn.sha256, call=call, at=coordinator.now()
+        )
+        record = coordinator.handle(event)
+        assert isinstance(record, TokenView)
+        return CreatedToken(token=drawn.text, record=record, ca_sha256=ca_sha256)
+
+    @router.get("/tokens", tags=["access"])
+    def list_tokens() -> TokenList:
+        """Every token that is remembered, also those that open nothing any more."""
+        seen = doorman.seen
+        tokens = coordinator.read(lambda state: state.tokens.tokens())
+        return TokenList(tokens=tuple(TokenView.of(e, seen.get(e.token_id)) for e in tokens))
+
+    @router.delete("/tokens/{token_id}", tags=["access"])
+    def revoke_token(token_id: Annotated[Name, PathParameter()]) -> Success:
+        """Have a token open nothing any more, from the next call on.
+
+        A worker's token ends with every token of that worker, a spent join token with what was
+        joined with it.
+        """
+        answer = coordinator.handle(RevokeToken(token_id=token_id, at=coordinator.now()))
+        assert isinstance(answer, Success)
+        return answer
+
+    @router.post("/workers/join", tags=["access"])
+    def join_worker(call: JoinWorker) -> WorkerIdentity:
+        """Spend a join token for a worker's certificate and token.
+
+        Called again with the same key while the token lasts, it is answered again.
+        """
+        return admission.admit(call)
+
+    @router.post("/workers/renew", tags=["access"])
+    def renew_worker(call: JoinWorker) -> WorkerIdentity:
+        """Exchange a worker's token and certificate for the next ones, before they expire."""
+        return admission.admit(call)
+
+    @router.get("/audit", tags=["access"])
+    def get_audit(
+        after: Number = 0,
+        before: Number = None,
+        limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = 100,
+        newest_first: bool = False,
+        name: Annotated[list[EventName] | None, Query(max_length=50)] = None,
+        deployment_id: Annotated[str | None, Query(max_length=128)] = None,
+        worker_id: Annotated[Name | None, Query()] = None,
+        since: Seconds = None,
+        until: Seconds = None,
+    ) -> EventList:
+        """The history: what happened, who changed what from where, and what was refused."""
+        asked = Question(
+            after=after or 0,
+            before=before,
+            limit=limit,
+            newest_first=newest_first,
+            names=tuple(name or ()),
+            deployment_id=deployment_id,
+            worker_id=worker_id,
+            since=since,
+            until=until,
+        )
+        rows = coordinator.history(asked)
+        return EventList(events=tuple(rows), last=max((e.seq for e in rows), default=after or 0))
+
+    @router.get("/ca.pem", tags=["access"], response_class=Response)
+    def get_authority() -> Response:
+        """The authority's certificate, which is public."""
+        return Response(admission.ca_pem(), media_type="application/x-pem-file")
+
+    return router

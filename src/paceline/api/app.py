@@ -1,0 +1,170 @@
+"""The coordinator's process: routers, guards, metrics and pages in one app, on one port.
+
+``serve`` is the body of ``paceline coordinator``: it prints nothing, logs to a file in the state
+directory, and returns the exit status. It makes no decisions; those are in ``coordinator``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
+
+from paceline import __version__
+from paceline.api.access import Admission, make_access_router
+from paceline.api.audit_writer import Clerk
+from paceline.api.deployments import make_router, manifest_at
+from paceline.api.flow_starter import FlowKeeper, PrefectStarter
+from paceline.api.guard import Doorman, Guard, LeaderGate
+from paceline.api.heartbeats import Beating
+from paceline.api.limits import HostGuard, SizeGuard
+from paceline.api.pages import add_observation, describe
+from paceline.api.problems import add_problem_handlers
+from paceline.api.routes import paths_open, require_declared
+from paceline.api.serving import protection_of, serve_app
+from paceline.config import Runtime
+from paceline.coordinator import Coordinator, Patience
+from paceline.coordinator.leadership import Duty, Replica
+from paceline.coordinator.state.messages import BeginToken
+from paceline.coordinator.stores import (
+    Candidate,
+    Shipper,
+    Term,
+    open_audit,
+    open_coordination,
+    open_progress,
+)
+
+REPLICA_ID = "coordinator"  # of the only (or first) replica; the log is named after it
+OPEN_PATHS = paths_open()  # served without a token
+
+
+def create_app(
+    runtime: Runtime,
+    *,
+    url: str = "",
+    replica_id: str = REPLICA_ID,
+    patience: Patience | None = None,
+    names: tuple[str, ...] = (),
+) -> FastAPI:
+    """Return the app of ``runtime``; its coordinator runs from start-up to shutdown.
+
+    ``url`` is where clients and other replicas reach it; ``names`` is what else they may call it,
+    beside loopback's names and the profile's.
+    """
+    coordination = open_coordination(runtime)
+    patience = patience or Patience.of(runtime.profile)
+    keep_events = patience.kept_audit_events
+    progress, audit = open_progress(runtime), open_audit(runtime)
+    coordinator = Coordinator(
+        coordination,
+        progress=progress,
+        audit=audit,
+        fetch_manifest=lambda url: manifest_at(url, runtime),
+        patience=patience,
+    )
+    replica = Replica(
+        coordinator,
+        coordination,
+        progress,
+        Candidate(replica_id, url),
+        duties=[
+            lambda term: Shipper(coordination, audit, term, keep_events=keep_events),
+            *_flow_duties(runtime, coordinator),
+        ],
+    )
+    doorman = Doorman(runtime.secrets, lambda: coordinator.tokens)
+    clerk = Clerk(coordinator, doorman.seen)
+    admission = Admission(runtime, coordinator, urls=lambda: _urls(runtime))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await run_in_threadpool(replica.start)
+        clerk.start()
+        try:
+            yield
+        finally:
+            await hub.close()
+            await run_in_threadpool(clerk.stop)
+            await run_in_threadpool(replica.stop)
+            for store in (audit, progress, coordination):
+                store.close()
+
+    app = FastAPI(
+        title="Paceline coordinator",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,  # the stock pages load scripts from elsewhere; /docs here is our own
+        redoc_url=None,
+    )
+    app.state.coordinator, app.state.replica = coordinator, replica
+    app.include_router(make_router(coordinator))
+    hub = add_observation(app, coordinator, url=url, replica_id=replica_id)
+    app.include_router(make_access_router(coordinator, admission, doorman))
+    add_problem_handlers(app)
+    describe(app)
+    require_declared(app)
+    security = runtime.profile.security
+    # The last one added is asked first.
+    app.add_middleware(Beating, coordinator=coordinator)
+    app.add_middleware(LeaderGate, coordinator=coordinator)
+    app.add_middleware(
+        Guard,
+        doorman=doorman,
+        security=security,
+        refused=clerk.refused,
+        begin=lambda token_id: coordinator.handle(
+            BeginToken(token_id=token_id, at=coordinator.now())
+        ),
+    )
+    app.add_middleware(SizeGuard)
+    own = urlsplit(url).hostname or "localhost"
+    app.add_middleware(HostGuard, names=(own, *names, *security.rest_hosts))
+    return app
+
+
+def _flow_duties(runtime: Runtime, coordinator: Coordinator) -> list[Callable[[Term], Duty]]:
+    """Return the duty of starting flow runs, where the profile wants them started."""
+    if runtime.profile.control.flow_starter == "off":
+        return []
+    starter = PrefectStarter.of(runtime)
+    return [lambda _term: FlowKeeper(coordinator, starter)]
+
+
+def serve(
+    runtime: Runtime,
+    host: str,
+    port: int,
+    ready_fd: int | None = None,
+    *,
+    replica_id: str = REPLICA_ID,
+    advertise: str = "",
+) -> int:
+    """Serve the coordinator of ``runtime`` until SIGTERM or SIGINT; return the exit status.
+
+    Once it accepts connections it writes ``{"url": …}`` and a newline to ``ready_fd`` and closes
+    it. Port 0 takes a free one. Raises PortInUse, and InvalidProfile naming what is missing where
+    others can reach ``host`` and tokens would cross the network in the clear. ``advertise`` is the
+    URL that others know it by, where that is not the one it listens at.
+    """
+    protection = protection_of(runtime, host)
+    return serve_app(
+        lambda url: create_app(
+            runtime, url=advertise or url, replica_id=replica_id, names=protection.names
+        ),
+        tls=protection.tls,
+        log_file=runtime.state_dir / f"{replica_id}.log",
+        host=host,
+        port=port,
+        ready_fd=ready_fd,
+        end_waits=lambda app: app.state.replica.resign(),
+    )
+
+
+def _urls(runtime: Runtime) -> tuple[str, ...]:
+    """Return where a node that joins finds the coordinator; none: where it asked."""
+    known = runtime.endpoints
+    return known.coordinator_urls or ((known.coordinator_url,) if known.coordinator_url else ())

@@ -1,0 +1,121 @@
+"""Writes down what the guard saw: refused attempts of changes, and when tokens were last shown.
+
+Neither may slow down or fill anything: refusals are kept at a bounded rate (what was left out is
+counted in the next row), uses of a token at most once an hour. Both are committed by a thread of
+their own; what cannot be committed now (a standby, a store that is away) goes to the log instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Protocol
+
+from paceline.api.guard import Refused
+from paceline.api.limits import Buckets
+from paceline.coordinator.callers import change_row
+from paceline.coordinator.state.messages import Event, Observed, TokensUsed
+from paceline.coordinator.tokens import TokenBook
+from paceline.errors import PacelineError
+from paceline.schemas.events import EventName
+
+log = logging.getLogger(__name__)
+
+ROWS_PER_S, ROWS_AT_ONCE = 2.0, 200.0
+BATCH = 50
+WRITE_S = 0.25
+USES_S = 30.0  # between two looks at which tokens were used
+USE_GRAIN_S = 3600.0
+
+
+class Books(Protocol):
+    """What the clerk needs of the coordinator."""
+
+    @property
+    def tokens(self) -> TokenBook:
+        """Return the tokens; may be read without a lock."""
+        ...
+
+    def tell(self, observed: Sequence[Observed]) -> None:
+        """Commit rows."""
+        ...
+
+    def handle(self, event: Event) -> object:
+        """Commit an event."""
+        ...
+
+
+class Clerk:
+    """``refused`` is called by the event loop; everything else by the clerk's thread."""
+
+    def __init__(
+        self,
+        books: Books,
+        seen: MutableMapping[str, float],
+        *,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._books, self._seen, self._wall = books, seen, wall
+        self._rows: deque[Observed] = deque(maxlen=int(ROWS_AT_ONCE))
+        self._allowance = Buckets(ROWS_PER_S, ROWS_AT_ONCE)
+        self._left_out = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="clerk", daemon=True)
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write what is left and end."""
+        self._stopping.set()
+        self._thread.join(timeout=10)
+
+    def refused(self, attempt: Refused) -> None:
+        """Take note of a refused attempt; never waits, never grows."""
+        full = len(self._rows) == self._rows.maxlen
+        if full or self._allowance.take("refused", time.monotonic()):
+            self._left_out += 1
+            return
+        outcome = f"{attempt.status} {attempt.code}".strip()
+        row = change_row(attempt.call, EventName.CHANGE_REFUSED, outcome, self._wall())
+        if self._left_out:
+            row.data["left_out_before"], self._left_out = self._left_out, 0
+        self._rows.append(row)
+
+    def _work(self) -> None:
+        next_uses_s = time.monotonic() + USES_S
+        while not self._stopping.wait(WRITE_S):
+            self._write()
+            if time.monotonic() >= next_uses_s:
+                self._keep_uses()
+                next_uses_s = time.monotonic() + USES_S
+        self._keep_uses()
+        self._write()
+
+    def _write(self) -> None:
+        while self._rows:
+            batch = [self._rows.popleft() for _ in range(min(BATCH, len(self._rows)))]
+            try:
+                self._books.tell(batch)
+            except PacelineError as error:
+                for row in batch:
+                    log.warning("refused, not in the audit history (%s): %s", error.what, row.data)
+
+    def _keep_uses(self) -> None:
+        uses = []
+        for token_id, at in list(self._seen.items()):
+            record = self._books.tokens.find(token_id)
+            if record is None:
+                self._seen.pop(token_id, None)  # it was forgotten
+            if record is not None and (record.last_used_at or 0.0) + USE_GRAIN_S <= at:
+                uses.append((token_id, at))
+        for start in range(0, len(uses), BATCH):
+            try:
+                self._books.handle(TokensUsed(uses=tuple(uses[start : start + BATCH])))
+            except PacelineError as error:
+                log.info("when tokens were last used is not kept now: %s", error)
+                return

@@ -1,0 +1,296 @@
+"""The coordinator's REST: each route is one question to the state or one event for it.
+
+The calls and their records stand in ``wire.calls``. It decides nothing and keeps nothing; which
+token opens which route, and how often, is decided before it (``service.guard``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Annotated, TypeVar
+
+from fastapi import APIRouter, Header, Query, Response
+from fastapi import Path as PathParameter
+from pydantic import BaseModel
+from starlette.concurrency import run_in_threadpool
+
+from paceline.api.heartbeats import LONGEST_POLL_S, answer_beat
+from paceline.config import Runtime
+from paceline.coordinator.callers import require_worker
+from paceline.coordinator.coordinator import Coordinator
+from paceline.coordinator.state.messages import (
+    Activate,
+    Event,
+    FetchLanes,
+    RaiseBudget,
+    Register,
+    Rollback,
+)
+from paceline.errors import InvalidInput, NotFound, ServiceUnavailable
+from paceline.manifest import Manifest, fetch_manifest
+from paceline.manifest.signing import TrustPolicy
+from paceline.relay.sources import allowed_source
+from paceline.schemas.base import Name, Sha256, digest_of
+from paceline.schemas.calls import (
+    CreatedDeployment,
+    CreateDeployment,
+    DeploymentList,
+    DeploymentView,
+    EventList,
+    Heartbeat,
+    HeartbeatAnswer,
+    RaiseOriginBudget,
+    Registered,
+    RegisterWorker,
+    Success,
+    SwitchView,
+    WorkerList,
+    WorkerProgressList,
+)
+from paceline.schemas.plan import Plan, WorkerLanes
+from paceline.schemas.records import StageRecord
+
+POLL_S = 0.05
+CANCEL_WAIT_S = 8.0  # a beat to hear of it and a beat to confirm; who is silent is lost by then
+
+DeploymentId = Annotated[str, PathParameter(max_length=128)]
+Key = Annotated[
+    str | None, Header(alias="Idempotency-Key", min_length=1, max_length=200, pattern=r"^[!-~]+$")
+]
+Stage = Annotated[Name, PathParameter()]
+Digest = Annotated[Sha256, PathParameter()]
+Known = TypeVar("Known", bound=BaseModel)
+
+
+def make_router(coordinator: Coordinator) -> APIRouter:
+    """Return the routes of ``coordinator``."""
+    router = APIRouter()
+    _add_deployments(router, coordinator)
+    _add_workers(router, coordinator)
+    _add_ledger(router, coordinator)
+    _add_observation(router, coordinator)
+    return router
+
+
+def _add_deployments(router: APIRouter, coordinator: Coordinator) -> None:
+    @router.post("/deployments", status_code=201, tags=["deployments"])
+    def create_deployment(call: CreateDeployment, idempotency_key: Key = None) -> CreatedDeployment:
+        """Bring a model version to every target worker."""
+        return coordinator.create(call, idempotency_key)
+
+    @router.get("/deployments", tags=["deployments"])
+    def list_deployments(
+        newest: Annotated[int | None, Query(ge=1, le=100_000)] = None,
+    ) -> DeploymentList:
+        """Every deployment that is kept, or so many of the newest; oldest first."""
+        every = coordinator.read(lambda state: state.deployments())
+        return DeploymentList(deployments=tuple(every if newest is None else every[-newest:]))
+
+    @router.get("/deployments/{deployment_id}", tags=["deployments"])
+    def get_deployment(deployment_id: DeploymentId) -> DeploymentView:
+        """One deployment and how far it is."""
+        return coordinator.read(lambda state: state.view(deployment_id))
+
+    @router.delete("/deployments/{deployment_id}", tags=["deployments"])
+    async def cancel_deployment(deployment_id: DeploymentId) -> Success:
+        """Stop it for good; answers once no living worker can publish it any more."""
+        await run_in_threadpool(coordinator.cancel, deployment_id)
+        await _all_stopped(coordinator, deployment_id)
+        return Success()
+
+    @router.get("/deployments/{deployment_id}/workers", tags=["deployments"])
+    def get_workers(deployment_id: DeploymentId) -> WorkerProgressList:
+        """Each target's part."""
+        progress = coordinator.read(lambda state: state.progress(deployment_id))
+        return WorkerProgressList(workers=tuple(progress))
+
+    @router.get("/deployments/{deployment_id}/manifest", tags=["deployments"])
+    def get_manifest(deployment_id: DeploymentId) -> Response:
+        """The manifest's bytes, exactly as published."""
+        raw = coordinator.read(lambda state: state.run(deployment_id).manifest_bytes)
+        return Response(raw, media_type="application/json")
+
+    @router.get("/deployments/{deployment_id}/lanes", tags=["deployments"])
+    def get_lanes(deployment_id: DeploymentId, worker_id: Annotated[Name, Query()]) -> WorkerLanes:
+        """One worker's part of the newest plan; asking acknowledges the manifest."""
+        require_worker(worker_id)
+        event = FetchLanes(deployment_id=deployment_id, worker_id=worker_id)
+        return _answer(coordinator, event, WorkerLanes)
+
+    @router.get("/deployments/{deployment_id}/plan", tags=["deployments"])
+    def get_plan(deployment_id: DeploymentId) -> Plan:
+        """The newest plan."""
+        return coordinator.read(lambda state: state.plan(deployment_id))
+
+    _add_switching(router, coordinator)
+
+
+def _add_switching(router: APIRouter, coordinator: Coordinator) -> None:
+    @router.post("/deployments/{deployment_id}/activate", tags=["deployments"])
+    def activate_deployment(deployment_id: DeploymentId, allow_older: bool = False) -> Success:
+        """Have the fleet switch to this version as one, once a quorum is ready."""
+        event = Activate(deployment_id=deployment_id, allow_older=allow_older, at=coordinator.now())
+        return _answer(coordinator, event, Success)
+
+    @router.post("/deployments/{deployment_id}/rollback", tags=["deployments"])
+    def roll_back_deployment(deployment_id: DeploymentId) -> Success:
+        """Have the fleet go back from this version to the one before; nothing is transferred."""
+        event = Rollback(deployment_id=deployment_id, at=coordinator.now())
+        return _answer(coordinator, event, Success)
+
+    @router.get("/deployments/{deployment_id}/switch", tags=["deployments"])
+    def get_switch(deployment_id: DeploymentId) -> SwitchView:
+        """The newest switch of this deployment, worker by worker."""
+        return coordinator.read(lambda state: state.switch_of(deployment_id))
+
+    @router.post("/deployments/{deployment_id}/budget", tags=["deployments"])
+    def raise_budget(
+        deployment_id: DeploymentId, call: RaiseOriginBudget, idempotency_key: Key = None
+    ) -> Success:
+        """Let a stalled deployment read more from the origin, and go on.
+
+        Called again with the same Idempotency-Key, it adds nothing.
+        """
+        event = RaiseBudget(
+            deployment_id=deployment_id,
+            extra_bytes=call.extra_bytes,
+            key=idempotency_key,
+            body_digest=digest_of({"budget_of": deployment_id, "extra_bytes": call.extra_bytes}),
+            at=coordinator.now(),
+        )
+        return _answer(coordinator, event, Success)
+
+
+def _add_workers(router: APIRouter, coordinator: Coordinator) -> None:
+    @router.post("/workers/register", tags=["workers"])
+    def register_worker(call: RegisterWorker) -> Registered:
+        """Make a worker known, or its next incarnation."""
+        require_worker(call.worker_id)
+        return _answer(coordinator, Register(call=call, at=coordinator.now()), Registered)
+
+    @router.post("/workers/heartbeat", tags=["workers"])
+    async def heartbeat(
+        beat: Heartbeat,
+        wait_s: Annotated[float, Query(ge=0, le=LONGEST_POLL_S, allow_inf_nan=False)] = 0.0,
+    ) -> HeartbeatAnswer:
+        """Take a worker's report and answer what it should do, waiting for the first command."""
+        require_worker(beat.worker_id)
+        return await answer_beat(coordinator, beat, wait_s)
+
+    @router.get("/workers", tags=["workers"])
+    def list_workers() -> WorkerList:
+        """Everyone who registered, the lost ones for a month."""
+        return WorkerList(workers=tuple(coordinator.read(lambda state: state.fleet.workers())))
+
+
+def _add_ledger(router: APIRouter, coordinator: Coordinator) -> None:
+    @router.get("/ledger/{stage}/{input_digest}", tags=["ledger"])
+    def get_stage(stage: Stage, input_digest: Digest) -> StageRecord:
+        """What a stage gave for these inputs."""
+        record = coordinator.stage(stage, input_digest)
+        if record is None:
+            raise NotFound("the stage has not finished for these inputs", got=input_digest)
+        return record
+
+    @router.put("/ledger/{stage}/{input_digest}", tags=["ledger"])
+    def put_stage(
+        stage: Stage,
+        input_digest: Digest,
+        record: StageRecord,
+    ) -> StageRecord:
+        """Record that a stage finished; a newer record replaces the older."""
+        if (record.stage, record.input_digest) != (stage, input_digest):
+            raise InvalidInput(
+                "the record is of another stage or input",
+                got=f"{record.stage}/{record.input_digest}",
+                wanted=f"{stage}/{input_digest}",
+            )
+        _require_plain(record.output)
+        return coordinator.keep_stage(record)
+
+
+def _add_observation(router: APIRouter, coordinator: Coordinator) -> None:
+    @router.get("/events", tags=["observation"])
+    async def get_events(
+        after: Annotated[int, Query(ge=0, le=2**62)] = 0,
+        wait_s: Annotated[float, Query(ge=0, le=LONGEST_POLL_S, allow_inf_nan=False)] = 0.0,
+    ) -> EventList:
+        """The events after a number, waiting for the first one."""
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + wait_s
+        while True:
+            found = coordinator.events(after)
+            if found.events or coordinator.stopping or clock() >= until_s:
+                return found
+            await asyncio.sleep(POLL_S)
+
+    @router.get("/healthz", tags=["observation"])
+    async def healthz() -> Success:
+        """This process answers."""
+        return Success()
+
+    @router.get("/readyz", tags=["observation"])
+    def readyz() -> Success:
+        """This process can decide and commit."""
+        coordinator.check_ready()
+        return Success()
+
+
+async def _all_stopped(coordinator: Coordinator, deployment_id: str) -> None:
+    """Return when no living target can publish a cancelled deployment; invariant I11."""
+    clock = asyncio.get_running_loop().time
+    until_s = clock() + CANCEL_WAIT_S
+    while True:
+        waiting = await run_in_threadpool(
+            coordinator.read, lambda state: state.unstopped(deployment_id)
+        )
+        if not waiting:
+            return
+        if clock() >= until_s:
+            break
+        await asyncio.sleep(POLL_S)
+    raise ServiceUnavailable(
+        "the cancel is decided, but not every worker has confirmed it",
+        got=f"waiting for {', '.join(waiting[:20])}",
+        where=deployment_id,
+        do="Call again; it returns once they stopped or are lost.",
+    )
+
+
+def _answer(coordinator: Coordinator, event: Event, kind: type[Known]) -> Known:
+    answer = coordinator.handle(event)
+    assert isinstance(answer, kind)
+    return answer
+
+
+def _require_plain(output: dict[str, object]) -> None:
+    """Refuse what cannot be kept as JSON and read back equal: NaN, endless numbers, surrogates."""
+    try:
+        json.dumps(output, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(
+            "the output is not plain JSON", got=type(error).__name__, wanted="finite JSON"
+        ) from error
+
+
+# Where a deployment's manifest may come from: the object store, or directories the profile allows.
+#
+# No redirects, no other schemes: a caller names a model, never a host to be called.
+
+
+def manifest_at(url: str, runtime: Runtime) -> Manifest:
+    """Return the manifest at ``url``: an S3 URL, or a directory that may be a source.
+
+    Raises AccessDenied where neither may be one, UntrustedManifest where the profile wants a
+    signature that it has not.
+    """
+    source = allowed_source(url, runtime)
+    security = runtime.profile.security
+    trust = TrustPolicy.of(security.trusted_publishers, required=security.require_signature)
+    objects = None
+    if source.startswith("s3://"):
+        from paceline.storage import ObjectStore
+
+        objects = ObjectStore.from_runtime(runtime)
+    return fetch_manifest(source, objects, trust)

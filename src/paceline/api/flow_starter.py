@@ -1,0 +1,350 @@
+"""The flow run behind a deployment: started once, followed, and ended with it.
+
+A deployment that was asked for without a flow run, where the profile says so, is driven by the
+Prefect deployment ``distribute-model``. The wish is part of the deployment's durable record, so a
+leader that dies between the two is followed by one that goes on; the deployment's id is the
+idempotency key, so that however often a start is repeated there is one flow run. Prefect away
+delays the start and nothing else. It speaks Prefect's REST API and imports nothing of Prefect.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import logging
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+from urllib.parse import quote, urlsplit
+
+from pydantic import BaseModel
+
+from paceline.config import Runtime
+from paceline.coordinator import CoordinatorState
+from paceline.coordinator.state.messages import Cancel, Event, FlowTold
+from paceline.errors import (
+    AccessDenied,
+    InvalidProfile,
+    NotFound,
+    PacelineError,
+    ServiceUnavailable,
+)
+from paceline.schemas.base import new_run_id
+from paceline.schemas.events import EventName
+from paceline.schemas.records import Deployment, DeploymentStatus
+
+log = logging.getLogger(__name__)
+
+FLOW = "distribute-model/distribute-model"  # as prefect.yaml registers it
+CALL_TIMEOUT_S = 5.0
+LOOK_S = 0.5
+STATES_S = 2.0  # between two questions for the states of flow runs
+BACKOFF_S = 1.0  # after a start that failed; doubled up to BACKOFF_MAX_S, jittered
+BACKOFF_MAX_S = 60.0
+AT_ONCE = 200  # flow runs asked for in one call
+SETTLE_S = 600.0  # how long after a cancel its flow run is looked after
+
+ENDING = frozenset({"CANCELLING", "CANCELLED"})
+ENDED_BADLY = frozenset({"CRASHED", "FAILED"})
+ENDED = ENDED_BADLY | {"CANCELLED", "COMPLETED"}
+
+Answer = TypeVar("Answer")
+
+
+class FlowStarter(Protocol):
+    """What the keeper needs of an orchestrator; every call has a deadline."""
+
+    def start(self, deployment: Deployment) -> str:
+        """Return the id of the flow run that drives ``deployment``: the same whenever asked."""
+        ...
+
+    def states(self, flow_run_ids: Collection[str]) -> Mapping[str, str]:
+        """Return the states (Prefect's types) of those flow runs that are known."""
+        ...
+
+    def cancel(self, flow_run_id: str) -> None:
+        """Ask for the flow run's end; asking again does no harm."""
+        ...
+
+
+class PrefectStarter:
+    """Prefect's REST API, as far as it is needed here."""
+
+    def __init__(self, api_url: str, authorization: str = "") -> None:
+        """``authorization`` is "user:password", "" where the server asks for none."""
+        parts = urlsplit(api_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidProfile(
+                "no Prefect server to start flows at",
+                got=api_url or "nothing",
+                wanted="endpoints.prefect_api_url, e.g. http://prefect:4200/api",
+                do='Set it, or set control.flow_starter = "off".',
+            )
+        self.api_url = api_url.rstrip("/")
+        self._parts = parts
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if authorization:
+            secret = base64.b64encode(authorization.encode()).decode()
+            self._headers["Authorization"] = f"Basic {secret}"
+        self._flow_id = ""
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> PrefectStarter:
+        """Return a starter at ``runtime``'s Prefect server."""
+        return cls(runtime.endpoints.prefect_api_url, runtime.secrets.prefect_auth)
+
+    def start(self, deployment: Deployment) -> str:
+        if not self._flow_id:
+            self._flow_id = str(self._call("GET", f"/deployments/name/{FLOW}")["id"])
+        body = {
+            "name": deployment.deployment_id,
+            "idempotency_key": deployment.deployment_id,
+            "tags": ["paceline", deployment.deployment_id],
+            "parameters": {
+                "model_id": deployment.model_id,
+                "version": deployment.version,
+                "source_url": deployment.source_url,
+                "target_workers": list(deployment.target_workers),
+                "activate": False,  # a deployment is staged; switching is a decision of its own
+                "deployment_id": deployment.deployment_id,
+                "run_id": deployment.run_id or new_run_id(),
+            },
+        }
+        try:
+            made = self._call("POST", f"/deployments/{self._flow_id}/create_flow_run", body)
+        except NotFound:
+            self._flow_id = ""  # it was registered anew, under another id
+            raise
+        return str(made["id"])
+
+    def states(self, flow_run_ids: Collection[str]) -> Mapping[str, str]:
+        found: dict[str, str] = {}
+        # Callers name their own flow runs, and Prefect refuses a question with one that is no id.
+        every = sorted(filter(_is_id, flow_run_ids))
+        for begin in range(0, len(every), AT_ONCE):
+            some = every[begin : begin + AT_ONCE]
+            body = {"flow_runs": {"id": {"any_": some}}, "limit": AT_ONCE}
+            for each in self._call("POST", "/flow_runs/filter", body):
+                found[str(each["id"])] = str(each["state_type"])
+        return found
+
+    def cancel(self, flow_run_id: str) -> None:
+        # Through CANCELLING, as Prefect's own page does it: who runs it ends its process first.
+        body = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False}
+        self._call("POST", f"/flow_runs/{quote(flow_run_id, safe='')}/set_state", body)
+
+    def _call(self, method: str, path: str, body: object = None) -> Any:
+        where = f"{method} {self.api_url}{path}"
+        kind = (
+            http.client.HTTPSConnection
+            if self._parts.scheme == "https"
+            else http.client.HTTPConnection
+        )
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=CALL_TIMEOUT_S)
+        try:
+            payload = None if body is None else json.dumps(body)
+            connection.request(
+                method, self._parts.path.rstrip("/") + path, body=payload, headers=self._headers
+            )
+            response = connection.getresponse()
+            answer = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ServiceUnavailable(
+                "Prefect's server does not answer",
+                got=f"{type(error).__name__}: {error}",
+                where=where,
+            ) from error
+        finally:
+            connection.close()
+        if response.status >= 300:
+            raise _refused(response.status, answer, where)
+        try:
+            return json.loads(answer) if answer else None
+        except ValueError as error:
+            raise ServiceUnavailable(
+                "Prefect's answer cannot be read", got=answer[:200], where=where
+            ) from error
+
+
+class Kept(Protocol):
+    """What the keeper needs of a coordinator."""
+
+    def read(self, question: Callable[[CoordinatorState], Answer]) -> Answer: ...
+    def handle(self, event: Event) -> BaseModel | None: ...
+    def now(self) -> float: ...
+
+
+@dataclass(slots=True)
+class _Delay:
+    attempts: int = 0
+    due_s: float = 0.0
+
+
+class FlowKeeper:
+    """Starts, follows and ends flow runs on a thread of its own: a leader's duty for one term."""
+
+    def __init__(
+        self,
+        coordinator: Kept,
+        starter: FlowStarter,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._coordinator, self._starter = coordinator, starter
+        self._monotonic = monotonic
+        self._delays: dict[str, _Delay] = {}
+        self._told: dict[str, str] = {}  # flow run → its bad end, as it was told
+        self._settled: set[str] = set()  # cancelled deployments whose flow run has ended
+        self._states_s = -STATES_S
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="flow-keeper", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, after the call that is under way."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2 * CALL_TIMEOUT_S)
+
+    def look(self) -> None:
+        """Do what is due now."""
+        deployments = self._coordinator.read(
+            lambda state: [e for e in state.deployments() if e.flow_wanted or e.flow_run_id]
+        )
+        wanting = [
+            each
+            for each in deployments
+            if each.flow_wanted and each.flow_run_id is None and not each.status.is_final
+        ]
+        self._delays = {
+            each.deployment_id: self._delays.get(each.deployment_id, _Delay()) for each in wanting
+        }
+        for each in wanting:
+            if (
+                not self._stop.is_set()
+                and self._delays[each.deployment_id].due_s <= self._monotonic()
+            ):
+                self._start(each)
+        if self._monotonic() - self._states_s >= STATES_S:
+            self._states_s = self._monotonic()
+            self._reconcile([each for each in deployments if each.flow_run_id is not None])
+
+    def _keep(self) -> None:
+        while not self._stop.wait(LOOK_S):
+            try:
+                self.look()
+            except PacelineError as error:
+                log.warning("flow runs cannot be looked after: %s", error)
+            except Exception:
+                # A defect must not end the keeper: say so each time, and look again.
+                log.exception("the flow keeper failed")
+
+    def _start(self, deployment: Deployment) -> None:
+        delay = self._delays[deployment.deployment_id]
+        try:
+            flow_run_id = self._starter.start(deployment)
+        except PacelineError as error:
+            delay.attempts += 1
+            pause_s = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** min(delay.attempts - 1, 10))
+            pause_s *= random.uniform(0.7, 1.3)
+            delay.due_s = self._monotonic() + pause_s
+            log.warning("no flow run for %s yet: %s", deployment.deployment_id, error)
+            if delay.attempts & (delay.attempts - 1) == 0:  # the 1st, 2nd, 4th, 8th… is told
+                reason: dict[str, object] = {
+                    "attempts": delay.attempts,
+                    "again_in_s": round(pause_s, 1),
+                    "reason": error.one_line()[:500],
+                }
+                self._tell(deployment, EventName.FLOW_DELAYED, reason)
+            return
+        data: dict[str, object] = {"flow_run_id": flow_run_id}
+        self._tell(deployment, EventName.FLOW_STARTED, data, flow_run_id)
+
+    def _reconcile(self, driven: list[Deployment]) -> None:
+        now = self._coordinator.now()
+        self._settled &= {each.deployment_id for each in driven}  # the others are forgotten
+        open_ = [each for each in driven if not each.status.is_final]
+        ending = [
+            each
+            for each in driven
+            if each.status is DeploymentStatus.CANCELLED
+            and each.deployment_id not in self._settled
+            and now - (each.completed_at or now) < SETTLE_S
+        ]
+        followed = {each.flow_run_id for each in (*open_, *ending) if each.flow_run_id}
+        self._told = {key: value for key, value in self._told.items() if key in followed}
+        if not followed:
+            return
+        states = self._starter.states(followed)
+        for each in open_:
+            self._follow(each, states.get(each.flow_run_id or "", ""))
+        for each in ending:
+            state = states.get(each.flow_run_id or "", "")
+            if not state or state in ENDED:
+                self._settled.add(each.deployment_id)
+            elif state not in ENDING:
+                try:
+                    self._starter.cancel(each.flow_run_id or "")
+                except NotFound:
+                    self._settled.add(each.deployment_id)  # it was deleted meanwhile
+
+    def _follow(self, deployment: Deployment, state: str) -> None:
+        flow_run_id, identity = deployment.flow_run_id or "", deployment.deployment_id
+        if state in ENDING:
+            # Somebody ended it in Prefect: the deployment ends with it, whoever still lives there.
+            log.info("flow run %s was cancelled, and %s with it", flow_run_id, identity)
+            self._coordinator.handle(Cancel(deployment_id=identity, at=self._coordinator.now()))
+        elif state in ENDED_BADLY:
+            if self._told.get(flow_run_id) != state:
+                self._told[flow_run_id] = state
+                data: dict[str, object] = {"flow_run_id": flow_run_id, "state": state.lower()}
+                self._tell(deployment, EventName.FLOW_ENDED, data)
+        else:
+            self._told.pop(flow_run_id, None)  # it runs (again)
+
+    def _tell(
+        self,
+        deployment: Deployment,
+        name: EventName,
+        data: dict[str, object],
+        flow_run_id: str | None = None,
+    ) -> None:
+        self._coordinator.handle(
+            FlowTold(
+                deployment_id=deployment.deployment_id,
+                name=name,
+                flow_run_id=flow_run_id,
+                data=data,
+                at=self._coordinator.now(),
+            )
+        )
+
+
+def _is_id(flow_run_id: str) -> bool:
+    try:
+        uuid.UUID(flow_run_id)
+    except ValueError:
+        return False
+    return True
+
+
+def _refused(status: int, answer: bytes, where: str) -> PacelineError:
+    got = f"HTTP {status} {answer[:300].decode('utf-8', 'replace')}"
+    if status in (401, 403):
+        return AccessDenied("Prefect refuses our credentials", got=got, where=where)
+    if status == 404:
+        return NotFound(
+            "Prefect does not know it",
+            got=got,
+            where=where,
+            do="Register the deployments: `python -m flows.register`.",
+        )
+    return ServiceUnavailable("Prefect cannot do it now", got=got, where=where)

@@ -1,0 +1,322 @@
+"""The guard before every route: who calls, whether that token opens this, and how often.
+
+Bare ASGI, because each beat passes here: one SHA-256, one dictionary, one bucket. What the table of
+routes does not know is answered here and never reaches the app, so a route that nobody declared
+stays shut.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paceline.api.limits import MAX_BODY_BYTES, Buckets, refuse
+from paceline.api.problems import problem_response
+from paceline.api.routes import Found, RouteTable
+from paceline.config import Secrets, SecuritySettings
+from paceline.coordinator.callers import Call, Caller, acting
+from paceline.coordinator.coordinator import Coordinator
+from paceline.coordinator.stores.contracts import Term
+from paceline.coordinator.tokens import INCLUDES, TokenBook, scopes_of, sha256_of
+from paceline.errors import (
+    AccessDenied,
+    InvalidInput,
+    NotFound,
+    NotLeading,
+    PacelineError,
+    TooManyCalls,
+)
+from paceline.schemas.access import Scope as TokenScope
+from paceline.schemas.base import EPOCH_HEADER, LEADER_HEADER
+
+log = logging.getLogger(__name__)
+
+BURST = 4.0  # seconds' worth of calls at once
+UNBOUND_WORKERS = 400.0  # a token that is bound to no worker may be as many of them
+# What changes something is stored, and etcd keeps an hour of what was replaced: a token writes less
+# than 1 GiB an hour, half of etcd's own quota.
+CHANGE_BYTES_PER_S = 256 * 1024.0
+CHANGE_BYTES_AT_ONCE = 64 * 1024 * 1024.0
+OPEN_PER_S = 50.0  # of the open paths, from one address
+OWNER = "installation"  # what audit rows call the token that the installation began with
+METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH")
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """One attempt of a change that was refused, by the guard or by what is behind it."""
+
+    call: Call
+    status: int
+    code: str
+
+
+class Doorman:
+    """Knows tokens: the installation's own, by their digests, and those of the book."""
+
+    def __init__(self, secrets: Secrets, book: Callable[[], TokenBook]) -> None:
+        if not secrets.coordinator_token:
+            raise InvalidInput(
+                "the coordinator has no token",
+                got="an empty one",
+                wanted="Secrets.coordinator_token",
+                do="Start it with `paceline up`, which makes one.",
+            )
+        self._book = book
+        agents, owner = _standing("agents", TokenScope.WORKER), _standing(OWNER, TokenScope.ADMIN)
+        self._standing = (
+            (sha256_of(secrets.for_agents), agents),
+            (sha256_of(secrets.coordinator_token), owner),
+        )
+        self.seen: dict[str, float] = {}  # when each token of the book was last shown
+
+    def recognise(self, authorization: list[bytes], now: float) -> Caller:
+        """Return whose token the header carries; raises AccessDenied."""
+        scheme, _, given = authorization[0].partition(b" ") if authorization else (b"", b"", b"")
+        if len(authorization) != 1 or scheme.lower() != b"bearer" or not given:
+            raise AccessDenied(
+                "no token was given" if not authorization else "the token is not accepted",
+                wanted="Authorization: Bearer TOKEN",
+                do="Use a token of this installation: `paceline tokens create`.",
+            )
+        token = given.decode("latin-1")
+        digest = sha256_of(token)
+        for known, caller in self._standing:
+            if hmac.compare_digest(known, digest):
+                return caller
+        record = self._book().recognise(token, now)
+        self.seen[record.token_id] = now
+        return Caller(
+            name=record.name,
+            token_id=record.token_id,
+            scopes=scopes_of(record),
+            worker_id=record.worker_id,
+            admission=record.admission or record.token_id,
+            begins=record.admission is not None and record.begun_at is None,
+        )
+
+
+class Guard:
+    """Lets a call pass when its token opens its route; see the module."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        doorman: Doorman,
+        security: SecuritySettings,
+        refused: Callable[[Refused], None],
+        begin: Callable[[str], object],
+        monotonic: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """``begin`` is given the id of each worker's token that is used for the first time."""
+        self._app, self._doorman, self._refused, self._begin = app, doorman, refused, begin
+        self._monotonic, self._wall = monotonic, wall
+        self._table = RouteTable()
+        calls, beats = security.calls_per_s, security.beats_per_s
+        fails = security.failures_per_minute
+        self._open = Buckets(OPEN_PER_S, OPEN_PER_S * BURST)
+        self._calls = Buckets(calls, calls * BURST)
+        self._beats = Buckets(beats, beats * BURST)
+        self._many_beats = Buckets(beats * UNBOUND_WORKERS, beats * UNBOUND_WORKERS * BURST)
+        self._bodies = Buckets(CHANGE_BYTES_PER_S, CHANGE_BYTES_AT_ONCE)
+        self._failures = Buckets(fails / 60.0, fails)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        method = scope.get("method", "GET")
+        found = self._table.find(method, scope["path"])
+        address = scope["client"][0] if scope.get("client") else ""
+        caller, refusal = self._judge(scope, found, address)
+        route = found.route
+        call = Call(
+            caller=caller,
+            what=f"{method if method in METHODS else '?'} {found.path or '?'}",
+            address=address,
+            on=found.parameters,
+            is_change=route is not None and route.is_change,
+        )
+        if refusal is not None:
+            if call.is_change:
+                self._refused(Refused(call, refusal.status, refusal.error.code))
+            await refuse(refusal.error, refusal.status, scope, receive, send, refusal.headers)
+            return
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start" and _is_refusal(message["status"]):
+                code = scope.get("paceline.code", "")
+                self._refused(Refused(call, message["status"], code))
+            await send(message)
+
+        if caller is not None and caller.begins:
+            try:
+                await run_in_threadpool(self._begin, caller.token_id)
+            except PacelineError as error:  # this replica cannot commit now; the next call tries
+                log.info("first use of %s is not kept now: %s", caller.token_id, error)
+        mark = acting.set(call)
+        try:
+            await self._app(scope, receive, noted if call.is_change else send)
+        finally:
+            acting.reset(mark)
+
+    def _judge(
+        self, scope: Scope, found: Found, address: str
+    ) -> tuple[Caller | None, _Refusal | None]:
+        now_s, route = self._monotonic(), found.route
+        if route is not None and route.is_open:
+            return None, _too_often(self._open.take(address, now_s))
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        try:
+            caller = self._doorman.recognise(given, self._wall())
+        except AccessDenied as error:
+            # An address that keeps trying is told to wait; a good token passes even from there.
+            late = _too_often(self._failures.take(address, now_s))
+            return None, late or _Refusal(error, 401)
+        if route is None:
+            return caller, _unknown(scope, self._table)
+        if caller.scopes.isdisjoint(route.scopes):
+            wanted = " or ".join(route.scopes)
+            denied = AccessDenied(
+                "the token does not open this",
+                got=f"scope {', '.join(sorted(caller.scopes))}",
+                wanted=f"scope {wanted}",
+                where=f"{scope['method']} {found.path}",
+                do="Ask an admin for a token that has it too: `paceline tokens create"
+                f" --scope {route.scopes[0]}`.",
+            )
+            return caller, _too_often(self._take(caller, "calls", now_s)) or _Refusal(denied, 403)
+        late = _too_often(self._take(caller, route.bucket, now_s))
+        if late is None and route.is_change:
+            late = _too_often(self._bodies.take(caller.token_id, now_s, _body_bytes(scope)))
+        return caller, late
+
+    def _take(self, caller: Caller, bucket: str, now_s: float) -> float:
+        if bucket != "beats":
+            return self._calls.take(caller.token_id, now_s)
+        bound = self._beats if caller.worker_id else self._many_beats
+        return bound.take(caller.token_id, now_s)
+
+
+def _body_bytes(scope: Scope) -> int:
+    """Return how long the body will be; the most that it may be where that is not announced."""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return int(value)  # digits: the size was looked at before
+    return MAX_BODY_BYTES
+
+
+def _is_refusal(status: int) -> bool:
+    """Return whether somebody was refused; a 503 asks them to come again."""
+    return status >= 400 and status != 503
+
+
+def _standing(name: str, scope: TokenScope) -> Caller:
+    return Caller(name=name, token_id=name, scopes=INCLUDES[scope])
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    error: PacelineError
+    status: int
+    headers: dict[str, str] | None = None
+
+
+def _too_often(wait_s: float) -> _Refusal | None:
+    if not wait_s:
+        return None
+    error = TooManyCalls(
+        "too many calls",
+        wanted=f"the next one in {wait_s:.2f} s",
+        do="Wait as long as Retry-After says.",
+    )
+    return _Refusal(error, 429, {"Retry-After": str(math.ceil(wait_s))})
+
+
+def _unknown(scope: Scope, table: RouteTable) -> _Refusal:
+    where = f"{scope.get('method', 'a socket')} {scope['path'][:200]}"
+    allowed = [method for method in METHODS if table.find(method, scope["path"]).route]
+    if not allowed:
+        return _Refusal(NotFound("no such route", where=where, do="See /docs."), 404)
+    error = InvalidInput("no such method here", wanted=", ".join(allowed), where=where)
+    return _Refusal(error, 405, {"Allow": ", ".join(allowed)})
+
+
+# The gate before the routes: what only the leader may answer goes to the leader.
+#
+# A standby answers reads; anything else it sends on with 307, or refuses with 503 where nobody
+# leads. Every answer says which epoch and which leader it knows. A leader whose term ended while it
+# worked on an answer, because it was frozen or cut off, does not give it: what it said might not be
+# so any more. It knows no tokens; the guards stand before it.
+
+READS = ("GET", "HEAD", "OPTIONS")
+DECIDING_READS = ("/lanes",)  # asking for lanes acknowledges the manifest
+
+
+class LeaderGate:
+    """Wraps the routes of one replica."""
+
+    def __init__(self, app: ASGIApp, *, coordinator: Coordinator) -> None:
+        self._app = app
+        self._coordinator = coordinator
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        coordinator = self._coordinator
+        term = coordinator.term
+        leader = coordinator.leader
+        deciding = scope["method"] not in READS or scope["path"].endswith(DECIDING_READS)
+        withheld = False
+
+        async def stamped(message: Message) -> None:
+            nonlocal withheld
+            if message["type"] == "http.response.start":
+                if deciding and term is not None and coordinator.term != term:
+                    withheld = True
+                    await self._refuse(scope, receive, send)
+                    return
+                headers = MutableHeaders(scope=message)
+                headers[EPOCH_HEADER] = str(term.epoch if term else coordinator.leader_epoch)
+                if leader is not None:
+                    headers[LEADER_HEADER] = leader.url
+            if not withheld:
+                await send(message)
+
+        if not deciding or term is not None:
+            await self._app(scope, receive, stamped)
+        elif leader is not None:
+            redirect = Response(status_code=307, headers={"Location": _at(leader, scope)})
+            await redirect(scope, receive, stamped)
+        else:
+            await problem_response(_nobody())(scope, receive, stamped)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {EPOCH_HEADER: str(self._coordinator.leader_epoch)}
+        await problem_response(_nobody(), headers=headers)(scope, receive, send)
+
+
+def _at(leader: Term, scope: Scope) -> str:
+    path: bytes = scope.get("raw_path") or scope["path"].encode()
+    query: bytes = scope.get("query_string", b"")
+    return leader.url + (path + (b"?" + query if query else b"")).decode("latin-1")
+
+
+def _nobody() -> NotLeading:
+    return NotLeading(
+        "this replica does not lead",
+        got="nobody is known to lead now",
+        do="Call again in a second, or another replica.",
+    )

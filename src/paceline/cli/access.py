@@ -1,0 +1,435 @@
+"""`paceline tokens` and `paceline audit`: who may call the coordinator, and who changed what."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+from pydantic import BaseModel
+
+from paceline.cli.options import (
+    json_option,
+    profile_options,
+    read_profile,
+    state_directory,
+    state_option,
+)
+from paceline.client import Endpoint
+from paceline.cluster.embedded import SECRETS_FILE
+from paceline.config import RUNTIME_FILE, Endpoints, Profile, Runtime, Secrets, save_runtime
+from paceline.errors import Conflict, InvalidInput
+from paceline.relay.transport.identity import ensure_authority, fingerprint
+from paceline.schemas.access import (
+    AuditShown,
+    CreatedToken,
+    CreateJoinToken,
+    CreateToken,
+    FleetInitialised,
+    TokenMade,
+    TokenRevoked,
+    TokensShown,
+    TokenView,
+)
+from paceline.system.files import own_directory
+
+if TYPE_CHECKING:
+    from paceline.client.calls import AccessClient
+    from paceline.schemas.events import Event
+
+
+SCOPES = ("read", "deploy", "ledger", "admin", "worker")
+Call = TypeVar("Call", bound=BaseModel)
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+class Duration(click.ParamType[float]):
+    """A time such as 90s, 15m, 12h or 30d, in seconds."""
+
+    name = "duration"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the seconds, or fail naming what is wanted."""
+        if isinstance(value, float):
+            return value
+        text = str(value)
+        try:
+            return float(text[:-1]) * UNITS[text[-1:]]
+        except (KeyError, ValueError):
+            self.fail(f"{text!r} is no duration; wanted a number and s, m, h or d.", param, ctx)
+
+
+@click.group()
+def tokens() -> None:
+    """Make, list and revoke the tokens that open the coordinator."""
+
+
+@tokens.command()
+@click.option("--name", required=True, help="Whom it is for, as audit rows will say.")
+@click.option(
+    "--scope",
+    "scopes",
+    type=click.Choice(SCOPES),
+    multiple=True,
+    required=True,
+    help="What it opens (repeatable); deploy includes read, admin includes all.",
+)
+@click.option("--ttl", type=Duration(), default=None, help="Its life, e.g. 30d; default: no end.")
+@click.option("--worker-id", default=None, help="It speaks for this worker only (scope worker).")
+@state_option
+@json_option
+def create(
+    name: str,
+    scopes: tuple[str, ...],
+    ttl: float | None,
+    worker_id: str | None,
+    state: Path | None,
+    as_json: bool,
+) -> int:
+    """Make a bearer token and print it, this once; only its hash is kept."""
+    given = {"name": name, "scopes": scopes, "ttl_seconds": ttl, "worker_id": worker_id}
+    made = _client(state).create_token(_checked(CreateToken, given))
+    _say_made(made, as_json)
+    return 0
+
+
+@tokens.command()
+@click.option("--worker-id", required=True, help="The worker that the node will be.")
+@click.option("--ttl", type=Duration(), default="1h", show_default=True, help="At most 7d.")
+@state_option
+@json_option
+def join(worker_id: str, ttl: float, state: Path | None, as_json: bool) -> int:
+    """Make a token with which one node may join, once, and print it.
+
+    On the node: paceline agent --state DIR --worker-id ID --coordinator URL --join TOKEN
+    """
+    given = {"worker_id": worker_id, "ttl_seconds": ttl}
+    made = _client(state).create_join_token(_checked(CreateJoinToken, given))
+    _say_made(made, as_json)
+    return 0
+
+
+@tokens.command("list")
+@state_option
+@json_option
+def list_tokens(state: Path | None, as_json: bool) -> int:
+    """Show every token: what it opens, until when, and when it was last used."""
+    found = _client(state).tokens()
+    if as_json:
+        click.echo(TokensShown(tokens=tuple(found)).model_dump_json())
+        return 0
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    names = ("name", "scopes", "worker", "state", "last used")
+    table = Table(Column("id", no_wrap=True, min_width=16), *names)
+    for each in found:
+        table.add_row(
+            each.token_id,
+            each.name,
+            ", ".join(each.scopes),
+            each.worker_id or "",
+            _state(each),
+            _at(each.last_used_at),
+        )
+    Console().print(table)
+    return 0
+
+
+@tokens.command()
+@click.argument("token_id", required=False)
+@click.option("--worker-id", default=None, help="Take this worker out: every token of it ends.")
+@state_option
+@json_option
+def revoke(token_id: str | None, worker_id: str | None, state: Path | None, as_json: bool) -> int:
+    """Have the token with this id open nothing any more.
+
+    A worker's token ends with everything that worker has; so does --worker-id. Other workers
+    refuse its certificate from their next beat on.
+    """
+    if (token_id is None) == (worker_id is None):
+        raise click.UsageError("Name a token's id, or --worker-id.")
+    client = _client(state)
+    if worker_id is not None:
+        ended = client.revoke_worker(worker_id)
+    else:
+        assert token_id is not None
+        client.revoke_token(token_id)
+        ended = [token_id]
+    for each in ended:
+        if as_json:
+            click.echo(TokenRevoked(token_id=each).model_dump_json())
+        else:
+            click.echo(f"{each} opens nothing any more")
+    return 0
+
+
+@click.command()
+@click.option("--deployment", default=None, help="Of this deployment only.")
+@click.option("--worker-id", default=None, help="Of this worker only.")
+@click.option("--name", "names", multiple=True, help="Of this kind, e.g. change.refused.")
+@click.option("--since", type=Duration(), default=None, help="Of the last so long, e.g. 12h.")
+@click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True)
+@state_option
+@json_option
+def audit(
+    deployment: str | None,
+    worker_id: str | None,
+    names: tuple[str, ...],
+    since: float | None,
+    limit: int,
+    state: Path | None,
+    as_json: bool,
+) -> int:
+    """Show the newest of what happened: who changed what, from where, and what was refused."""
+    rows = _client(state).audit(
+        deployment_id=deployment,
+        worker_id=worker_id,
+        names=names,
+        since=None if since is None else max(0.0, time.time() - since),
+        limit=limit,
+        newest_first=True,
+    )
+    rows.reverse()
+    if as_json:
+        click.echo(AuditShown(events=tuple(rows)).model_dump_json())
+    else:
+        for each in rows:
+            click.echo(_line(each))
+    return 0
+
+
+def _client(state: Path | None) -> AccessClient:
+    from paceline.client.calls import AccessClient
+    from paceline.config import load_runtime
+
+    return AccessClient.of(load_runtime(state_directory(state)))
+
+
+def _checked(kind: type[Call], given: Mapping[str, object]) -> Call:
+    from pydantic import ValidationError
+
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = "--" + str(first["loc"][0] if first["loc"] else "").replace("_", "-")
+        raise InvalidInput(
+            "not a token that can be made",
+            got=f"{option.removesuffix('-seconds')} {first.get('input')!r}",
+            wanted=first["msg"],
+        ) from error
+
+
+def _say_made(made: CreatedToken, as_json: bool) -> None:
+    if as_json:
+        click.echo(TokenMade.model_validate(made.model_dump()).model_dump_json())
+        return
+    click.echo(made.token)
+    until = f"until {_at(made.record.expires_at)}" if made.record.expires_at else "without end"
+    click.echo(f"id {made.record.token_id}, {until}; it is shown this once", err=True)
+
+
+def _state(token: TokenView) -> str:
+    if token.revoked_at is not None:
+        return f"revoked {_at(token.revoked_at)}"
+    if token.used_at is not None:
+        return f"spent {_at(token.used_at)}"
+    if token.expires_at is None:
+        return "good"
+    ended = token.expires_at <= time.time()
+    return f"{'expired' if ended else 'good until'} {_at(token.expires_at)}"
+
+
+def _at(seconds: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds)) if seconds else ""
+
+
+def _line(event: Event) -> str:
+    on = {"deployment": event.deployment_id, "worker": event.worker_id} | event.data
+    told = " ".join(f"{key}={value}" for key, value in on.items() if value not in (None, ""))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event.at))
+    return f"{event.seq:>7} {when} {event.name.value} {told}"
+
+
+# `paceline init`: a state directory for a fleet whose servers somebody else starts.
+
+# What `init` or a join writes, and what `up` writes: secrets that are nowhere else.
+MADE = (RUNTIME_FILE, SECRETS_FILE)
+
+
+@click.command()
+@state_option
+@profile_options
+@click.option(
+    "--coordinator",
+    "urls",
+    multiple=True,
+    required=True,
+    metavar="URL",
+    help="Where callers reach a replica of the coordinator; once for each replica.",
+)
+@click.option(
+    "--prefect", default="", metavar="URL", help="Prefect's API, for [control] flow_starter."
+)
+@click.option("--mlflow", default="", metavar="URL", help="MLflow, where flows run from here.")
+@click.option("--scheduler", default="", metavar="URL", help="Dask's scheduler, for the same.")
+@json_option
+def init(
+    state: Path | None,
+    profile: str,
+    overrides: tuple[str, ...],
+    urls: tuple[str, ...],
+    prefect: str,
+    mlflow: str,
+    scheduler: str,
+    as_json: bool,
+) -> int:
+    """Prepare the state directory of a fleet's coordinator: profile, tokens, authority.
+
+    Run it once, and copy the directory to each machine that runs a replica; nodes get what they
+    need when they join. Where `paceline up` starts everything on one machine, it is not needed.
+    """
+    settings = read_profile(profile, overrides)
+    directory = state_directory(state)
+    taken = next((each for each in MADE if (directory / each).exists()), None)
+    if taken is not None:
+        raise Conflict(
+            "this directory is an installation's already",
+            got=taken,
+            where=directory,
+            do="Name another with --state, or edit its profile in place.",
+        )
+    settings = _with_names(settings, [Endpoint.of(url) for url in urls])
+    own_directory(directory)
+    kept = (directory / settings.security.authority / "ca-key.pem").exists()
+    authority = ensure_authority(directory / settings.security.authority)
+    runtime = Runtime(
+        profile=settings,
+        state_dir=directory,
+        endpoints=Endpoints(
+            coordinator_url=urls[0],
+            coordinator_urls=urls,
+            coordinator_ca=_trusted(settings),
+            s3_url=settings.objects.endpoint_url,
+            prefect_api_url=prefect,
+            prefect_ui_url=prefect.removesuffix("/api"),
+            mlflow_url=mlflow,
+            scheduler_address=scheduler,
+        ),
+        secrets=Secrets(coordinator_token=secrets.token_urlsafe(32)),
+    )
+    save_runtime(runtime)  # last: it makes the directory an installation
+    made = FleetInitialised(
+        state=str(directory),
+        coordinators=urls,
+        authority=fingerprint(authority.cert.read_bytes()),
+    )
+    click.echo(made.model_dump_json() if as_json else _next_steps(made, kept=kept))
+    return 0
+
+
+def _with_names(profile: Profile, endpoints: list[Endpoint]) -> Profile:
+    """Return ``profile`` with the replicas' names among those that callers may use."""
+    security, control = profile.security, profile.control
+    clear = [each.url for each in endpoints if not each.secure and not each.on_loopback]
+    if clear and security.rest_tls != "plaintext-anywhere":
+        raise InvalidInput(
+            "tokens would cross a network in the clear",
+            got=clear[0],
+            wanted="an https:// URL",
+            do='Set [security] rest_tls = "installation" (or "files") and name https:// URLs.',
+        )
+    encrypted = security.rest_tls in ("installation", "files")
+    plain = next((each.url for each in endpoints if each.secure != encrypted), None)
+    if plain is not None:
+        raise InvalidInput(
+            "a replica's URL is not as the profile protects its port",
+            got=f'{plain} with [security] rest_tls = "{security.rest_tls}"',
+            wanted="https:// with TLS, http:// without",
+        )
+    if len(endpoints) > 1 and control.coordination != "etcd":
+        raise InvalidInput(
+            "several replicas need a store that they share",
+            got=f'{len(endpoints)} replicas, [control] coordination = "{control.coordination}"',
+            wanted='coordination = "etcd" with etcd_endpoints',
+        )
+    names = dict.fromkeys((*security.rest_hosts, *(each.host for each in endpoints)))
+    return profile.model_copy(
+        update={"security": security.model_copy(update={"rest_hosts": tuple(names)})}
+    )
+
+
+def _trusted(profile: Profile) -> str:
+    security = profile.security
+    if security.rest_tls == "installation":
+        return f"{security.authority}/ca.pem"
+    return security.rest_ca if security.rest_tls == "files" else ""
+
+
+def _next_steps(made: FleetInitialised, *, kept: bool) -> str:
+    replicas = [Endpoint.of(url) for url in made.coordinators]
+    lines = [
+        f"{made.state} holds the profile, the first admin's token and the authority (mode 0600).",
+        f"authority  sha256 {made.authority}"
+        + (" (it was there already and is kept; the first admin's token is new)" if kept else ""),
+        "Next, on each replica's machine, with a copy of that directory:",
+        *(
+            f"  paceline coordinator --state {made.state} --host ADDRESS --port {each.port}"
+            f" --replica-id {each.host} --advertise {each.url}"
+            for each in replicas
+        ),
+        "and for each node, its token first and then there:",
+        f"  paceline tokens join --worker-id NODE --state {made.state}",
+        "  paceline agent --state DIR --worker-id NODE --listen 0.0.0.0:7700"
+        f" --coordinator {replicas[0].url} --join TOKEN",
+    ]
+    return "\n".join(lines)
+
+
+# `paceline keys`: the pairs of keys that sign manifests.
+
+path_argument = click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
+
+
+@click.group()
+def keys() -> None:
+    """Make the keys that sign manifests (Ed25519)."""
+
+
+@keys.command()
+@path_argument
+@json_option
+def new(path: Path, as_json: bool) -> int:
+    """Write a new private key to PATH (mode 0600) and print its public key.
+
+    The public key goes into security.trusted_publishers of the profiles that shall trust it.
+    """
+    from paceline.manifest import new_key
+
+    _say(path, new_key(path), as_json)
+    return 0
+
+
+@keys.command()
+@path_argument
+@json_option
+def show(path: Path, as_json: bool) -> int:
+    """Print the public key of the private key in PATH."""
+    from paceline.manifest import load_key, public_key
+
+    _say(path, public_key(load_key(path)), as_json)
+    return 0
+
+
+def _say(path: Path, public: str, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"status": "complete", "path": str(path), "public_key": public}))
+    else:
+        click.echo(public)

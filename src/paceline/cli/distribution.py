@@ -1,0 +1,396 @@
+"""`paceline publish` and `paceline distribute`: a model to object storage, and to workers.
+
+Each has two forms. Given a place (an S3 URL, a directory) it works right here, in this process,
+without any server of ours; without one it runs as a flow of the installation that is up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import click
+
+from paceline.cli.flows import run_flow, run_id_option, start_flow
+from paceline.cli.options import (
+    LINK,
+    SIZE,
+    ends_in_order,
+    json_option,
+    profile_options,
+    read_profile,
+    say_only_defects,
+    state_directory,
+    state_option,
+)
+from paceline.cli.progress import LINE_EVERY_S, StageBars
+from paceline.config import Profile, load_runtime
+from paceline.errors import InvalidInput, NotReady
+from paceline.manifest.progress import Moved, Pace
+from tasks.run import StageUpdate
+
+if TYPE_CHECKING:
+    from paceline.schemas.command_results import Distribution
+    from paceline.storage import ObjectStore
+
+
+directory_type = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("directory", type=directory_type)
+@click.argument("url", required=False)
+@click.option("--model", "model_id", required=True, help="Name of the model.")
+@click.option("--version", required=True, help="Version to publish it as.")
+@click.option("--sign", type=directory_type, default=None, help="Private key (paceline keys new).")
+@click.option("--piece", **SIZE, help="Piece size (default: from the model's).")
+@click.option("--chunk", **SIZE, help="Chunk size (default: from model and link).")
+@click.option("--link", **LINK, help="The workers' link, e.g. 10Gbps.")
+@click.option("--allow-older", is_flag=True, help="Publish although a newer version is there.")
+@click.option(
+    "--discard-unfinished",
+    is_flag=True,
+    help="Drop what earlier attempts left: parts of files, their claim to the version.",
+)
+@profile_options
+@run_id_option
+@state_option
+@json_option
+def publish(
+    directory: Path,
+    url: str | None,
+    model_id: str,
+    version: str,
+    sign: Path | None,
+    piece: int | None,
+    chunk: int | None,
+    link: float | None,
+    allow_older: bool,
+    discard_unfinished: bool,
+    profile: str,
+    overrides: tuple[str, ...],
+    run_id: str | None,
+    state: Path | None,
+    as_json: bool,
+) -> int:
+    """Digest DIRECTORY and upload it with its manifest below URL (s3://bucket/prefix).
+
+    The manifest's place is URL/manifest.json. Without URL, the installation that is up publishes
+    it in its own bucket, as a run.
+    """
+    if url is None:
+        direct = (sign, piece, chunk, link, allow_older, discard_unfinished)
+        if any(value not in (None, False) for value in direct):
+            raise InvalidInput(
+                "these options want a URL",
+                got="--sign, --piece, --chunk, --link, --allow-older or --discard-unfinished",
+                wanted="paceline publish DIRECTORY s3://bucket/prefix …",
+            )
+        here = start_flow(state, run_id)
+        from flows.publish import publish_model as flow
+
+        where = str(directory.absolute())
+        return run_flow(flow, as_json, directory=where, model_id=model_id, version=version, **here)
+    from paceline.manifest import discard_unfinished as discard
+    from paceline.manifest import load_key, publish_model
+    from paceline.schemas.command_results import Published
+    from paceline.storage import parse_url
+
+    if not url.startswith("s3://") or not parse_url(url)[0]:
+        raise InvalidInput("not a destination", got=url, wanted="s3://bucket/prefix")
+    settings, store = _objects(state, read_profile(profile, overrides))
+    key = load_key(sign) if sign else None
+    say_only_defects()
+    began = time.monotonic()
+    if discard_unfinished:
+        discard(url, store)
+    with ends_in_order(), PublishBars() as bars:
+        manifest = publish_model(
+            directory,
+            url,
+            model_id=model_id,
+            version=version,
+            store=store,
+            link_mbit=link or settings.cluster.link_mbit,
+            piece_bytes=piece or 0,
+            chunk_bytes=chunk or 0,
+            key=key,
+            allow_older=allow_older,
+            tell=bars,
+        )
+    if store.has_conditional_writes is False:
+        click.echo(
+            f"! {store.endpoint_url} has no conditional writes (If-None-Match): another publish of "
+            "other files as this version, at the same time, would not have been refused in time",
+            err=True,
+        )
+    done = Published(
+        model_id=model_id,
+        version=version,
+        url=url.rstrip("/"),
+        manifest_digest=manifest.digest,
+        bytes=manifest.total_size,
+        files=len(manifest.files),
+        chunks=len(manifest.chunks),
+        pieces=manifest.piece_count,
+        chunk_size=manifest.chunk_bytes,
+        piece_size=manifest.piece_bytes,
+        uploaded_files=store.uploaded_files,
+        resumed_bytes=store.reused_bytes,
+        signed_by=manifest.signature.public_key if manifest.signature else None,
+        seconds=time.monotonic() - began,
+    )
+    if as_json:
+        click.echo(done.model_dump_json())
+    else:
+        click.echo(
+            f"{model_id} {version} at {done.url}: {done.bytes:,} bytes in {done.files} files, "
+            f"{done.pieces} pieces, {done.uploaded_files} uploaded in {done.seconds:.1f} s\n"
+            f"digest {done.manifest_digest}"
+            + (f"\nsigned by {done.signed_by}" if done.signed_by else "")
+        )
+    return 0
+
+
+def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore]:
+    """Return the object store of the installation that is up, else the one the profile names."""
+    from paceline.config import object_access
+    from paceline.storage import ObjectStore
+
+    try:
+        runtime = load_runtime(state_directory(state))
+    except NotReady:
+        if state is not None:  # named, and nothing runs there: that is not what was asked for
+            raise
+        return profile, ObjectStore.from_access(object_access(profile))
+    return runtime.profile, ObjectStore.from_runtime(runtime)
+
+
+@click.command()
+@click.argument("model_id", metavar="MODEL_ID | SOURCE")
+@click.argument("version", required=False)
+@click.option("--to", "targets", multiple=True, help="Node to bring it to (default: every node).")
+@click.option("--stage-only", is_flag=True, help="Do not activate it.")
+@click.option(
+    "--cancel-on-interrupt",
+    is_flag=True,
+    help="Without --into: Ctrl-C ends the deployment too; otherwise it goes on (paceline watch).",
+)
+@click.option(
+    "--into",
+    type=directory_type,
+    default=None,
+    help="Bring SOURCE (a directory or s3://bucket/prefix) to workers below this directory, here "
+    "and now, without a server.",
+)
+@click.option("--workers", type=int, default=4, show_default=True, help="With --into: how many.")
+@click.option("--topology", default="auto", show_default=True, help="With --into: the shape.")
+@click.option("--racks", type=int, default=1, show_default=True, help="With --into: their racks.")
+@click.option("--link", **LINK, help="With --into: limit of each worker's link, e.g. 100Mbit.")
+@click.option("--digest", default="", help="With --into: what the manifest must be.")
+@click.option("--port", type=int, default=0, help="With --into: the first worker's port.")
+@click.option("--allow-older", is_flag=True, help="With --into: although a newer one is there.")
+@click.option(
+    "--extra-origin", **SIZE, help="With --into: read so much more of SOURCE than its fuse allows."
+)
+@click.option("--model", "named", default="", help="With --into: what a plain directory is called.")
+@click.option("--as-version", default="", help="With --into: and its version.")
+@profile_options
+@run_id_option
+@state_option
+@json_option
+def distribute(
+    model_id: str,
+    version: str | None,
+    targets: tuple[str, ...],
+    stage_only: bool,
+    cancel_on_interrupt: bool,
+    into: Path | None,
+    workers: int,
+    topology: str,
+    racks: int,
+    link: float | None,
+    digest: str,
+    port: int,
+    allow_older: bool,
+    extra_origin: int | None,
+    named: str,
+    as_version: str,
+    profile: str,
+    overrides: tuple[str, ...],
+    run_id: str | None,
+    state: Path | None,
+    as_json: bool,
+) -> int:
+    """Relay VERSION of MODEL_ID to the nodes, verify it there, and switch to it.
+
+    With --into: relay the model at SOURCE to that many workers on this machine.
+    """
+    if into is None:
+        if version is None:
+            raise InvalidInput(
+                "no version",
+                got=model_id,
+                wanted="paceline distribute MODEL_ID VERSION, or SOURCE --into DIRECTORY",
+            )
+        here = start_flow(state, run_id)
+        from flows.distribute import distribute_model
+
+        return run_flow(
+            distribute_model,
+            as_json,
+            cancels=cancel_on_interrupt,
+            model_id=model_id,
+            version=version,
+            target_workers=list(targets) or None,
+            activate=not stage_only,
+            **here,
+        )
+    if version is not None:
+        raise InvalidInput(
+            "one source at a time", got=f"{model_id} {version}", wanted="SOURCE --into DIRECTORY"
+        )
+    from paceline.manifest import TrustPolicy
+    from paceline.relay.standalone import distribute as bring
+    from paceline.relay.store.disk_space import StorePolicy
+
+    settings, objects = read_profile(profile, overrides), None
+    if model_id.startswith("s3://"):
+        settings, objects = _objects(state, settings)
+    security = settings.security
+    say_only_defects()
+    with ends_in_order(), RelayBars() as bars:
+        done = bring(
+            model_id,
+            into,
+            workers,
+            targets=targets or None,
+            topology=topology,
+            racks=racks,
+            link_mbit=link,
+            objects=objects,
+            digest=digest,
+            model_id=named,
+            version=as_version,
+            trust=TrustPolicy.of(security.trusted_publishers, required=security.require_signature),
+            allow_older=allow_older,
+            activate=not stage_only,
+            max_failed=settings.relay.max_failed,
+            first_port=port,
+            extra_origin_bytes=extra_origin or 0,
+            policy=StorePolicy.of(settings.store),
+            on_progress=bars,
+            on_notice=lambda said: bars.say(f"! {said}"),
+        )
+    if as_json:
+        click.echo(done.model_dump_json())
+    else:
+        click.echo(_told(done))
+    return 0
+
+
+def _told(done: Distribution) -> str:
+    earlier = done.origin_before_bytes
+    before = f" (of that {earlier:,} before this call)" if earlier else ""
+    lines = [
+        f"{done.model_id} {done.version} on {done.workers_complete} of {done.workers} workers in "
+        f"{done.seconds:.1f} s by {done.topology.value}"
+        + (f" ({done.ratio:.2f} x the bound)" if done.ratio else ""),
+        f"{done.total_bytes:,} bytes; from the source {done.origin_bytes:,}{before}, from peers "
+        f"{done.received_bytes:,}, already there {_there(done):,}, between racks "
+        f"{done.cross_rack_bytes:,}",
+        f"digest {done.manifest_digest}",
+    ]
+    lines += [
+        f"! {count} piece{'' if count == 1 else 's'} from {source} did not match, and came again"
+        for source, count in done.corrupt_from.items()
+    ]
+    lines += [f"! {name} failed: {why.message}" for name, why in done.workers_failed.items()]
+    return "\n".join(lines)
+
+
+def _there(done: Distribution) -> int:
+    """Return how many bytes of what the workers show now did not have to come."""
+    moved = (
+        done.origin_bytes - done.origin_before_bytes + done.received_bytes - done.refetched_bytes
+    )
+    return max(0, done.workers_complete * done.total_bytes - moved)
+
+
+# How far `publish` and `distribute --into` are: bars on a terminal, else a line every few seconds.
+#
+# On standard error only, so that what is printed at the end stands alone.
+
+RATE_OVER_S = 10.0
+
+
+class PatientBars:
+    """Shows stages; use it as a context manager.
+
+    Where nobody looks on (no terminal) a stage's first line comes after LINE_EVERY_S: what is done
+    sooner says so itself.
+    """
+
+    def __init__(self) -> None:
+        self._bars = StageBars()
+        self._stage = ""
+        self._shown = False
+        self._began_s = 0.0
+
+    def __enter__(self) -> Self:
+        self._bars.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.__exit__(None, None, None)
+
+    def say(self, line: str) -> None:
+        """Show one line above the bars."""
+        self._bars.say(line)
+
+    def _show(self, stage: str, share: float, said: str, now_s: float, *, is_over: bool) -> None:
+        if stage != self._stage:
+            self._stage, self._shown, self._began_s = stage, False, now_s
+        if not self._bars.live:
+            early = now_s - self._began_s < LINE_EVERY_S
+            if not self._shown and (early or is_over):
+                return
+        self._shown = True
+        self._bars(StageUpdate(stage=stage, fraction=share, message=said, done=is_over))
+
+
+class PublishBars(PatientBars):
+    """Shows what ``publish_model`` tells: call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pace = Pace()
+
+    def __call__(self, moved: Moved) -> None:
+        """Show how far it is."""
+        now_s = time.monotonic()
+        said = self._pace.said(moved, now_s)
+        self._show(moved.stage, moved.share, said, now_s, is_over=moved.is_over)
+
+
+class RelayBars(PatientBars):
+    """Shows what ``distribute`` tells of pieces on all workers: call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._past: deque[tuple[float, int]] = deque()  # (when, pieces held) of the last seconds
+
+    def __call__(self, held: int, wanted: int) -> None:
+        """Show how far it is, and how long it will be."""
+        now_s = time.monotonic()
+        self._past.append((now_s, held))
+        while len(self._past) > 2 and now_s - self._past[0][0] > RATE_OVER_S:
+            self._past.popleft()
+        (then_s, then), left = self._past[0], wanted - held
+        rate = (held - then) / (now_s - then_s) if now_s > then_s else 0.0
+        eta = f", {left / rate:.0f} s left" if left > 0 and rate > 0 else ""
+        said = f"{held:,} of {wanted:,} pieces on all workers{eta}"
+        share = held / wanted if wanted else 0.0
+        self._show("relay", share, said, now_s, is_over=0 < wanted <= held)

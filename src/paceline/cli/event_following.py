@@ -1,0 +1,188 @@
+"""The event stream from the reader's side: items over reconnects, failovers and pauses.
+
+It asks one replica after the other, says which event it heard last, and gives up once nobody has
+answered for ``patience_s``. Which replica answers does not matter: standbys stream too. It knows
+the items of ``wire.stream`` and nothing of what is shown.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from pydantic import ValidationError
+
+from paceline.client.connection import Endpoint
+from paceline.client.failover import trusting
+from paceline.config import Runtime
+from paceline.errors import AccessDenied, NotFound, ServiceUnavailable
+from paceline.schemas.calls import Problem
+from paceline.schemas.events import Dropped, Happened, Missed, Moment, StreamItem
+
+CONNECT_S = 3.0
+SILENCE_S = 10.0  # a stream says something every few seconds: a quieter one is lost
+PAUSE_S = 0.25  # before the next replica is asked; doubled up to PAUSE_MAX_S, jittered
+PAUSE_MAX_S = 3.0
+LONGEST_LINE = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The stream broke, and is being found again."""
+
+    reason: str
+    since_s: float  # monotonic
+
+
+Item = Moment | Happened | Missed | Dropped | Lost
+
+
+class Follower:
+    """Reads one deployment's stream, or the whole fleet's."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        token: str,
+        *,
+        deployment_id: str | None = None,
+        after: int | None = None,
+        patience_s: float = 60.0,
+        ca: str = "",
+    ) -> None:
+        self._endpoints = [Endpoint.of(each) for each in urls]
+        self._headers = {"Authorization": f"Bearer {token}", "Accept": "text/event-stream"}
+        self._deployment_id = deployment_id
+        self._heard = after
+        self._patience_s = patience_s
+        self._tls = trusting(ca) if ca else None
+        self._met = False  # somebody answered once: a replica that knows less is only behind
+        self.url = urls[0]  # of the replica that is read
+
+    @classmethod
+    def of(
+        cls,
+        runtime: Runtime,
+        *,
+        deployment_id: str | None = None,
+        after: int | None = None,
+        patience_s: float = 60.0,
+    ) -> Follower:
+        """Return a follower of ``runtime``'s coordinator, whichever replica answers."""
+        known = runtime.endpoints
+        return cls(
+            known.coordinator_urls or (known.coordinator_url,),
+            runtime.secrets.coordinator_token,
+            deployment_id=deployment_id,
+            after=after,
+            patience_s=patience_s,
+            ca=runtime.coordinator_ca,
+        )
+
+    def items(self) -> Iterator[Item]:
+        """Yield items for ever, with a Lost at each break.
+
+        Raises AccessDenied, NotFound, and ServiceUnavailable once nobody has answered for long.
+        """
+        turn, pause_s = 0, PAUSE_S
+        lost_since_s: float | None = None
+        while True:
+            endpoint = self._endpoints[turn % len(self._endpoints)]
+            try:
+                for item in self._read(endpoint):
+                    self._met, lost_since_s, pause_s = True, None, PAUSE_S
+                    yield item
+                reason = "the stream ended"
+            except (OSError, http.client.HTTPException) as error:
+                reason = f"{type(error).__name__}: {error}"
+            except ServiceUnavailable as error:
+                reason = error.one_line()
+            except NotFound as error:
+                if not self._met:
+                    raise
+                reason = error.one_line()
+            now_s = time.monotonic()
+            lost_since_s = now_s if lost_since_s is None else lost_since_s
+            if now_s - lost_since_s > self._patience_s:
+                raise ServiceUnavailable(
+                    "no coordinator answers",
+                    got=reason,
+                    wanted=f"an answer within {self._patience_s:g} s",
+                    where=", ".join(each.url for each in self._endpoints),
+                    do="The transfer goes on without it; watch again once it runs.",
+                )
+            yield Lost(f"{endpoint.url}: {reason}", lost_since_s)
+            turn += 1
+            if turn % len(self._endpoints) == 0:
+                time.sleep(pause_s * random.uniform(0.7, 1.3))
+                pause_s = min(2 * pause_s, PAUSE_MAX_S)
+
+    def _read(self, endpoint: Endpoint) -> Iterator[Item]:
+        query = f"?deployment={quote(self._deployment_id, safe='')}" if self._deployment_id else ""
+        headers = dict(self._headers)
+        if self._heard is not None:
+            headers["Last-Event-ID"] = str(self._heard)
+        connection = endpoint.connect(CONNECT_S, self._tls)
+        try:
+            connection.request("GET", f"{endpoint.prefix}/events/stream{query}", headers=headers)
+            if connection.sock is not None:
+                connection.sock.settimeout(SILENCE_S)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise _refused(response.status, response.read(100_000), endpoint.url)
+            self.url = endpoint.url
+            yield from self._items_of(response)
+        finally:
+            connection.close()
+
+    def _items_of(self, response: http.client.HTTPResponse) -> Iterator[Item]:
+        number: int | None = None
+        data: list[bytes] = []
+        while line := response.readline(LONGEST_LINE):
+            name, _, value = line.rstrip(b"\r\n").partition(b":")
+            value = value.removeprefix(b" ")
+            if name == b"data":
+                data.append(value)
+            elif name == b"id" and value.isdigit() and len(value) < 19:
+                number = int(value)
+            elif line.strip() == b"" and data:
+                item = _parsed(b"\n".join(data))
+                fresh = number is None or self._heard is None or number > self._heard
+                if number is not None and fresh:
+                    self._heard = number
+                number, data = None, []
+                if fresh:  # a replica that was behind may say again what was heard
+                    yield item
+                if isinstance(item, Dropped):
+                    return
+
+
+def _parsed(data: bytes) -> Moment | Happened | Missed | Dropped:
+    try:
+        return StreamItem.model_validate_json(data).root
+    except ValidationError as error:
+        raise ServiceUnavailable(
+            "the stream cannot be read",
+            got=str(error).splitlines()[0],
+            wanted="items of this version of Paceline",
+            do="Use the same version as the coordinator.",
+        ) from error
+
+
+def _refused(status: int, body: bytes, url: str) -> Exception:
+    try:
+        problem = Problem.model_validate_json(body)
+        what, got, do = problem.detail or problem.title, problem.got, problem.do
+    except (ValidationError, json.JSONDecodeError):
+        what, got, do = (
+            f"the coordinator answered {status}",
+            body[:200].decode("utf-8", "replace"),
+            None,
+        )
+    kinds = {401: AccessDenied, 403: AccessDenied, 404: NotFound, 422: NotFound}
+    return kinds.get(status, ServiceUnavailable)(what, got=got, where=url, do=do)

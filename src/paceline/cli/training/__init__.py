@@ -1,0 +1,1 @@
+"""`paceline train`, `checkpoints` and `reproduce`."""

@@ -1,0 +1,238 @@
+"""`paceline checkpoints`: list and verify generations, and go to and fro between them and DCP.
+
+PLACE is a directory or s3:// URL: what `paceline train` was given as --output or --checkpoints, the
+directory of one of its jobs, or that of a single checkpoint. S3's endpoint and credentials are the
+profile's ([objects]) or the environment's, as for `paceline publish`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from paceline.cli.options import json_option, profile_options, read_profile
+from paceline.errors import Conflict, CorruptData, SourceMissing
+from paceline.schemas.command_results import (
+    CheckpointExported,
+    CheckpointShown,
+    CheckpointsShown,
+    ModelImported,
+)
+
+if TYPE_CHECKING:
+    from paceline.training.checkpoint import Generation, Generations
+
+directory_type = click.Path(path_type=Path, file_okay=False)
+step_option = click.option(
+    "--step", type=click.IntRange(min=0), default=None, help="Default: the newest."
+)
+
+
+@click.group()
+def checkpoints() -> None:
+    """List a training's checkpoints, verify them, and exchange them with torch's own format."""
+
+
+@checkpoints.command("list")
+@click.argument("place")
+@click.option("--verify", is_flag=True, help="Read and check every byte of each.")
+@profile_options
+@json_option
+def list_checkpoints(
+    place: str, verify: bool, profile: str, overrides: tuple[str, ...], as_json: bool
+) -> int:
+    """List the checkpoints at PLACE, newest first. With --verify, exit code 1 where one is damaged;
+    it is named, and left as it is.
+    """
+    from paceline.training.checkpoint.generations import generations_at
+
+    generations = generations_at(place, profile=read_profile(profile, overrides))
+    found = generations.find()
+    shown: list[CheckpointShown] = []
+    job_id: str | None = None
+    for each in found.committed:
+        one, its_job = _look(generations, each, verify)
+        shown.append(one)
+        job_id = job_id or its_job
+    shown += [
+        _shown(generations, each, "rejected", generations.why_rejected(each))
+        for each in found.rejected
+    ]
+    shown += [_shown(generations, each, "unfinished") for each in found.unfinished]
+    shown.sort(key=lambda each: each.name, reverse=True)
+    answer = CheckpointsShown(url=generations.url, job_id=job_id, checkpoints=tuple(shown))
+    if as_json:
+        click.echo(answer.model_dump_json())
+    else:
+        click.echo(f"{job_id or 'checkpoints'} at {generations.url}: {len(shown) or 'none'}")
+        for one in shown:
+            size = "" if one.bytes is None else f"{one.bytes:>15,} bytes"
+            click.echo(f"  step {one.step:>8}  {one.status:<10} {size}  {one.name}")
+            if one.why:
+                click.echo(f"                 {one.why}")
+    return 1 if any(each.status == "damaged" for each in shown) else 0
+
+
+@checkpoints.command("export")
+@click.argument("place")
+@click.argument("directory", type=directory_type)
+@step_option
+@click.option("--weights-only", is_flag=True, help="Leave the optimizer out.")
+@click.option(
+    "--model-prefix",
+    default="model",
+    show_default=True,
+    help="What stands before the names of weights; '' for torchtitan.",
+)
+@click.option("--optimizer-prefix", default="optimizer", show_default=True)
+@profile_options
+@json_option
+def export_checkpoint(
+    place: str,
+    directory: Path,
+    step: int | None,
+    weights_only: bool,
+    model_prefix: str,
+    optimizer_prefix: str,
+    profile: str,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """Write a checkpoint at PLACE into the new DIRECTORY as torch.distributed.checkpoint has them.
+
+    \b
+      dcp.load({"model": model.state_dict()}, checkpoint_id=DIRECTORY)
+
+    Every byte is verified on the way. (dcp.load also reads PLACE itself, without an export:
+    storage_reader=paceline.training.checkpoint.dcp_export.PacelineReader(PLACE).)
+    """
+    from paceline.training.checkpoint.dcp_export import Names, export_dcp
+    from paceline.training.checkpoint.generations import generation_at
+
+    began = time.monotonic()
+    settings = read_profile(profile, overrides)
+    generations, generation = generation_at(place, step, profile=settings)
+    commit, tensors = export_dcp(
+        generations,
+        generation,
+        directory,
+        names=Names(model_prefix, optimizer_prefix),
+        weights_only=weights_only,
+        config=_config_of(place, generations),
+    )
+    done = CheckpointExported(
+        url=generations.url_of(generation),
+        step=commit.step,
+        directory=str(directory.absolute()),
+        bytes=sum(each.stat().st_size for each in directory.iterdir()),
+        tensors=tensors,
+        seconds=time.monotonic() - began,
+    )
+    if as_json:
+        click.echo(done.model_dump_json())
+    else:
+        click.echo(
+            f"step {done.step} of {commit.job_id} at {done.directory}: {done.tensors} tensors, "
+            f"{done.bytes:,} bytes, in {done.seconds:.1f} s"
+        )
+    return 0
+
+
+@checkpoints.command("import")
+@click.argument("source", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.argument("directory", type=directory_type)
+@profile_options
+@json_option
+def import_checkpoint(
+    source: Path, directory: Path, profile: str, overrides: tuple[str, ...], as_json: bool
+) -> int:
+    """Make the model DIRECTORY (safetensors and config, ready to publish) of the weights in SOURCE,
+    a directory that dcp.save wrote.
+
+    The model's shape is SOURCE/config.json's, else what --set model.parameters and model.context
+    say. To train on from here, optimizer included: `paceline train --model SOURCE`.
+    """
+    from paceline.models import save_model, weights_digest
+    from paceline.training.loop.starting_state import model_of_dcp
+
+    if directory.exists() and any(directory.iterdir()):
+        raise Conflict(
+            "there is something already", got=directory, wanted="a new or empty directory"
+        )
+    settings = read_profile(profile, overrides).model
+    model, config, found = model_of_dcp(source, settings, weights_only=True)
+    save_model(model, config, directory)
+    done = ModelImported(
+        source=str(source.absolute()),
+        directory=str(directory.absolute()),
+        tensors=len(found.weights),
+        prefix=found.prefix,
+        cast=found.cast,
+        weights_digest=weights_digest(directory),
+    )
+    if as_json:
+        click.echo(done.model_dump_json())
+    else:
+        cast = f", {done.cast} of them in another dtype there" if done.cast else ""
+        click.echo(f"{done.directory}: {done.tensors} weights, {done.prefix!r} before them{cast}")
+    return 0
+
+
+def _look(
+    generations: Generations, generation: Generation, verify: bool
+) -> tuple[CheckpointShown, str | None]:
+    """Return a committed generation as it is shown, and whose it is."""
+    try:
+        if verify:
+            with tempfile.TemporaryDirectory(prefix="paceline-verify-") as scratch:
+                commit = generations.verify(generation, Path(scratch))
+        else:
+            commit = generations.commit_of(generation)
+    except CorruptData as error:
+        return _shown(generations, generation, "damaged", error.one_line()), None
+    shown = CheckpointShown(
+        name=str(generation),
+        step=generation.step,
+        status="verified" if verify else "committed",
+        url=generations.url_of(generation),
+        bytes=commit.bytes,
+        world_size=commit.world_size,
+        held_out_loss=commit.metrics.get("held_out_loss"),
+    )
+    return shown, commit.job_id
+
+
+def _shown(
+    generations: Generations, generation: Generation, status: str, why: str = ""
+) -> CheckpointShown:
+    return CheckpointShown.model_validate(
+        {
+            "name": str(generation),
+            "step": generation.step,
+            "status": status,
+            "url": generations.url_of(generation),
+            "why": why,
+        }
+    )
+
+
+def _config_of(place: str, generations: Generations) -> bytes:
+    """Return the model's config.json: a finished job's export has one, and the output directory of
+    a training on this machine; b"" where nobody knows.
+    """
+    from paceline.storage import join_url
+
+    if "://" not in place:
+        base = "state/nodes/local/store/models/model/v1/config.json"
+        here = Path(place).absolute()
+        for each in (here, *here.parents[:3]):
+            if (each / base).is_file():
+                return (each / base).read_bytes()
+    try:
+        return generations.store.get_bytes(join_url(generations.url, "export", "config.json"))
+    except SourceMissing:
+        return b""

@@ -1,0 +1,307 @@
+"""`paceline train`: fine-tune what an installation's nodes hold, or train here without any server.
+
+With MODEL_ID and VERSION it is the flow `train-model` on a running installation. Without, it trains
+on this machine alone: text in, model out, and the same command again goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from paceline.cli.options import json_option, profile_options, read_profile, state_option
+from paceline.cli.training.facts import beside, facts, summary
+from paceline.cli.training.mlflow_logging import TrainingLog, location
+from paceline.cli.training.output import Lines, preparing, say, warnings_told
+from paceline.errors import Cancelled, InvalidInput
+from paceline.relay.process import SignalEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.config import Profile
+    from paceline.schemas.training import RankEvent
+
+
+@click.command()
+@click.argument("model_id", required=False)
+@click.argument("version", required=False)
+@click.option(
+    "--snapshot", default=None, help="A data snapshot: its URL, or its directory on this disk."
+)
+@click.option(
+    "--labels",
+    type=click.Choice(["true", "shuffled"]),
+    default="true",
+    help="'shuffled' is the control that must not pass the gate.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=0),
+    default=None,
+    help="Default: the profile's (training.steps). With MODEL_ID, 0 is the control that must not "
+    "pass the gate.",
+)
+@click.option("--run-id", default=None, help="Go on with this run (default: new).")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Here: processes. Default: the profile's (training.ranks).",
+)
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path, exists=True),
+    default=None,
+    help="Here: the directory to learn from: text, or what --set data.format=jsonl, parquet or tar "
+    "says. Default: Python's standard library.",
+)
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=None,
+    help="Here: what to start from: a model directory, or a checkpoint that dcp.save wrote, its "
+    "optimizer included (default: a new model).",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("paceline-training"),
+    show_default=True,
+    help="Here: where data, checkpoints, figures and the model go.",
+)
+@click.option(
+    "--checkpoints",
+    metavar="URL",
+    default=None,
+    help="Here: keep checkpoints and the model below s3://bucket/prefix (credentials as for "
+    "`publish`) or another directory; the same command goes on from there on any machine.",
+)
+@click.option(
+    "--mlflow",
+    metavar="URI",
+    envvar="MLFLOW_TRACKING_URI",
+    show_envvar=True,
+    default=None,
+    help="Here: log to this MLflow, too (http://…, sqlite:///…); '' for none.",
+)
+@profile_options
+@state_option
+@json_option
+@click.pass_context
+def train(
+    context: click.Context,
+    model_id: str | None,
+    version: str | None,
+    snapshot: str | None,
+    labels: str,
+    steps: int | None,
+    run_id: str | None,
+    ranks: int | None,
+    text: Path | None,
+    model: Path | None,
+    output: Path,
+    checkpoints: str | None,
+    mlflow: str | None,
+    profile: str,
+    overrides: tuple[str, ...],
+    state: Path | None,
+    as_json: bool,
+) -> int:
+    """Train on this machine, without any server: text in, model out. The same command goes on
+    where it stopped.
+
+    \b
+      paceline train --ranks 2 --text DIRECTORY --set model.parameters=1_000_000
+
+    With MODEL_ID, VERSION and --snapshot: fine-tune, on a running installation, what its nodes
+    hold.
+
+    Every dial of a profile can be --set: docs/operations.md says where they are listed.
+    """
+    given = {
+        name
+        for name in ("output", "checkpoints", "mlflow", "profile", "state")
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    if model_id is None:
+        if "state" in given:
+            raise InvalidInput(
+                "--state is an installation's directory",
+                got="--state without MODEL_ID",
+                wanted="MODEL_ID VERSION --snapshot URL, or no --state",
+                do="Training on this machine alone keeps everything below --output.",
+            )
+        if str(output).startswith(("s3:/", "file:/")):
+            raise InvalidInput(
+                "--output is a directory of this machine",
+                got=str(output).replace(":/", "://", 1),
+                wanted="a directory, and --checkpoints s3://bucket/prefix beside it",
+                do="Data, figures and locks stay here; checkpoints and the model go there.",
+            )
+        settings = read_profile(profile, _with(overrides, steps, ranks))
+        return train_here(
+            settings, output, text=text, snapshot=snapshot, model=model, labels=labels,
+            run_id=run_id, as_json=as_json, checkpoints=checkpoints, mlflow=mlflow or None,
+        )  # fmt: skip
+    if version is None or snapshot is None:
+        raise InvalidInput(
+            "not enough to train on an installation",
+            got=f"MODEL_ID {model_id}, VERSION {version}, --snapshot {snapshot}",
+            wanted="MODEL_ID VERSION --snapshot URL",
+            do="Leave out MODEL_ID to train on this machine alone.",
+        )
+    if text or model or ranks or overrides or given - {"state"}:
+        raise InvalidInput(
+            "--text, --model, --ranks, --output, --checkpoints, --mlflow, --profile and --set are "
+            "for training on this machine alone",
+            got=f"MODEL_ID {model_id}",
+            do="An installation's profile decides them there.",
+        )
+    from paceline.cli.flows import run_flow, start_flow
+
+    here = start_flow(state, run_id)
+    from flows.train import train_model
+
+    return run_flow(
+        train_model,
+        as_json,
+        model_id=model_id,
+        version=version,
+        snapshot_url=snapshot,
+        labels=labels,
+        steps=steps,
+        **here,
+    )
+
+
+def _with(overrides: tuple[str, ...], steps: int | None, ranks: int | None) -> tuple[str, ...]:
+    more = [("training.steps", steps), ("training.ranks", ranks)]
+    return (*overrides, *(f"{key}={value}" for key, value in more if value is not None))
+
+
+def train_here(
+    profile: Profile,
+    output: Path,
+    *,
+    text: Path | None,
+    snapshot: str | None,
+    model: Path | None,
+    labels: str,
+    run_id: str | None,
+    as_json: bool,
+    checkpoints: str | None = None,
+    mlflow: str | None = None,
+) -> int:
+    """Train on this machine and print what came of it."""
+    from paceline.training import single
+
+    if text is not None and snapshot is not None:
+        raise InvalidInput("two sources of data", got="--text and --snapshot", wanted="one of them")
+    if not profile.training.steps:
+        raise InvalidInput(
+            "nothing to train", got="0 steps", wanted="at least 1", where="training.steps"
+        )
+    asked = single.Single(
+        output=output,
+        profile=profile,
+        source=None if text is None else str(text.absolute()),
+        snapshot_url=snapshot,
+        model=model,
+        checkpoints=checkpoints,
+        labels="shuffled" if labels == "shuffled" else "true",
+    )
+    if mlflow is not None:
+        location(mlflow)  # before any data are read
+    cancel = SignalEvent()
+    with warnings_told() as told, single.held(output), _stopping_gently(cancel) as signals:
+        with preparing(output):
+            job = single.prepare(asked, run_id, lambda line: say(f"  {line}"))
+        record, place = single.record_of(job), single.shown(single.checkpoints_of(job))
+        lines = Lines(job, record)
+        told.addFilter(lines.is_news)
+        lines.begin(output)
+        for line in (*facts(job, *single.parts_of(job)), beside(job, record)):
+            if line:
+                say(line)
+        followers: list[Callable[[RankEvent], None]] = [lines]
+        with contextlib.ExitStack() as stack:
+            logged: TrainingLog | None = None
+            if mlflow is not None:
+                logged = TrainingLog(
+                    mlflow, job, experiment=profile.model.model_id, record=record, tell=say
+                )
+                followers.append(stack.enter_context(logged))
+            signals.running = True
+            try:
+                with lines.watched():
+                    result = single.run(job, on_event=_to_all(followers), cancel=cancel)
+            except Cancelled as error:
+                raise lines.stopped(place) from error
+            if logged is not None:
+                logged.done(result)
+    if as_json:
+        answer = {"status": "complete", "run_id": job.run_id, "notes": lines.notes}
+        if logged is not None:
+            answer["mlflow_run_id"] = logged.run_id
+        click.echo(json.dumps(answer | result.model_dump(mode="json")))
+    else:
+        if not lines.heard:
+            say(
+                "this very training is finished: nothing was trained again, this is its result "
+                "(another mesh or number of ranks is the same training; --output DIR starts anew)"
+            )
+        click.echo("\n".join(summary(job, result)))
+        if logged is not None and logged.run_id:
+            click.echo(f"  mlflow        {logged.uri}, run {logged.run_id}")
+    return 0
+
+
+def _to_all(followers: list[Callable[[RankEvent], None]]) -> Callable[[RankEvent], None]:
+    """Return what gives each event to every follower."""
+
+    def on_event(event: RankEvent) -> None:
+        for each in followers:
+            each(event)
+
+    return on_event
+
+
+class _stopping_gently:  # noqa: N801 - reads as what it does
+    """Within the ``with``, the first SIGINT, SIGTERM or SIGHUP asks training to save its state and
+    end; before it is ``running``, and the second time, it ends at once.
+
+    A signal that is ignored (``nohup``) stays ignored.
+    """
+
+    def __init__(self, cancel: threading.Event) -> None:
+        self.running = False
+        self._cancel = cancel
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _stopping_gently:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._asked)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _asked(self, _number: int, _frame: FrameType | None) -> None:
+        if self._cancel.is_set() or not self.running:
+            raise KeyboardInterrupt
+        with contextlib.suppress(OSError):  # not a write of Python's: the signal may be inside one
+            os.write(2, b"! stopping: every rank saves its state (once more: at once, unsaved)\n")
+        self._cancel.set()

@@ -1,0 +1,250 @@
+"""What `paceline train` without an installation logs to an MLflow server, file or database.
+
+The same parameters, metrics, tags and artifacts as an installation's run has, from rank 0's words,
+under an explicit run: that of the training's own run id, found again by its tag, so that a training
+that goes on, here or on another machine, goes on in the same run. A server that is away stops
+nothing: figures wait, and whatever did not arrive (``metrics.jsonl`` has each step) is sent by the
+next start of the same command.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit, urlunsplit
+
+from paceline.cli.training.facts import METRICS_FILE
+from paceline.errors import Cancelled, InvalidInput, PacelineError, TemporaryError
+from tasks.figures import Figures
+
+if TYPE_CHECKING:
+    from paceline.registry import MetricPoint, Registry
+    from paceline.registry.runs import RunStatus
+    from paceline.schemas.training import RankEvent, TrainJob, TrainResult
+
+_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "")
+
+
+def location(uri: str) -> tuple[str, str]:
+    """Return ``uri`` without what is secret in it, and that ("user:password", or "").
+
+    Raises InvalidInput for what MLflow could not be.
+    """
+    parts = urlsplit(uri)
+    if parts.scheme.partition("+")[0] not in _SCHEMES:
+        raise InvalidInput(
+            "not where an MLflow could be",
+            got=uri.rpartition("@")[2],
+            wanted="http://host:port, sqlite:///file, or a directory",
+            where="--mlflow or $MLFLOW_TRACKING_URI",
+        )
+    if parts.scheme not in ("http", "https") or parts.username is None:
+        return uri, ""
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=host)), f"{parts.username}:{parts.password or ''}"
+
+
+class TrainingLog:
+    """Logs one training; use it in a ``with``, whose end sends what waits and closes the run.
+
+    Opening refuses what will never work (AccessDenied, InvalidInput); where a server does not
+    answer it is tried again with each delivery. ``tell`` takes a line for people.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        job: TrainJob,
+        *,
+        experiment: str,
+        record: Path,
+        tell: Callable[[str], None],
+        registry: Registry | None = None,
+    ) -> None:
+        """``record``: the directory of the job's metrics.jsonl."""
+        from paceline.registry import Registry
+
+        self.uri, auth = location(uri)
+        self.run_id = ""  # MLflow's own, once it is known
+        self._job, self._experiment, self._record, self._tell = job, experiment, record, tell
+        self._registry = registry or Registry(self.uri, auth)
+        self._opening = threading.Lock()
+        self._is_away = False
+        self._result: TrainResult | None = None
+        self._figures = Figures(self._send, lambda _: None)
+
+    def __enter__(self) -> TrainingLog:
+        try:
+            self._open()
+            self._tell(f"  figures go to MLflow at {self.uri}, run {self.run_id}")
+        except TemporaryError:
+            self._away()
+        # What it would log of each failed delivery is told here, once.
+        logging.getLogger(Figures.__module__).addHandler(logging.NullHandler())
+        self._figures.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._figures.__exit__(kind, error, trace)
+        try:
+            self._close(kind)
+        except PacelineError as caught:
+            self._tell(
+                f"! MLflow at {self.uri} does not have all of this run: {caught.what}; the same "
+                f"command sends what is missing, from {self._record}"
+            )
+
+    def __call__(self, event: RankEvent) -> None:
+        """Take in one event; never waits."""
+        from paceline.registry import MetricPoint
+
+        if event.event != "step" or event.rank != 0:
+            return
+        points = [
+            MetricPoint(f"train.{key}", float(value), event.step)
+            for key, value in event.data.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        ]
+        self._figures.take(points, event.step / max(1, self._job.settings.steps))
+
+    def done(self, result: TrainResult) -> None:
+        """Take the result, to be logged at the end."""
+        self._result = result
+
+    def _send(self, points: Sequence[MetricPoint]) -> None:
+        try:
+            self._open()
+            self._registry.log_metrics(self.run_id, points)
+        except TemporaryError:
+            self._away()
+            raise
+        except PacelineError as error:
+            self._tell(f"! MLflow takes no figures: {error.one_line()}")
+            raise
+        if self._is_away:
+            self._is_away = False
+            self._tell(f"  MLflow answers again: figures go to run {self.run_id}")
+
+    def _away(self) -> None:
+        if not self._is_away:
+            self._is_away = True
+            self._tell(f"! MLflow at {self.uri} does not answer: training goes on, figures wait")
+
+    def _open(self) -> None:
+        """Find or make the run and say what it is about; once."""
+        from paceline.registry import lineage
+        from paceline.training import code_version, config_digest
+        from paceline.training import reproducibility as environment
+
+        with self._opening:
+            if self.run_id:
+                return
+            job = self._job
+            try:
+                logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # of tables
+                run = self._registry.ensure_run(
+                    job.run_id, experiment=self._experiment, name=job.job_id
+                )
+                self._registry.resume_run(run)
+                self._registry.log_params(run, lineage.training_params(job))
+                self._registry.log_artifact_text(run, job.model_dump_json(), lineage.JOB_FILE)
+                threads = job.settings.threads_per_rank
+                tags = lineage.training_tags(
+                    job,
+                    config_digest=config_digest(job),
+                    code_version=code_version(),
+                    environment_digest=environment.current(threads).digest,
+                )
+                self._registry.log_tags(run, tags)
+                self._registry.log_dataset(
+                    run, name=job.data.project, url=job.snapshot_url, digest=job.snapshot_digest
+                )
+                self._catch_up(run)
+            finally:
+                _hear_again()
+            self.run_id = run
+
+    def _catch_up(self, run: str) -> None:
+        """Send each step's figures that are here and not there."""
+        from paceline.registry import MetricPoint, lineage
+
+        path = self._record / METRICS_FILE
+        if not path.exists():
+            return
+        there = self._registry.history(run, lineage.LOSS)
+        points: dict[tuple[int, str], MetricPoint] = {}
+        for step, figures in _figures_in(path):
+            for key, value in figures.items():
+                if key != "attempt" and isinstance(value, int | float) and step not in there:
+                    points[step, key] = MetricPoint(f"train.{key}", float(value), step)
+        if points:
+            self._registry.log_metrics(run, points.values())
+            self._tell(f"  MLflow was sent {len({step for step, _ in points})} steps it had missed")
+
+    def _close(self, kind: type[BaseException] | None) -> None:
+        from paceline.registry import lineage
+
+        self._open()
+        result = self._result
+        if result is not None:
+            self._registry.log_metrics(self.run_id, lineage.training_metrics(result))
+            text = result.model_dump_json()
+            self._registry.log_artifact_text(self.run_id, text, lineage.RESULT_FILE)
+        stopped = kind is not None and issubclass(kind, Cancelled | KeyboardInterrupt)
+        status: RunStatus = "FINISHED" if result else "KILLED" if stopped else "FAILED"
+        self._catch_up(self.run_id)  # what was given up on, the server having been away for long
+        self._registry.finish_run(self.run_id, status)
+        if result is not None:
+            self._name_missing(result.steps)
+
+    def _name_missing(self, steps: int) -> None:
+        """Tell which steps the run lacks: another machine was killed before it sent them."""
+        from paceline.registry import lineage
+
+        there = self._registry.history(self.run_id, lineage.LOSS)
+        missing = [step for step in range(1, steps + 1) if step not in there]
+        if missing:
+            self._tell(
+                f"! MLflow lacks the figures of {len(missing)} steps ({ranges_of(missing)}): the "
+                "same command sends them from the --output directory that was trained in then"
+            )
+
+
+def _figures_in(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    """Yield each step that metrics.jsonl tells of; a line that was cut is no step."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            figures = json.loads(line)
+            step = int(figures.pop("step"))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            continue  # its writer was killed
+        yield step, figures
+
+
+def ranges_of(numbers: Sequence[int]) -> str:
+    """Return ascending ``numbers`` as people write them: "3, 7-9", some ten of the stretches."""
+    stretches: list[list[int]] = []
+    for each in numbers:
+        if stretches and stretches[-1][1] == each - 1:
+            stretches[-1][1] = each
+        else:
+            stretches.append([each, each])
+    told = [f"{first}-{last}" if last > first else str(first) for first, last in stretches[:10]]
+    return ", ".join(told) + (", …" if len(stretches) > 10 else "")
+
+
+def _hear_again() -> None:
+    """Let our warnings be heard: a database's migrations set logging up anew, and silence them."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] in ("paceline", "tasks"):
+            logging.getLogger(name).disabled = False

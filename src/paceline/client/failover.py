@@ -1,0 +1,355 @@
+"""One call, put to whoever leads: over the endpoints, the redirects and the refusals.
+
+Each thread keeps its own connection alive. Given one URL it asks that and retries nothing: how
+long to wait and how often is the caller's choice. Given several replicas it finds the leader, and
+with ``patience_s`` it waits for one where nobody leads; all that is safe because every call of this
+API may be repeated. Which calls there are is in ``calls``.
+"""
+
+from __future__ import annotations
+
+import http
+import http.client
+import random
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from paceline import errors
+from paceline.client.connection import Answered, Connection, Endpoint, Sent
+from paceline.config import one_certificate, read_certificate
+from paceline.errors import (
+    AccessDenied,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    PacelineError,
+    ServiceUnavailable,
+    TemporaryError,
+)
+from paceline.schemas.base import EPOCH_HEADER, LEADER_HEADER
+from paceline.schemas.calls import Problem
+
+# Which of several replicas to ask, and which answers to believe.
+#
+# The first choice is whoever answered last, or whom an answer named as the leader. Whoever did not
+# answer is left alone for a moment, also when a standby that has not noticed yet still points at
+# it. An answer out of an older epoch than one seen before is refused: whoever wrote it leads no
+# more. It makes no calls and never sleeps.
+
+SUSPECT_S = 2.0  # how long an endpoint that did not answer is left alone
+
+
+class Replicas:
+    """The endpoints of one coordinator; shared by the threads of a client."""
+
+    def __init__(
+        self, urls: Sequence[str], monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        endpoints = [Endpoint.of(url) for url in urls]
+        self.endpoints = tuple(dict.fromkeys(endpoints))
+        if not self.endpoints:
+            raise InvalidInput("not a coordinator's URL", got="nothing", wanted="http://host:port")
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._first = self.endpoints[0]
+        self._suspect_until_s: dict[Endpoint, float] = {}
+        self._epoch = 0
+
+    @property
+    def several(self) -> bool:
+        """Return whether there is anybody else to turn to."""
+        return len(self.endpoints) > 1
+
+    @property
+    def first(self) -> Endpoint:
+        """Return whom to ask first."""
+        return self._first
+
+    @property
+    def epoch(self) -> int:
+        """Return the highest epoch seen."""
+        return self._epoch
+
+    def order(self) -> list[Endpoint]:
+        """Return whom to ask, in order: those that did not answer lately come last."""
+        with self._lock:
+            now_s = self._monotonic()
+            first = self.endpoints.index(self._first)
+            turned = self.endpoints[first:] + self.endpoints[:first]
+            return sorted(turned, key=lambda each: self._suspect_until_s.get(each, 0.0) > now_s)
+
+    def suspect(self, endpoint: Endpoint) -> bool:
+        """Return whether ``endpoint`` did not answer lately."""
+        with self._lock:
+            return self._suspect_until_s.get(endpoint, 0.0) > self._monotonic()
+
+    def silent(self, endpoint: Endpoint) -> None:
+        """Take note that ``endpoint`` did not answer."""
+        with self._lock:
+            self._suspect_until_s[endpoint] = self._monotonic() + SUSPECT_S
+            if endpoint == self._first:
+                where = self.endpoints.index(endpoint)
+                self._first = self.endpoints[(where + 1) % len(self.endpoints)]
+
+    def answered(self, endpoint: Endpoint, leader_url: str | None) -> None:
+        """Take note that ``endpoint`` answered, and whom it named as the leader."""
+        with self._lock:
+            self._suspect_until_s.pop(endpoint, None)
+            leader = self.find(leader_url)
+            hoped = leader is not None and not (
+                self._suspect_until_s.get(leader, 0.0) > self._monotonic()
+            )
+            self._first = leader if leader is not None and hoped else endpoint
+
+    def find(self, url: str | None) -> Endpoint | None:
+        """Return the endpoint at which ``url`` lies, or None: the token goes nowhere else."""
+        return next((each for each in self.endpoints if url and each.serves(url)), None)
+
+    def believe(self, epoch: int | None) -> bool:
+        """Return whether an answer of ``epoch`` may be believed, and remember the highest one."""
+        if epoch is None:
+            return True  # it says nothing of leaders: a probe, a refusal before anybody looked
+        with self._lock:
+            if epoch < self._epoch:
+                return False
+            self._epoch = epoch
+            return True
+
+
+ROUND_S = 0.25  # between two rounds of asking, jittered
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+class Asking:
+    """Asks one coordinator, of one replica or several; may be shared by threads."""
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        token: str,
+        timeout_s: float = 10.0,
+        *,
+        patience_s: float = 0.0,
+        ca: str | Path | bytes = "",
+    ) -> None:
+        """``ca`` is one certificate (PEM, or its file) to trust in place of the system's CAs."""
+        self._replicas = Replicas([url] if isinstance(url, str) else url)
+        self.use_token(token)
+        self._timeout_s = timeout_s
+        self._patience_s = patience_s
+        self._tls = trusting(ca) if ca else None
+        self._local = threading.local()
+
+    def use_token(self, token: str) -> None:
+        """Show ``token`` from the next call on."""
+        self._headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
+
+    @property
+    def base_url(self) -> str:
+        """Return the URL that the next call asks first."""
+        return self._replicas.first.url
+
+    @property
+    def epoch(self) -> int:
+        """Return the highest epoch that an answer carried, 0 before the first."""
+        return self._replicas.epoch
+
+    def close(self) -> None:
+        """Close this thread's connection; the next call opens another."""
+        held = getattr(self._local, "held", None)
+        if held is not None:
+            held.close()
+            self._local.held = None
+
+    def _call(
+        self,
+        kind: type[Answer],
+        method: str,
+        path: str,
+        body: BaseModel | None = None,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+        wait_s: float = 0.0,
+    ) -> Answer:
+        raw = self._request(method, path, body, headers=headers, timeout_s=timeout_s, wait_s=wait_s)
+        try:
+            return kind.model_validate_json(raw)
+        except ValidationError as error:
+            raise ServiceUnavailable(
+                "the coordinator's answer cannot be read",
+                got=str(error).splitlines()[0],
+                wanted=kind.__name__,
+                where=f"{method} {self.base_url}{path}",
+                do="Check that this URL is a Paceline coordinator of the same version.",
+            ) from error
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: BaseModel | None = None,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+        wait_s: float = 0.0,
+    ) -> bytes:
+        payload = None if body is None else body.model_dump_json(by_alias=True).encode()
+        given = self._headers | (headers or {})
+        if payload is not None:
+            given["Content-Type"] = "application/json"
+        limit_s = (self._timeout_s if timeout_s is None else timeout_s) + wait_s
+        sent = Sent(method, path, payload, given, limit_s, wait_s)
+        until_s = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return self._ask_around(sent)
+            except ServiceUnavailable:
+                pause_s = ROUND_S * random.uniform(0.5, 1.5)
+                if time.monotonic() + pause_s >= until_s:
+                    raise
+            time.sleep(pause_s)
+
+    def _ask_around(self, sent: Sent) -> bytes:
+        """Ask each endpoint once at most, following who points at the leader."""
+        waiting = self._replicas.order()
+        problem: ServiceUnavailable | None = None
+        asked: set[Endpoint] = set()
+        while waiting:
+            endpoint = waiting.pop(0)
+            asked.add(endpoint)
+            where = f"{sent.method} {endpoint.url}{sent.path}"
+            try:
+                answer = self._connection(endpoint).exchange(sent)
+            except (OSError, http.client.HTTPException) as error:
+                self.close()
+                self._replicas.silent(endpoint)
+                problem = problem or ServiceUnavailable(
+                    "the coordinator does not answer",
+                    got=f"{type(error).__name__}: {error}",
+                    where=where,
+                    do="Check that it runs (`paceline status`); the call may be repeated.",
+                )
+                problem.__cause__ = problem.__cause__ or error
+                continue
+            if not self._replicas.believe(_epoch_of(answer)):
+                problem = _outdated(answer, self._replicas.epoch, where)
+                continue
+            if answer.status == http.HTTPStatus.TEMPORARY_REDIRECT:
+                leader = self._leader_at(answer, where)
+                if leader not in asked or problem is None:
+                    problem = _not_leading(endpoint, leader, where)
+                if leader not in asked and not self._replicas.suspect(leader):
+                    waiting = [leader, *(each for each in waiting if each != leader)]
+                continue
+            if 200 <= answer.status < 300:
+                self._replicas.answered(endpoint, answer.headers.get(LEADER_HEADER))
+                return answer.body
+            refusal = _error_of(answer.status, answer.body, where)
+            if not isinstance(refusal, ServiceUnavailable):
+                raise refusal
+            problem = refusal
+        assert problem is not None
+        raise problem
+
+    def _leader_at(self, answer: Answered, where: str) -> Endpoint:
+        named = answer.headers.get("Location")
+        leader = self._replicas.find(named)
+        if leader is None:
+            raise ServiceUnavailable(
+                "the leader is none of the known replicas, and the token goes to those only",
+                got=named,
+                wanted=", ".join(each.url for each in self._replicas.endpoints),
+                where=where,
+                do="Add it to this installation's coordinator_urls.",
+            )
+        return leader
+
+    def _connection(self, endpoint: Endpoint) -> Connection:
+        held: Connection | None = getattr(self._local, "held", None)
+        if held is None or held.endpoint != endpoint:
+            if held is not None:
+                held.close()
+            held = Connection(endpoint, self._tls, probing=self._replicas.several)
+            self._local.held = held
+        return held
+
+
+def trusting(ca: str | Path | bytes) -> ssl.SSLContext:
+    """Return the TLS settings of a caller that trusts the certificate ``ca`` (PEM, or its file).
+
+    Raises InvalidInput where it is not exactly one.
+    """
+    pem = one_certificate(ca) if isinstance(ca, bytes) else read_certificate(ca)
+    try:
+        return ssl.create_default_context(cadata=pem.decode())
+    except ssl.SSLError as error:
+        raise InvalidInput(
+            "the coordinator's certificate authority is not usable", got=error, where=ca
+        ) from error
+
+
+def _epoch_of(answer: Answered) -> int | None:
+    said = answer.headers.get(EPOCH_HEADER, "")
+    return int(said) if said.isdecimal() and len(said) < 19 else None
+
+
+def _outdated(answer: Answered, epoch: int, where: str) -> ServiceUnavailable:
+    return ServiceUnavailable(
+        "an answer from before the newest leader's time was refused",
+        got=f"epoch {answer.headers.get(EPOCH_HEADER)}",
+        wanted=f"epoch {epoch} or later",
+        where=where,
+        do="Call again; that replica has yet to notice the newer leader.",
+    )
+
+
+def _not_leading(endpoint: Endpoint, leader: Endpoint, where: str) -> ServiceUnavailable:
+    return ServiceUnavailable(
+        "the coordinator's leader does not answer",
+        got=f"{endpoint.url} points at {leader.url}",
+        where=where,
+        do="Call again; another replica takes over within seconds.",
+    )
+
+
+def _error_of(status: int, answer: bytes, where: str) -> PacelineError:
+    """Return the error that the coordinator named, or the nearest one for a foreign answer."""
+    try:
+        problem = Problem.model_validate_json(answer)
+    except ValidationError:
+        text = answer[:200].decode("utf-8", "replace").strip()
+        return _kind_of(status)(
+            "the coordinator refused the call", got=f"HTTP {status} {text}".strip(), where=where
+        )
+    kind = getattr(errors, problem.code, None)
+    if not (isinstance(kind, type) and issubclass(kind, PacelineError)):
+        kind = _kind_of(status)
+    what = problem.detail or problem.title
+    return kind(
+        what,
+        got=problem.got,
+        wanted=problem.wanted,
+        where=problem.where or where,
+        do=problem.do,
+    )
+
+
+def _kind_of(status: int) -> type[PacelineError]:
+    by_status: dict[int, type[PacelineError]] = {
+        401: AccessDenied,
+        403: AccessDenied,
+        404: NotFound,
+        409: Conflict,
+        429: TemporaryError,
+    }
+    if status >= 500:
+        return ServiceUnavailable
+    return by_status.get(status, InvalidInput)

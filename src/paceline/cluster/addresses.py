@@ -1,0 +1,119 @@
+"""Ports that are ours before, while and between the times a server listens on them.
+
+A reservation is a socket that is bound but never listens, with SO_REUSEADDR: the kernel then gives
+the port to nobody who asks for any port, yet lets a server that names it (and sets SO_REUSEADDR, as
+every server here does) listen on it. Held for a whole run, a restarted server finds its port again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from types import TracebackType
+
+from paceline.config import Profile
+from paceline.errors import PortInUse
+from paceline.schemas.base import Record
+from paceline.schemas.plan import Labels
+
+
+class ReservedPort:
+    """A port that stays reserved until ``close``."""
+
+    def __init__(self, reservation: socket.socket) -> None:
+        self._socket = reservation
+        self.number: int = reservation.getsockname()[1]
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._socket.close()
+
+    def __enter__(self) -> ReservedPort:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def reserve_port(host: str, port: int = 0, *, purpose: str = "a server") -> ReservedPort:
+    """Return a reservation of ``port``, or of any free one for 0. Raises PortInUse."""
+    reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        reservation.bind((host, port))
+    except OSError as error:
+        reservation.close()
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        raise PortInUse(
+            f"port for {purpose} is taken",
+            got=_holder(port) if error.errno == errno.EADDRINUSE else "not permitted",
+            wanted=f"{port} free",
+            where=f"{host}:{port}",
+            do="Stop what listens there, or ask for another port (0 takes any free one).",
+        ) from error
+    return ReservedPort(reservation)
+
+
+def listens(pids: list[int], port: int) -> bool:
+    """Return whether one of ``pids`` holds the socket that listens on ``port``."""
+    import psutil
+
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            for each in psutil.Process(pid).net_connections(kind="tcp"):
+                if each.status == psutil.CONN_LISTEN and each.laddr.port == port:
+                    return True
+    return False
+
+
+def _holder(port: int) -> str:
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        for each in psutil.net_connections(kind="tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
+                return f"process {each.pid} ({psutil.Process(each.pid).name()}) listening"
+    return "another process listening"
+
+
+# Names and labels of a profile's nodes: the same wherever they are computed.
+
+CONTROL_THREADS = 4  # threads of a Dask worker that only start, watch and stop processes
+
+
+class Node(Record):
+    """One machine of the fleet that can be reached now."""
+
+    worker_id: str
+    address: str  # of its Dask worker; changes when that restarts
+    labels: Labels
+
+
+class AgentInfo(Record):
+    """A node's agent, as it announced itself."""
+
+    worker_id: str
+    pid: int
+    address: str
+    incarnation: int
+    adopted: bool  # it ran before and is not ours to stop
+
+
+def node_names(profile: Profile) -> list[str]:
+    """Return the worker ids of a profile's nodes."""
+    return [f"node-{index}" for index in range(profile.cluster.nodes)]
+
+
+def labels_of(profile: Profile, worker_id: str) -> Labels:
+    """Return where node ``worker_id`` stands: racks are contiguous blocks of nodes."""
+    cluster = profile.cluster
+    index = node_names(profile).index(worker_id)
+    racks = min(cluster.racks, cluster.nodes)
+    return Labels(host=worker_id, rack=f"rack-{index * racks // cluster.nodes}")

@@ -1,0 +1,244 @@
+"""What keeps a node's agent alive: one thread in the node's Dask worker.
+
+It adopts an agent that already runs (a resident one), otherwise starts one, and starts it again
+when it dies. An agent is known by ``<node_dir>/agent.json`` {pid, address, incarnation}, and by
+answering there. The thread itself forks, because the kernel's parent-death signal follows the
+forking thread: the agent dies with the worker. Knows nothing of what an agent does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import random
+import socket
+import subprocess
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.addresses import AgentInfo
+from paceline.cluster.processes import clean_environment, dying_with_us
+from paceline.config import write_private
+from paceline.errors import NotReady
+
+log = logging.getLogger(__name__)
+
+AGENT_FILE = "agent.json"
+WANTED_FILE = "agent-wanted.json"  # the order, for the worker that takes a dead one's place
+LOG_LIMIT_BYTES = 16 * 1024 * 1024
+WATCH_S = 0.1
+READY_DEADLINE_S = 20.0
+ADOPTED_GRACE_S = 2.0  # how long a resident agent's own supervisor has to bring it back
+BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
+STEADY_S = 30.0  # an agent that lived this long starts its backoff anew
+PROBE_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentOrder:
+    """The agent that a node should have."""
+
+    worker_id: str
+    node_dir: str
+    argv: tuple[str, ...]
+
+
+class AgentKeeper:
+    """Keeps one agent running, from a thread of its own."""
+
+    def __init__(self, order: AgentOrder) -> None:
+        self.order = order
+        self.directory = Path(order.node_dir)
+        self._changed = threading.Condition()
+        self._info: AgentInfo | None = None
+        self._problem = ""
+        threading.Thread(target=self._keep, name=f"agent-{order.worker_id}", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> AgentInfo:
+        """Return the agent once it answers. Raises NotReady with its last words."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                info = self._info
+                if info is None and time.monotonic() < deadline:
+                    self._changed.wait(0.1)
+                    continue
+            if info is not None and _answers(info.address) and _is_alive(info.pid):
+                return info
+            if time.monotonic() >= deadline:
+                raise NotReady(
+                    "agent did not get ready",
+                    got=self._problem or self._last_words() or "silence",
+                    wanted="an answer from the address in agent.json",
+                    where=self.directory / "agent.log",
+                    do="Read that log.",
+                )
+            time.sleep(0.05)
+
+    def _keep(self) -> None:
+        failures = 0
+        while True:
+            began = time.monotonic()
+            try:
+                if (found := find_agent(self.order)) is not None:
+                    self._set(found)
+                    self._follow(found.pid, None)
+                    self._set(None)
+                    if self._comes_back():
+                        continue
+                self._run_own()
+            except Exception as error:
+                log.exception("agent cannot be kept worker=%s", self.order.worker_id)
+                self._problem = repr(error)
+            self._set(None)
+            failures = 0 if time.monotonic() - began > STEADY_S else failures + 1
+            pause = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)]
+            time.sleep(pause * random.uniform(0.7, 1.3))
+
+    def _run_own(self) -> None:
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log_path = self.directory / "agent.log"
+        if log_path.exists() and log_path.stat().st_size > LOG_LIMIT_BYTES:
+            log_path.replace(log_path.with_suffix(".log.1"))
+        env = clean_environment()
+        for name in (
+            "OMP_NUM_THREADS",
+            "MKL_NUM_THREADS",
+            "OPENBLAS_NUM_THREADS",
+            "PYTHONHASHSEED",
+        ):
+            env.pop(name, None)
+        with log_path.open("ab") as output:
+            process = subprocess.Popen(
+                dying_with_us(self.order.argv),
+                env=env,
+                cwd=self.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        log.info("agent started worker=%s pid=%d", self.order.worker_id, process.pid)
+        deadline = time.monotonic() + READY_DEADLINE_S
+        try:
+            while process.poll() is None:
+                info = read_agent(self.order)
+                if info is not None and info.pid == process.pid and _answers(info.address):
+                    self._set(AgentInfo(**{**info.model_dump(), "adopted": False}))
+                    self._follow(process.pid, process)
+                    break
+                if time.monotonic() > deadline:
+                    self._problem = (
+                        f"not ready after {READY_DEADLINE_S:.0f} s: {self._last_words()}"
+                    )
+                    break
+                time.sleep(WATCH_S)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            code = process.wait()
+            if not self._problem:
+                self._problem = f"ended with {code}: {self._last_words()}"
+            log.warning("agent ended worker=%s code=%d", self.order.worker_id, code)
+
+    def _follow(self, pid: int, process: subprocess.Popen[bytes] | None) -> None:
+        while process.poll() is None if process else _is_alive(pid):
+            time.sleep(WATCH_S)
+
+    def _comes_back(self) -> bool:
+        deadline = time.monotonic() + ADOPTED_GRACE_S
+        while time.monotonic() < deadline:
+            if find_agent(self.order) is not None:
+                return True
+            time.sleep(WATCH_S)
+        return False
+
+    def _set(self, info: AgentInfo | None) -> None:
+        with self._changed:
+            self._info = info
+            if info is not None:
+                self._problem = ""
+            self._changed.notify_all()
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = (self.directory / "agent.log").read_bytes()[-4096:].decode(errors="replace")
+            return lines.strip().rsplit("\n", 1)[-1][:300]
+        return ""
+
+
+_keepers: dict[str, AgentKeeper] = {}
+_keepers_lock = threading.Lock()
+
+
+def ensure_agent(order: AgentOrder, timeout_s: float) -> AgentInfo:
+    """Return the node's agent, adopted or started; it is kept running from now on."""
+    with _keepers_lock:
+        keeper = _keepers.get(order.worker_id)
+        if keeper is None:
+            Path(order.node_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_private(Path(order.node_dir) / WANTED_FILE, json.dumps(asdict(order)).encode())
+            keeper = _keepers[order.worker_id] = AgentKeeper(order)
+    return keeper.wait(timeout_s)
+
+
+def dask_setup(worker: Any) -> None:
+    """Bring the agent back when a node's worker takes a dead one's place (Dask calls a preload)."""
+    for parent in Path(worker.local_directory).parents:
+        if parent.name == worker.name and (wanted := parent / WANTED_FILE).is_file():
+            raw = json.loads(wanted.read_bytes())
+            order = AgentOrder(
+                worker_id=raw["worker_id"], node_dir=raw["node_dir"], argv=tuple(raw["argv"])
+            )
+            with _keepers_lock:
+                _keepers[order.worker_id] = AgentKeeper(order)
+
+
+def read_agent(order: AgentOrder) -> AgentInfo | None:
+    """Return what the node's agent last announced, whether it runs or not."""
+    try:
+        raw = json.loads((Path(order.node_dir) / AGENT_FILE).read_bytes())
+        return AgentInfo(
+            worker_id=order.worker_id,
+            pid=raw["pid"],
+            address=raw["address"],
+            incarnation=raw["incarnation"],
+            adopted=True,
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def find_agent(order: AgentOrder) -> AgentInfo | None:
+    """Return the agent that runs for this node already, or None."""
+    info = read_agent(order)
+    if info is None or not _is_alive(info.pid) or not _is_for(info.pid, order.worker_id):
+        return None
+    return info if _answers(info.address) else None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat[stat.rindex(b")") + 2 : stat.rindex(b")") + 3] not in b"ZX"
+
+
+def _is_for(pid: int, worker_id: str) -> bool:
+    # a pid is used again sooner or later: the process must name our node
+    with contextlib.suppress(OSError):
+        return worker_id.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return False
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S).close()
+        return True
+    return False

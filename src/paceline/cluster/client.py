@@ -1,0 +1,260 @@
+"""Fleet: start agents, calls and processes on an installation's nodes, and hold nodes for a job.
+
+A thin adapter over Dask, which only places and watches: every call is pinned to one node's worker,
+is never retried elsewhere, has a deadline, and ends with WorkerLost when that worker dies. Dask's
+errors are translated here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from paceline.cluster.addresses import AgentInfo, Node, labels_of, node_names
+from paceline.cluster.agents import AgentOrder, ensure_agent
+from paceline.cluster.held_nodes import HeldNodes, ProcessResult, open_nodes, run_process
+from paceline.cluster.pinned_calls import Calls
+from paceline.config import Runtime
+from paceline.errors import NotFound, PacelineError, ServiceUnavailable, WorkerLost
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 15.0
+RETURN_DEADLINE_S = 15.0  # a lost worker is back within a second or two, unless its node is gone
+PRESENCE_EVERY_S = 0.5
+AGENT = (sys.executable, "-m", "paceline.cli.main", "agent")
+
+
+class Fleet:
+    """A connection to the nodes of one installation; use it in a ``with``."""
+
+    def __init__(self, runtime: Runtime, client: Any) -> None:
+        self.runtime = runtime
+        self._client = client
+
+    @classmethod
+    def connect(cls, runtime: Runtime, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Fleet:
+        """Return a connection to ``runtime``'s fleet. Raises ServiceUnavailable."""
+        import dask
+        from distributed import Client
+
+        from paceline.cluster.dask_service import dask_settings, security_of
+
+        address = runtime.endpoints.scheduler_address
+        try:
+            with dask.config.set(dask_settings()):
+                client = Client(
+                    address,
+                    security=security_of(runtime),
+                    timeout=timeout_s,
+                    set_as_default=False,
+                    name="paceline",
+                )
+        except OSError as error:  # connection refused, TLS refused, deadline passed
+            raise ServiceUnavailable(
+                "the fleet's scheduler does not answer",
+                got=error,
+                where=address,
+                do="See `paceline status`; start the installation with `paceline up`.",
+            ) from error
+        return cls(runtime, client)
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Disconnect; agents and workers stay."""
+        self._client.close(timeout=5)
+
+    def nodes(self) -> list[Node]:
+        """Return the nodes that can be reached now, in the profile's order."""
+        present = self._addresses()
+        return [
+            Node(
+                worker_id=each, address=present[each], labels=labels_of(self.runtime.profile, each)
+            )
+            for each in node_names(self.runtime.profile)
+            if each in present
+        ]
+
+    def ensure_agents(
+        self,
+        worker_ids: Sequence[str] | None = None,
+        timeout_s: float = 30.0,
+        *,
+        agent_argv: Sequence[str] = AGENT,
+    ) -> dict[str, AgentInfo]:
+        """Return each node's agent, running: started where none was, adopted where one was.
+
+        Agents are kept running until their node's worker ends. Without ``worker_ids`` it means all
+        nodes of the profile. Raises WorkerLost for a node that is away, NotReady for an agent that
+        is not well.
+        """
+        wanted = list(node_names(self.runtime.profile) if worker_ids is None else worker_ids)
+        deadline = time.monotonic() + timeout_s
+        addresses = self._await_nodes(wanted, timeout_s)
+        orders = {each: self._agent_order(each, agent_argv) for each in wanted}
+        patience_s = max(0.1, deadline - time.monotonic() - 0.5)
+        calls = self._calls(slot=False)
+        for worker_id, order in orders.items():
+            calls.submit(worker_id, addresses[worker_id], ensure_agent, order, patience_s)
+        answers = calls.gather(max(1.0, deadline - time.monotonic()))
+        for answer in answers.values():
+            if isinstance(answer, BaseException):
+                raise answer
+        return {each: answers[each] for each in wanted}
+
+    def run_on(self, worker_id: str, fn: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
+        """Return ``fn(*args)`` as run on ``worker_id``; its own error is raised here.
+
+        A ``fn`` with a keyword parameter ``worker_id`` is told where it runs. Raises WorkerLost
+        when the node's worker dies, ServiceUnavailable past ``timeout_s`` (``fn`` itself cannot be
+        stopped: what must be killable is a process, see `run_process`).
+        """
+        answer = self.map_nodes(fn, [worker_id], *args, timeout_s=timeout_s)[worker_id]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def map_nodes(
+        self, fn: Callable[..., Any], worker_ids: Sequence[str], *args: Any, timeout_s: float
+    ) -> dict[str, Any]:
+        """Return what ``fn(*args)`` gave on each node, or the error it ended with there."""
+        calls = self._calls(slot=True)
+        deadline = time.monotonic() + timeout_s
+        addresses = self._await_nodes(worker_ids, min(timeout_s, RETURN_DEADLINE_S), partial=True)
+        told = _takes_worker_id(fn)
+        for worker_id in worker_ids:
+            if worker_id in addresses:
+                named = {"worker_id": worker_id} if told else {}
+                calls.submit(worker_id, addresses[worker_id], fn, *args, **named)
+        answers = calls.gather(max(0.1, deadline - time.monotonic()))
+        return {each: answers.get(each, _away(each)) for each in worker_ids}
+
+    def run_process(
+        self,
+        worker_id: str,
+        *,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        input_json: str = "",
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+        deadline_s: float,
+        cancel: threading.Event | None = None,
+        grace_s: float = 5.0,
+    ) -> ProcessResult:
+        """Run ``argv`` on ``worker_id`` in a process group of its own, and return how it ended.
+
+        ``input_json`` is its standard input; each JSON object that it writes as a line reaches
+        ``on_event`` at once. At the deadline, on ``cancel`` (Cancelled) or on any exception here it
+        is asked to stop and killed after ``grace_s``, with everything it started. Raises
+        WorkerLost.
+        """
+        return run_process(
+            self, worker_id, argv, env or {}, input_json, on_event, deadline_s, cancel, grace_s
+        )
+
+    @contextlib.contextmanager
+    def open_nodes(
+        self,
+        workers: Sequence[str],
+        argv: Sequence[str],
+        *,
+        wait_s: float,
+        cancel: threading.Event | None = None,
+        on_wait: Callable[[str], None] | None = None,
+    ) -> Iterator[HeldNodes]:
+        """Hold ``workers`` for the time of the ``with``, with ``argv`` running on each.
+
+        Nodes that other gangs hold are waited for, in one order and without holding up anybody
+        else's circle; ``on_wait`` hears who holds them. Raises Conflict after ``wait_s``, Cancelled
+        when ``cancel`` is set, WorkerLost for a node that is away.
+        """
+        with open_nodes(
+            self, workers, argv, wait_s=wait_s, cancel=cancel, on_wait=on_wait
+        ) as nodes:
+            yield nodes
+
+    # -- for the modules of this package
+
+    def _calls(self, *, slot: bool) -> Calls:
+        return Calls(self._client, self._addresses, slot=slot)
+
+    def _addresses(self) -> dict[str, str]:
+        """Return the address of each node's Dask worker, where there is one now."""
+        with _translated(self.runtime.endpoints.scheduler_address):
+            workers = self._client.scheduler_info(n_workers=-1)["workers"]
+        return {str(each["name"]): address for address, each in workers.items()}
+
+    def _await_nodes(
+        self, worker_ids: Sequence[str], timeout_s: float, *, partial: bool = False
+    ) -> dict[str, str]:
+        known = set(node_names(self.runtime.profile))
+        if unknown := [each for each in worker_ids if each not in known]:
+            raise NotFound("no such node", got=", ".join(unknown), wanted=f"one of {sorted(known)}")
+        deadline = time.monotonic() + timeout_s
+        while True:
+            present = self._addresses()
+            missing = [each for each in worker_ids if each not in present]
+            if not missing or (partial and time.monotonic() > deadline):
+                return present
+            if time.monotonic() > deadline:
+                raise _away(missing[0])
+            time.sleep(0.1)
+
+    def _agent_order(self, worker_id: str, agent_argv: Sequence[str]) -> AgentOrder:
+        labels = labels_of(self.runtime.profile, worker_id)
+        argv = [*agent_argv, "--state", str(self.runtime.state_dir), "--worker-id", worker_id]
+        argv += ["--host", labels.host, "--rack", labels.rack]
+        if labels.zone:
+            argv += ["--zone", labels.zone]
+        argv += ["--link-mbit", str(self.runtime.profile.cluster.link_mbit), "--die-with-parent"]
+        directory = str(self.runtime.node_dir(worker_id))
+        return AgentOrder(worker_id=worker_id, node_dir=directory, argv=tuple(argv))
+
+
+def _away(worker_id: str) -> WorkerLost:
+    return WorkerLost(
+        "the node is away",
+        got="no Dask worker of that name",
+        wanted="one",
+        where=worker_id,
+        do="Its nanny starts it again within seconds; see `paceline status` if it does not.",
+    )
+
+
+def _takes_worker_id(fn: Callable[..., Any]) -> bool:
+    with contextlib.suppress(TypeError, ValueError):
+        found = inspect.signature(fn).parameters.get("worker_id")
+        return found is not None and found.kind == inspect.Parameter.KEYWORD_ONLY
+    return False
+
+
+@contextlib.contextmanager
+def _translated(address: str) -> Iterator[None]:
+    try:
+        yield
+    except PacelineError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:  # CommClosedError, timeouts, closed client
+        raise ServiceUnavailable(
+            "the fleet's scheduler does not answer",
+            got=error,
+            where=address,
+            do="See `paceline status`.",
+        ) from error

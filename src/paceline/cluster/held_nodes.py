@@ -1,0 +1,318 @@
+"""Nodes that one job holds, with a process on each that listens: started, told, heard, ended.
+
+The port of ``paceline.training`` for its launchers, on Dask. What the processes are is an argv;
+what is told and heard are JSON objects, a line each. A node whose process or Dask worker is lost
+says so once, and can be started again when it is back. Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from paceline.cluster import worker_processes as remote
+from paceline.cluster.pinned_calls import (
+    CLAIM_DEADLINE_S,
+    Calls,
+    Crew,
+    Member,
+    call,
+    check_cancel,
+    claimed,
+)
+from paceline.cluster.worker_processes import Order
+from paceline.errors import PacelineError, WorkerLost
+from paceline.text import printable
+
+# One process on one node, in a process group of its own, followed to its end.
+#
+# It tells by JSON lines, and nothing of it is left: at its deadline, on cancel, and when the caller
+# dies (the lease, see remote.py). What runs is an argv.
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+LAUNCH_DEADLINE_S = 20.0
+
+OnEvent = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessResult:
+    """How a process ended."""
+
+    exit_code: int  # negative: by that signal
+    ended: Literal["exited", "deadline"]
+    last_line: str | None  # of its standard output
+    stderr_tail: str
+    seconds: float
+
+
+def run_process(
+    fleet: Any,
+    worker_id: str,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    input_json: str,
+    on_event: OnEvent | None,
+    deadline_s: float,
+    cancel: threading.Event | None,
+    grace_s: float,
+) -> ProcessResult:
+    """Run one process; see `Fleet.run_process`."""
+    began = time.monotonic()
+    process = Member(
+        worker_id=worker_id,
+        address=fleet._await_nodes([worker_id], 15.0)[worker_id],
+        order=Order(
+            process_id=f"process-{uuid.uuid4().hex[:12]}",
+            argv=tuple(argv),
+            env=dict(env),
+            input_json=input_json,
+            directory=str(fleet.runtime.node_dir(worker_id) / "work"),
+        ),
+    )
+    crew = Crew(fleet, [process])
+    ended: Literal["exited", "deadline"] = "exited"
+    try:
+        crew.start(LAUNCH_DEADLINE_S)
+        while not process.over:
+            deliver(crew.follow(TICK_S), on_event)
+            check_cancel(cancel, worker_id)
+            if time.monotonic() - began > deadline_s and not process.over:
+                ended = "deadline"
+                break
+        if process.lost:
+            raise WorkerLost(
+                "the process was lost with its node", got=process.lost, where=worker_id
+            )
+    finally:
+        crew.end(grace_s)
+    code = process.news.exit_code
+    return ProcessResult(
+        exit_code=-9 if code is None else code,
+        ended=ended,
+        last_line=process.last_line,
+        stderr_tail=process.news.stderr_tail,
+        seconds=time.monotonic() - began,
+    )
+
+
+def deliver(lines: Sequence[tuple[Member, str]], on_event: OnEvent | None) -> None:
+    """Hand each line that is a JSON object to ``on_event``; log the others."""
+    for member, line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            log.info("%s: %s", member.worker_id, printable(line, 500))
+        elif on_event is not None:
+            on_event(event)
+
+
+END_GRACE_S = 5.0
+# Whoever waits for nodes that may be frozen does not ask the others for news meanwhile, and their
+# leases (30 s) lapse.
+DROP_PATIENCE_S = 3.0
+START_PATIENCE_S = 3.0
+ENDING_S = 60.0  # for a dropped process to be gone, in the background
+# A thread in a process that forks spoils it; numpy's library would start some at import.
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A line of a node's process, or that it is lost."""
+
+    worker_id: str
+    line: Mapping[str, Any] = field(default_factory=dict)
+    lost: str = ""
+
+
+class HeldNodes:
+    """The nodes of one job; see `Fleet.open_nodes`."""
+
+    def __init__(self, fleet: Any, job_id: str, argv: Sequence[str]) -> None:
+        self._fleet = fleet
+        self._job_id = job_id
+        self._argv = tuple(argv)
+        self._members: dict[str, Member] = {}
+        self._following = Crew(fleet, [])  # all of them: one question a node at a time
+        self._count = 0
+        self._endings: list[tuple[Calls, float]] = []  # of dropped processes, and until when
+
+    def tell(self, worker_id: str, order: Mapping[str, Any]) -> None:
+        """Write ``order`` as a line to the node's process; raises WorkerLost."""
+        if why := self.tell_all({worker_id: order}):
+            raise WorkerLost("the node takes no order", got=why[worker_id], where=worker_id)
+
+    def tell_all(self, orders: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Tell each node its order, all at once; return why, by node, where one took none."""
+        calls = self._fleet._calls(slot=False)
+        untold: dict[str, str] = {}
+        for worker_id, order in orders.items():
+            if (member := self._members.get(worker_id)) is None:
+                untold[worker_id] = "no process runs there"
+                continue
+            text = json.dumps(order) + "\n"
+            process_id = member.order.process_id
+            calls.submit(worker_id, member.address, remote.tell, process_id, text)
+        try:
+            answers = calls.gather(CLAIM_DEADLINE_S)
+        except PacelineError as error:  # the scheduler is gone: nobody was reached for sure
+            answers = {each: error for each in orders if each not in untold}
+        for worker_id, answer in answers.items():
+            if isinstance(answer, PacelineError):
+                untold[worker_id] = answer.one_line()
+            elif isinstance(answer, BaseException):
+                untold[worker_id] = repr(answer)
+        return untold
+
+    def hear(self, timeout_s: float) -> list[Heard]:
+        """Return what was said, as soon as something was, and [] after ``timeout_s``."""
+        if not self._members:
+            time.sleep(min(0.1, timeout_s))
+            return []
+        self._look_after_endings()
+        heard: list[Heard] = []
+        for member, text in self._following.follow(timeout_s):
+            try:
+                line = json.loads(text)
+            except ValueError:
+                log.info("%s: %s", member.worker_id, text[:500])
+                continue
+            if isinstance(line, dict):
+                heard.append(Heard(member.worker_id, line))
+        for member in [each for each in self._members.values() if each.over]:
+            why = member.lost or f"its process ended with {member.news.exit_code}"
+            if tail := member.news.stderr_tail.strip():
+                why = f"{why}: {tail.splitlines()[-1][:300]}"
+            self.drop(member.worker_id)
+            heard.append(Heard(member.worker_id, lost=why))
+        return heard
+
+    def host(self, worker_id: str) -> str:
+        """Return the address that other nodes reach this one at."""
+        return self._member(worker_id).address.split("://", 1)[-1].rsplit(":", 1)[0]
+
+    def start(self, worker_id: str) -> bool:
+        """Start the node's process unless it runs; return whether the node could be reached."""
+        if worker_id in self._members:
+            return True
+        address = self._fleet._addresses().get(worker_id)
+        if address is None:
+            return False
+        try:
+            holder = call(
+                self._fleet, worker_id, address, remote.claim, self._job_id,
+                deadline_s=START_PATIENCE_S,
+            )  # fmt: skip
+            if holder:
+                log.warning("node is held by another worker=%s holder=%s", worker_id, holder)
+                return False
+            self.start_all({worker_id: address})
+        except PacelineError as error:
+            log.warning("node's process was not started worker=%s why=%s", worker_id, error)
+            return False
+        return True
+
+    def start_all(self, addresses: Mapping[str, str]) -> None:
+        """Start the processes of nodes that are claimed, all at once; raises what kept one from it
+        (then none runs)."""
+        members = [self._new(each, address) for each, address in addresses.items()]
+        crew = Crew(self._fleet, members)
+        try:
+            crew.start(LAUNCH_DEADLINE_S)
+        except BaseException:
+            crew.end(0.0, DROP_PATIENCE_S)
+            raise
+        self._members |= {each.worker_id: each for each in members}
+        self._following.members += members
+
+    def _new(self, worker_id: str, address: str) -> Member:
+        self._count += 1
+        order = Order(
+            process_id=f"{self._job_id}-{worker_id}-{self._count}",
+            argv=self._argv,
+            env=_ENVIRONMENT,
+            input_json="",
+            directory=str(self._fleet.runtime.node_dir(worker_id) / "work"),
+            gang_id=self._job_id,
+            listens=True,
+        )
+        return Member(worker_id, order, address)
+
+    def drop(self, worker_id: str) -> None:
+        """End the node's process by force, without waiting: many may be cut off at once.
+
+        One that cannot be reached ends with its lease.
+        """
+        if (member := self._members.pop(worker_id, None)) is not None:
+            self._following.members.remove(member)
+            calls = self._fleet._calls(slot=False)
+            process_id = member.order.process_id
+            calls.submit(worker_id, member.address, remote.end, [process_id], 0.0)
+            self._endings.append((calls, time.monotonic() + ENDING_S))
+
+    def _look_after_endings(self, patience_s: float = 0.0) -> None:
+        for calls, until in list(self._endings):
+            try:
+                ended = bool(calls.some(min(patience_s, max(0.0, until - time.monotonic()))))
+            except PacelineError as error:
+                log.warning("a dropped process ends with its lease: %s", error)
+                ended = True
+            if ended or time.monotonic() > until:
+                calls.give_up()
+                self._endings.remove((calls, until))
+
+    def close(self) -> None:
+        """End every node's process."""
+        self._following.end(END_GRACE_S)
+        deadline = time.monotonic() + DROP_PATIENCE_S
+        while self._endings and time.monotonic() < deadline:
+            self._look_after_endings(0.1)
+        for calls, _ in self._endings:
+            calls.give_up()
+        calls = self._fleet._calls(slot=False)
+        for worker_id, member in self._members.items():  # one that came back has a new address
+            calls.submit(worker_id, member.address, remote.release, self._job_id)
+        self._members.clear()
+        with contextlib.suppress(Exception):  # a claim lapses by itself
+            calls.gather(CLAIM_DEADLINE_S)
+
+    def _member(self, worker_id: str) -> Member:
+        if (member := self._members.get(worker_id)) is None:
+            raise WorkerLost("no process runs there", where=worker_id)
+        return member
+
+
+@contextlib.contextmanager
+def open_nodes(
+    fleet: Any,
+    workers: Sequence[str],
+    argv: Sequence[str],
+    *,
+    wait_s: float,
+    cancel: threading.Event | None,
+    on_wait: Callable[[str], None] | None,
+) -> Iterator[HeldNodes]:
+    """Hold nodes and run ``argv`` on each; see `Fleet.open_nodes`."""
+    job_id = f"gang-{uuid.uuid4().hex[:12]}-{os.getpid()}"
+    addresses = fleet._await_nodes(list(workers), 15.0)
+    wanted = {each: addresses[each] for each in workers}
+    with claimed(fleet, job_id, wanted, wait_s, cancel, on_wait=on_wait):
+        nodes = HeldNodes(fleet, job_id, argv)
+        try:
+            nodes.start_all(wanted)
+            yield nodes
+        finally:
+            nodes.close()

@@ -1,0 +1,270 @@
+"""Start, stop and look at an embedded installation, from any process.
+
+The work is done by the supervisor process (supervisor.py); this is its remote control.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline import errors
+from paceline.cluster.embedded import remove_runtime, require_ours, require_protected
+from paceline.cluster.guard import descendants
+from paceline.cluster.processes import clean_environment, resident_bytes
+from paceline.cluster.service import Launch, ServiceSpec, StopReport
+from paceline.cluster.supervisor import LOCK_FILE, SERVICES_LOCK_FILE, STATUS_FILE, locked_error
+from paceline.config import Profile, Runtime
+from paceline.errors import NotReady, PacelineError
+from paceline.schemas.command_results import InstallationStatus, ServiceStatus
+from paceline.system.files import ensure_private, own_directory
+from paceline.system.processes import holder_of
+
+STOP_DEADLINE_S = 40.0
+STOP_MARGIN_S = (
+    60.0  # on top of the profile's readiness deadline: imports, stopping after a failure
+)
+
+_liveness: list[int] = []  # writing ends of our liveness pipes: open as long as this process lives
+
+
+def start(
+    profile: Profile,
+    state_dir: Path | str,
+    *,
+    detach: bool,
+    liveness_fd: int | None = None,
+    extra_services: Sequence[ServiceSpec] = (),
+    only: Sequence[str] | None = None,
+    on_progress: Callable[[str, str, float | None], None] | None = None,
+) -> Runtime:
+    """Start an installation in ``state_dir`` and return it once all its blocking services are
+    ready.
+
+    ``detach`` leaves it running after this process; otherwise it stops when this process dies,
+    however that happens (or when ``liveness_fd``, the reading end of a pipe, closes). ``only``
+    names the embedded servers to run, all by default. ``on_progress`` hears (service, state,
+    seconds).
+
+    Raises StateLocked, PortInUse, NotReady, MissingTool, InvalidProfile (servers would listen
+    unprotected), Conflict (the directory is not an embedded installation's), AccessDenied (it is
+    another user's); nothing is left running then.
+    """
+    state = Path(state_dir).absolute()
+    require_protected(profile, only)
+    require_ours(state)
+    own_directory(state)
+    logs = state / "logs"
+    own_directory(logs)
+    if _is_locked(state / LOCK_FILE):
+        raise locked_error(state)
+    launch = Launch(
+        profile=json.loads(profile.model_dump_json()),
+        only=None if only is None else tuple(only),
+        extra_services=tuple(extra_services),
+    )
+    lent: list[int] = []
+    if not detach and liveness_fd is None:
+        reading, writing = os.pipe()
+        _liveness.append(writing)
+        lent.append(reading)
+        liveness_fd = reading
+    report_read, report_write = os.pipe()
+    lent.append(report_write)
+    lent_to_child = [report_write]
+    argv = [sys.executable, "-m", "paceline.cluster.supervisor", "--state", str(state)]
+    argv += ["--report-fd", str(report_write)]
+    if liveness_fd is not None and not detach:
+        argv += ["--liveness-fd", str(liveness_fd)]
+        lent_to_child.append(liveness_fd)
+    log_path = logs / "supervisor.log"
+    ensure_private(log_path)
+    try:
+        with log_path.open("ab") as output:
+            process = subprocess.Popen(
+                argv,
+                env=clean_environment(),
+                cwd=state,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=lent_to_child,
+                start_new_session=True,
+            )
+    finally:
+        for fd in lent:
+            os.close(fd)
+    with os.fdopen(report_read, "rb") as reports:
+        try:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(launch.model_dump_json().encode())
+            deadline = time.monotonic() + profile.services.ready_timeout_s * 2 + STOP_MARGIN_S
+            runtime = _await_ready(reports, deadline, on_progress, log_path)
+        except BaseException:
+            _end(process)
+            raise
+    process.returncode = 0  # it is nobody's to wait for: the supervisor outlives this object
+    return runtime
+
+
+def stop(state_dir: Path | str, *, timeout_s: float = STOP_DEADLINE_S) -> StopReport:
+    """Stop the installation in ``state_dir`` in order, and return once nothing of it runs.
+
+    Past ``timeout_s`` the supervisor is killed, and everything with it. Stopping what does not run
+    is fine. Raises Conflict where the directory is not an embedded installation's.
+    """
+    state = Path(state_dir).absolute()
+    began = time.monotonic()
+    require_ours(state)
+    pid = _owner(state)
+    if pid is None:
+        _wait_unlocked(state / SERVICES_LOCK_FILE, 10.0)
+        remove_runtime(state)
+        return StopReport(was_running=False)
+    with holder_of(state / LOCK_FILE, pid) as supervisor:
+        if supervisor is not None:
+            supervisor.send(signal.SIGTERM)
+        forced = not _wait_unlocked(state / LOCK_FILE, timeout_s)
+        if forced and supervisor is not None:
+            supervisor.send(signal.SIGKILL)
+    if not _wait_unlocked(state / SERVICES_LOCK_FILE, 15.0):
+        raise NotReady(
+            "processes of the installation still run", where=state, do="Look for guard.py."
+        )
+    _reap(pid)
+    remove_runtime(state)
+    return StopReport(was_running=True, pid=pid, seconds=time.monotonic() - began, forced=forced)
+
+
+def status(state_dir: Path | str) -> InstallationStatus:
+    """Return how the installation in ``state_dir`` does, with the memory of each service now."""
+    state = Path(state_dir).absolute()
+    pid = _owner(state)
+    try:
+        last = InstallationStatus.model_validate_json((state / STATUS_FILE).read_bytes())
+    except (OSError, ValueError):
+        last = InstallationStatus(running=False)
+    if pid is None:
+        stopped = [
+            each.model_copy(update={"state": "stopped", "pid": 0, "session": 0})
+            for each in last.services
+        ]
+        return InstallationStatus(running=False, services=tuple(stopped))
+    if last.pid != pid:  # it has only just taken the lock
+        return InstallationStatus(running=True, pid=pid)
+    services = tuple(_measured(each) for each in last.services)
+    total = sum(each.rss_bytes for each in services) + resident_bytes([pid])
+    problems = [f"{each.name}: {each.problem}" for each in services if each.state == "failed"]
+    return last.model_copy(
+        update={"services": services, "rss_bytes": total, "problem": "; ".join(problems)}
+    )
+
+
+def _await_ready(
+    reports: object,
+    deadline: float,
+    on_progress: Callable[[str, str, float | None], None] | None,
+    log_path: Path,
+) -> Runtime:
+    assert hasattr(reports, "fileno")
+    pending = b""
+    while True:
+        left = deadline - time.monotonic()
+        readable, _, _ = select.select([reports], [], [], max(0.0, left))
+        chunk = os.read(reports.fileno(), 65536) if readable else b""
+        if not chunk:
+            raise NotReady(
+                "the supervisor did not get ready",
+                got="no word in time" if not readable else f"it ended: {_last_line(log_path)}",
+                where=log_path,
+                do="Read that log, then try again.",
+            )
+        *lines, pending = (pending + chunk).split(b"\n")
+        for line in lines:
+            event = json.loads(line)
+            if event["event"] == "ready" and "runtime" in event:
+                return Runtime.model_validate(event["runtime"])
+            if event["event"] == "error":
+                raise _rebuilt(event)
+            if on_progress is not None:
+                on_progress(event["service"], event["event"], event["seconds"])
+
+
+def _rebuilt(event: dict[str, Any]) -> PacelineError:
+    kind = getattr(errors, str(event["code"]), PacelineError)
+    what, got, wanted, where, do = event["fields"]
+    error: PacelineError = kind(what, got=got, wanted=wanted, where=where, do=do)
+    return error
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+    try:
+        process.wait(STOP_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _wait_unlocked(path: Path, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while _is_locked(path):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _owner(state: Path) -> int | None:
+    path = state / LOCK_FILE
+    if not _is_locked(path):
+        return None
+    text = path.read_text().strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _reap(pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):  # only where this same process started it
+        os.waitpid(pid, os.WNOHANG)
+
+
+def _measured(service: ServiceStatus) -> ServiceStatus:
+    if not service.session:
+        return service
+    pids = [service.session, *descendants(service.session)]
+    return service.model_copy(
+        update={"rss_bytes": resident_bytes(pids), "processes": len(pids) - 1}
+    )
+
+
+def _last_line(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        lines = path.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "(no output)"
+    return "(no log)"

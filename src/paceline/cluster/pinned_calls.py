@@ -1,0 +1,341 @@
+"""Calls pinned to nodes, and processes on nodes as seen from the caller.
+
+``Calls`` are Dask futures with a deadline that notice a dead worker; ``Crew`` starts processes on
+several nodes, all or none, and follows them by asking each node for news. Neither knows why a
+process runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.cluster import worker_processes as remote
+from paceline.cluster.worker_processes import News, Order
+from paceline.errors import Cancelled, Conflict, ServiceUnavailable, WorkerLost
+
+log = logging.getLogger(__name__)
+
+PRESENCE_EVERY_S = 0.5
+NEWS_WAIT_S = 0.5
+NEWS_PATIENCE_S = 15.0  # a node that does not answer for this long is frozen or cut off
+RESULT_TIMEOUT_S = 10.0
+PAUSE_S = 5.0  # between two looks: we were stopped or busy ourselves, and nobody else is to blame
+
+
+class Calls:
+    """Calls under way, each pinned to a node's worker; never retried, never moved."""
+
+    def __init__(self, client: Any, addresses: Callable[[], dict[str, str]], *, slot: bool) -> None:
+        self._client = client
+        self._addresses = addresses
+        # Work takes one of the node's slots; control never waits for work.
+        self._resources = {"slot": 1} if slot else None
+        self._pending: dict[Any, tuple[str, str]] = {}  # future → its key here, address
+        self._next_presence = time.monotonic() + PRESENCE_EVERY_S
+        self._news = threading.Event()
+
+    def submit(
+        self, key: str, address: str, fn: Callable[..., Any], *args: Any, **named: Any
+    ) -> None:
+        """Start ``fn`` on the worker at ``address``; its answer comes under ``key``."""
+        future = self._client.submit(
+            fn,
+            *args,
+            **named,
+            key=f"paceline-{getattr(fn, '__name__', 'call')}-{uuid.uuid4().hex}",
+            workers=[address],
+            allow_other_workers=False,
+            pure=False,
+            retries=0,
+            resources=self._resources,
+        )
+        self._pending[future] = (key, address)
+        future.add_done_callback(lambda _: self._news.set())
+
+    def some(self, timeout_s: float) -> dict[str, Any]:
+        """Return answers (or errors) that came within ``timeout_s``, as soon as there is one."""
+        if not self._pending:
+            time.sleep(timeout_s)
+            return {}
+        self._news.wait(timeout_s)
+        self._news.clear()
+        answers = self._take(lambda future: future.status != "pending")
+        if time.monotonic() >= self._next_presence:
+            self._next_presence = time.monotonic() + PRESENCE_EVERY_S
+            present = set(self._addresses().values())
+            gone = {
+                future for future, (_, address) in self._pending.items() if address not in present
+            }
+            for future in gone:  # Dask would leave it pending until no-workers-timeout
+                key, address = self._pending.pop(future)
+                future.cancel()
+                answers[key] = _died(key, address)
+        return answers
+
+    def gather(self, timeout_s: float) -> dict[str, Any]:
+        """Return all answers; what is not there after ``timeout_s`` is an error, and given up."""
+        deadline = time.monotonic() + timeout_s
+        answers: dict[str, Any] = {}
+        while self._pending and (left := deadline - time.monotonic()) > 0:
+            answers |= self.some(min(left, PRESENCE_EVERY_S))
+        for key in self.give_up():
+            answers[key] = ServiceUnavailable(
+                "the node did not answer in time", wanted=f"within {timeout_s:.0f} s", where=key
+            )
+        return answers
+
+    def give_up(self) -> list[str]:
+        """Cancel what is pending and return its keys."""
+        keys = [key for key, _ in self._pending.values()]
+        for future in self._pending:
+            with contextlib.suppress(Exception):  # the scheduler may be gone as well
+                future.cancel()
+        self._pending.clear()
+        return keys
+
+    def _take(self, is_done: Callable[[Any], bool]) -> dict[str, Any]:
+        done = [future for future in self._pending if is_done(future)]
+        return {self._pending[each][0]: _outcome(each, *self._pending.pop(each)) for each in done}
+
+
+def _outcome(future: Any, key: str, address: str) -> Any:
+    from distributed.client import FuturesCancelledError
+    from distributed.scheduler import KilledWorker, NoValidWorkerError
+
+    try:
+        return future.result(timeout=RESULT_TIMEOUT_S)
+    except (KilledWorker, NoValidWorkerError):
+        return _died(key, address)
+    except FuturesCancelledError as error:
+        return ServiceUnavailable("the fleet's scheduler was lost", got=error, where=address)
+    except Exception as error:  # noqa: BLE001 - it is the call's own answer
+        return error
+
+
+def _died(key: str, address: str) -> WorkerLost:
+    return WorkerLost(
+        "the node's Dask worker died",
+        got="no word from it",
+        wanted="an answer",
+        where=f"{key} ({address})",
+        do="Run it again: the node comes back by itself.",
+    )
+
+
+@dataclass
+class _Question:
+    """Asked of a node and not yet answered: since when, and about which processes."""
+
+    since: float
+    ids: frozenset[str]
+
+
+@dataclass(eq=False)
+class Member:
+    """A process of a crew."""
+
+    worker_id: str
+    order: Order
+    address: str = ""
+    pid: int = 0
+    news: News = field(default_factory=News)
+    last_line: str | None = None
+    lost: str = ""  # why it cannot be asked any more
+
+    @property
+    def over(self) -> bool:
+        """Return whether it ended, or its node did."""
+        return bool(self.lost) or self.news.exit_code is not None
+
+
+class Crew:
+    """Processes on nodes, started together and followed together."""
+
+    def __init__(self, fleet: Any, members: Sequence[Member]) -> None:
+        self.members = list(members)
+        self._fleet = fleet
+        self._asking: Calls = fleet._calls(slot=False)
+        self._asked: dict[str, _Question] = {}  # by address
+        self._looked_at = time.monotonic()
+
+    def start(self, deadline_s: float) -> None:
+        """Start every process, or none. Raises what kept one from starting."""
+        calls = self._fleet._calls(slot=False)
+        for member in self.members:
+            calls.submit(member.order.process_id, member.address, remote.launch, member.order)
+        answers = calls.gather(deadline_s)
+        for member in self.members:
+            answer = answers[member.order.process_id]
+            if isinstance(answer, OSError):  # no room, no descriptors, no more processes
+                raise WorkerLost(
+                    "the node cannot start a process", got=answer, where=member.worker_id
+                ) from answer
+            if isinstance(answer, BaseException):
+                raise answer
+            member.pid = answer
+
+    def follow(self, wait_s: float) -> list[tuple[Member, str]]:
+        """Wait at most ``wait_s`` for news; return the lines that came, in each member's order."""
+        now = time.monotonic()
+        if (paused := now - self._looked_at) > PAUSE_S:
+            for question in self._asked.values():
+                question.since += paused
+        for address, members in self._by_address(living=True).items():
+            if address not in self._asked:
+                cursors = {each.order.process_id: each.news.cursor for each in members}
+                self._asking.submit(address, address, remote.news, cursors, NEWS_WAIT_S)
+                self._asked[address] = _Question(now, frozenset(cursors))
+        lines: list[tuple[Member, str]] = []
+        for address, answer in self._asking.some(wait_s).items():
+            asked = self._asked.pop(address).ids
+            for member in self._by_address(living=True).get(address, []):
+                if member.order.process_id not in asked:
+                    continue  # it came after the question, in the place of one that ended
+                if isinstance(answer, BaseException):
+                    member.lost = str(answer)
+                    continue
+                member.news = answer[member.order.process_id]
+                for line in member.news.lines:
+                    member.last_line = line
+                    lines.append((member, line))
+        self._looked_at = time.monotonic()
+        for address, question in self._asked.items():
+            if self._looked_at - question.since > NEWS_WAIT_S + NEWS_PATIENCE_S:
+                for member in self._by_address(living=True).get(address, []):
+                    if member.order.process_id in question.ids:
+                        member.lost = f"the node has not answered for {NEWS_PATIENCE_S:.0f} s"
+        return lines
+
+    def end(self, grace_s: float, patience_s: float | None = None) -> None:
+        """End every process that may still run, and learn its last words.
+
+        ``patience_s``: for the answers; by default what ending may take. Never raises: a node that
+        cannot be asked loses its processes by itself (lease and guards).
+        """
+        calls = self._fleet._calls(slot=False)
+        for address, members in self._by_address(living=False).items():
+            ids = [
+                each.order.process_id
+                for each in members
+                if not (each.lost and each.news.exit_code is None and each.pid == 0)
+            ]
+            if ids:
+                calls.submit(address, address, remote.end, ids, grace_s)
+        try:
+            most_s = grace_s + remote.KILL_PATIENCE_S + NEWS_PATIENCE_S
+            answers = calls.gather(most_s if patience_s is None else patience_s)
+        except Exception:
+            log.exception("processes could not be ended by hand; their leases will")
+            answers = {}
+        finally:
+            self._asking.give_up()
+        last: dict[str, News] = {}
+        for answer in answers.values():
+            if isinstance(answer, dict):
+                last |= answer
+            else:
+                log.warning("processes end with their node or lease: %s", answer)
+        for member in self.members:
+            if (news := last.get(member.order.process_id)) is not None:
+                member.news = news
+
+    def _by_address(self, *, living: bool) -> dict[str, list[Member]]:
+        found: dict[str, list[Member]] = {}
+        for member in self.members:
+            if not (living and member.over):
+                found.setdefault(member.address, []).append(member)
+        return found
+
+
+# Claims: a gang's nodes are its own, all of them or none, for as long as it lasts.
+#
+# Nodes are claimed in one order and kept while the next is waited for, so gangs neither interleave
+# nor deadlock; a claim whose gang is gone lapses by itself (the lease, see remote.py). Knows
+# nothing of what runs there.
+
+CLAIM_RETRY_S = 0.2
+CLAIM_DEADLINE_S = 10.0
+
+
+@contextlib.contextmanager
+def claimed(
+    fleet: Any,
+    gang_id: str,
+    addresses: Mapping[str, str],
+    deadline_s: float,
+    cancel: threading.Event | None,
+    *,
+    on_wait: Callable[[str], None] | None = None,
+) -> Iterator[None]:
+    """Hold the nodes (by worker id, with their addresses) for the time of the ``with``.
+
+    Others that hold them are waited for, in one order, and named to ``on_wait``. Raises Conflict
+    after ``deadline_s``, Cancelled.
+    """
+    told: str | None = None
+    nodes = dict(sorted(addresses.items()))
+    deadline = time.monotonic() + deadline_s
+    held: list[str] = []
+    try:
+        while len(held) < len(nodes):
+            # Always in the same order, keeping what is held: so gangs cannot wait in a circle.
+            for worker_id in [*held, *[each for each in nodes if each not in held]]:
+                holder = call(fleet, worker_id, nodes[worker_id], remote.claim, gang_id)
+                if holder is not None:
+                    break
+                if worker_id not in held:
+                    held.append(worker_id)
+            else:
+                break
+            check_cancel(cancel, gang_id)
+            if time.monotonic() > deadline:
+                raise Conflict(
+                    "the node is taken by another gang",
+                    got=holder,
+                    wanted=f"free within {deadline_s:.0f} s",
+                    where=worker_id,
+                    do="Wait for the other job to end, or cancel it.",
+                )
+            if on_wait is not None and holder != told:
+                told = holder
+                on_wait(
+                    f"waiting for {worker_id}: it is held by {holder} (at most {deadline_s:.0f} s)"
+                )
+            time.sleep(CLAIM_RETRY_S)
+        yield
+    finally:
+        calls = fleet._calls(slot=False)
+        for worker_id, address in nodes.items():
+            calls.submit(worker_id, address, remote.release, gang_id)
+        with contextlib.suppress(Exception):  # a claim lapses by itself
+            calls.gather(CLAIM_DEADLINE_S)
+
+
+def call(
+    fleet: Any,
+    worker_id: str,
+    address: str,
+    fn: Callable[..., Any],
+    *args: Any,
+    deadline_s: float = CLAIM_DEADLINE_S,
+) -> Any:
+    """Return ``fn(*args)`` as run on the node, outside of its slots; raises its own error."""
+    calls = fleet._calls(slot=False)
+    calls.submit(worker_id, address, fn, *args)
+    answer = calls.gather(deadline_s)[worker_id]
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def check_cancel(cancel: threading.Event | None, where: str) -> None:
+    """Raise Cancelled where the caller asked for it."""
+    if cancel is not None and cancel.is_set():
+        raise Cancelled("cancelled by the caller", where=where)

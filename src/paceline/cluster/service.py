@@ -1,0 +1,342 @@
+"""One service under the supervisor: a small state machine stepped by the supervisor's only thread.
+
+waiting → starting → ready (or done, for a one-shot) → restarting → starting …, or failed.
+Knows how to start, check, restart and stop a process; not which services there are.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import logging
+import socket
+import ssl
+import urllib.parse
+from collections import deque
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.cluster.addresses import listens
+from paceline.cluster.guard import descendants
+from paceline.cluster.processes import Guarded, clean_environment, start_guarded
+from paceline.errors import NotReady, PacelineError
+from paceline.schemas.base import Name, Record
+from paceline.schemas.command_results import ServiceStatus
+
+# What a service is, as data: how to start it, how to tell that it is ready, how to stop it.
+#
+# Flows, deployments and servers reach the supervisor only in this form; it imports none of them.
+
+
+class Ready(Record):
+    """How to tell that a service is ready.
+
+    ``http``: a GET of ``url`` answers 2xx. ``port``: it listens on ``port``. ``file``: ``path``
+    exists. ``exit``: it ended with 0 (a one-shot). ``alive``: it runs. Where ``port`` is known, the
+    listener must also be the service's own process.
+    """
+
+    kind: Literal["http", "port", "file", "exit", "alive"] = "alive"
+    url: str = ""
+    authorization: str = ""  # "user:password" to ask with
+    port: int = 0
+    host: str = "127.0.0.1"  # where ``port`` is tried
+    path: str = ""
+
+
+class ServiceSpec(Record):
+    """One process of an installation."""
+
+    name: Name
+    argv: tuple[str, ...] = Field(min_length=1)
+    env: dict[str, str] = Field(default_factory=dict)
+    cwd: str | None = None
+    ready: Ready = Ready()
+    after: tuple[Name, ...] = ()  # start only once these are ready
+    blocking: bool = True  # `start` waits for it, and fails when it does not get ready
+    stop_phase: int = 0  # lower stops earlier
+    stop_grace_s: float = Field(default=5.0, ge=0)
+    max_restarts: int = Field(default=5, ge=0)  # within RESTART_WINDOW_S; then it is given up
+
+
+class Launch(Record):
+    """What `start` hands to the supervisor process on its standard input."""
+
+    profile: dict[str, object]
+    only: tuple[Name, ...] | None = None  # of the embedded servers; None: all
+    extra_services: tuple[ServiceSpec, ...] = ()
+
+
+class StopReport(Record):
+    """What `stop` found and did."""
+
+    was_running: bool
+    pid: int = 0
+    seconds: float = 0.0
+    forced: bool = False  # the supervisor did not end by itself in time
+
+
+log = logging.getLogger(__name__)
+
+CHECK_EVERY_S = 0.1
+CHECK_TIMEOUT_S = 10.0
+ALIVE_AFTER_S = 0.5  # a service without a check counts as ready when it has lived this long
+BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+RESTART_WINDOW_S = 300.0
+LOG_LIMIT_BYTES = 32 * 1024 * 1024
+TAIL_BYTES = 8192
+GUARD_PATIENCE_S = 3.0  # beyond a service's own grace, before its guard is killed
+
+
+class Service:
+    """A service, its process, and what became of it."""
+
+    def __init__(self, spec: ServiceSpec, log_path: Path, checks: Executor, lock_fd: int) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self.state = "waiting"
+        self.problem = ""
+        self.restarts = 0
+        self.ready_s: float | None = None
+        self.process: Guarded | None = None
+        self.was_ready = False
+        self._checks = checks
+        self._check: Future[bool] | None = None
+        self._next_check = 0.0
+        self._started = 0.0
+        self._resume_at = 0.0
+        self._crashes: deque[float] = deque(maxlen=100)
+        self._log_offset = 0
+        self._lock_fd = lock_fd
+        self._stop_by: float | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Return whether others may start after it."""
+        return self.state in ("ready", "done")
+
+    def step(self, now: float, settled: set[str], ready_timeout_s: float) -> bool:
+        """Do what is due at ``now``; return whether the state changed.
+
+        Raises NotReady when a blocking service ends, or misses its deadline, before it was ever
+        ready.
+        """
+        before = self.state
+        if (self.state == "waiting" and settled.issuperset(self.spec.after)) or (
+            self.state == "restarting" and now >= self._resume_at
+        ):
+            self._start(now)
+        elif self.state in ("starting", "ready"):
+            self._watch(now, ready_timeout_s)
+        return self.state != before
+
+    def _start(self, now: float) -> None:
+        self.log_path.touch(mode=0o600)
+        self._trim_log()
+        self._log_offset = self.log_path.stat().st_size
+        try:
+            with self.log_path.open("ab") as output:
+                self.process = start_guarded(
+                    self.spec.argv,
+                    env=clean_environment(self.spec.env),
+                    cwd=self.spec.cwd,
+                    grace_s=self.spec.stop_grace_s,
+                    stdout=output,
+                    stderr=output,
+                    keep_fds=(self._lock_fd,),
+                )
+        except PacelineError as error:
+            self._crashed(now, error.one_line())
+            return
+        self._started = now
+        self._check = None
+        self._next_check = now
+        self.state = "starting"
+
+    def _watch(self, now: float, ready_timeout_s: float) -> None:
+        assert self.process is not None
+        code = self.process.exit_code()
+        if code is not None:
+            if code == 0 and self.spec.ready.kind == "exit":
+                self.state = "done"
+                self._became_ready(now)
+            else:
+                self._crashed(
+                    now, f"ended by signal {-code}" if code < 0 else f"exited with {code}"
+                )
+            return
+        if self.state != "starting":
+            return
+        if self._is_ready(now):
+            self.state = "ready"
+            self._became_ready(now)
+        elif now - self._started > ready_timeout_s:
+            reason = f"not ready after {ready_timeout_s:.0f} s"
+            if self.spec.blocking and not self.was_ready:
+                raise self._not_ready(reason)
+            self.process.kill()
+            self.process.wait(GUARD_PATIENCE_S)
+            self._crashed(now, reason)
+
+    def _became_ready(self, now: float) -> None:
+        self.was_ready = True
+        self.problem = ""
+        self.ready_s = round(now - self._started, 2)
+        log.info("service ready name=%s seconds=%.2f", self.spec.name, self.ready_s)
+
+    def _crashed(self, now: float, reason: str) -> None:
+        self.problem = f"{reason}: {self.tail()}"
+        log.warning("service ended name=%s reason=%s", self.spec.name, self.problem)
+        if self.spec.blocking and not self.was_ready:
+            raise self._not_ready(reason)
+        self._crashes.append(now)
+        recent = sum(1 for each in self._crashes if now - each < RESTART_WINDOW_S)
+        if recent > self.spec.max_restarts:
+            self.state = "failed"
+            log.error("service given up name=%s restarts=%d", self.spec.name, self.restarts)
+            return
+        self.restarts += 1
+        self._resume_at = now + BACKOFF_S[min(recent, len(BACKOFF_S)) - 1]
+        self.state = "restarting"
+
+    def _not_ready(self, reason: str) -> NotReady:
+        return NotReady(
+            f"{self.spec.name} did not get ready",
+            got=f"{reason}; its last words: {self.tail() or '(none)'}",
+            wanted=_wanted(self.spec.ready),
+            where=self.log_path,
+            do="Read that log, then try again; everything was stopped.",
+        )
+
+    def _is_ready(self, now: float) -> bool:
+        if self.spec.ready.kind == "exit":
+            return False
+        if self.spec.ready.kind == "alive":
+            return now - self._started > ALIVE_AFTER_S
+        if self._check is not None:
+            if not self._check.done():
+                return False
+            answer = self._check.result()
+            self._check = None
+            self._next_check = now + CHECK_EVERY_S
+            return answer
+        if now >= self._next_check:
+            assert self.process is not None
+            self._check = self._checks.submit(check, self.spec.ready, self.process.guard_pid)
+        return False
+
+    def ask_to_stop(self, now: float) -> None:
+        """Begin to stop; ``stopped`` then tells when it is done."""
+        if self.process is not None:
+            self.process.ask_to_stop()
+            self._stop_by = now + self.spec.stop_grace_s + GUARD_PATIENCE_S
+
+    def stopped(self, now: float) -> bool:
+        """Return whether nothing of it runs any more; past its deadline, kill its guard."""
+        if self.process is None or self.process.exit_code() is not None:
+            self.state = "stopped" if self.state not in ("failed", "done") else self.state
+            return True
+        if self._stop_by is not None and now > self._stop_by:
+            log.error("service outlived its grace, killed name=%s", self.spec.name)
+            self.process.kill_guard()
+        return False
+
+    def keep_log_small(self) -> None:
+        """Bound the log: its process appends, so what is cut off simply is no longer there."""
+        if self.log_path.exists() and self.log_path.stat().st_size > LOG_LIMIT_BYTES:
+            self._trim_log()
+
+    def _trim_log(self) -> None:
+        if self.log_path.stat().st_size > LOG_LIMIT_BYTES // 2:
+            with self.log_path.open("rb") as file:
+                file.seek(-min(LOG_LIMIT_BYTES // 4, self.log_path.stat().st_size), 2)
+                self.log_path.with_suffix(".log.1").write_bytes(file.read())
+            with self.log_path.open("r+b") as file:
+                file.truncate(0)
+
+    def tail(self) -> str:
+        """Return the last line that this run of the service wrote."""
+        try:
+            with self.log_path.open("rb") as file:
+                size = file.seek(0, 2)
+                file.seek(max(min(self._log_offset, size), size - TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        said = [line.strip() for line in lines if line.strip()]
+        return said[-1][:500] if said else ""
+
+    def status(self) -> ServiceStatus:
+        """Return how it does, but for memory, which whoever asks measures."""
+        running = self.process is not None and self.process.exit_code() is None
+        return ServiceStatus.model_validate(
+            {
+                "name": self.spec.name,
+                "state": self.state,
+                "pid": self.process.pid if running and self.process else 0,
+                "session": self.process.guard_pid if running and self.process else 0,
+                "restarts": self.restarts,
+                "ready_s": self.ready_s,
+                "log": str(self.log_path),
+                "problem": self.problem,
+            }
+        )
+
+
+def check(ready: Ready, guard_pid: int) -> bool:
+    """Return whether ``ready`` holds now, and by a process of ours below ``guard_pid``."""
+    if ready.kind == "http" and not _answers(ready.url, ready.authorization):
+        return False
+    if ready.kind == "port" and not _accepts(ready.host, ready.port):
+        return False
+    if ready.kind == "file" and not Path(ready.path).exists():
+        return False
+    return not ready.port or listens(descendants(guard_pid), ready.port)
+
+
+def _accepts(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=CHECK_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _answers(url: str, authorization: str) -> bool:
+    parts = urllib.parse.urlsplit(url)
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        # Nothing is told and nothing believed but that something answers; whose port it is, the
+        # processes say (``listens``).
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(
+            parts.netloc, timeout=CHECK_TIMEOUT_S, context=context
+        )
+    else:
+        connection = http.client.HTTPConnection(parts.netloc, timeout=CHECK_TIMEOUT_S)
+    try:
+        headers = {}
+        if authorization:
+            encoded = base64.b64encode(authorization.encode()).decode()
+            headers["Authorization"] = f"Basic {encoded}"
+        target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
+        connection.request("GET", target, headers=headers)
+        return 200 <= connection.getresponse().status < 300
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _wanted(ready: Ready) -> str:
+    return {
+        "http": f"an answer from {ready.url}",
+        "port": f"a listener on port {ready.port}",
+        "file": f"the file {ready.path}",
+        "exit": "an end with code 0",
+        "alive": "a running process",
+    }[ready.kind]

@@ -1,0 +1,361 @@
+"""The supervisor: one process a state directory, parent of every server of an embedded
+installation.
+
+Run by `start` (see installation.py) as ``python -m paceline.cluster.supervisor --state DIR …``. It
+holds the lock of the state directory, reserves the ports, starts the services, restarts what
+crashes, and stops everything when it is told to, when its liveness pipe closes, or when starting
+fails. Its services run under guards that die with it. It knows services only as data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import select
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from paceline.cluster.addresses import ReservedPort, reserve_port
+from paceline.cluster.embedded import (
+    embedded_services,
+    ensure_secrets,
+    remove_runtime,
+    require_ours,
+)
+from paceline.cluster.guard import become_subreaper, descendants, kill_descendants
+from paceline.cluster.processes import resident_bytes
+from paceline.cluster.service import Launch, Service
+from paceline.config import Endpoints, Profile, Runtime, save_runtime, write_private
+from paceline.errors import Cancelled, Conflict, NotReady, PacelineError, PortInUse, StateLocked
+from paceline.schemas.command_results import InstallationStatus
+from paceline.text import log_to_stderr
+
+log = logging.getLogger(__name__)
+
+LOCK_FILE = "supervisor.lock"
+SERVICES_LOCK_FILE = "services.lock"  # held by the guards: free once their last process is gone
+STATUS_FILE = "supervisor.json"
+TICK_S = 0.05
+IDLE_TICK_S = 0.5
+HOUSEKEEPING_S = 10.0
+LEFTOVERS_DEADLINE_S = 20.0
+MEMORY_WATERMARK_BYTES = 4_000_000_000  # servers stay below 2.5; the rest is ranks and flows
+
+
+class Supervisor:
+    """Runs one installation's services until it is told to stop."""
+
+    def __init__(self, state_dir: Path, report_fd: int, liveness_fd: int | None) -> None:
+        self.state_dir = state_dir
+        self.report_fd = report_fd
+        self.liveness_fd = liveness_fd
+        self.services: list[Service] = []
+        self.ports: list[ReservedPort] = []
+        self.started = time.monotonic()
+        self.started_at = time.time()
+        self.ready_s: float | None = None
+        self.stop_reason = ""
+        self._poller = select.poll()
+        self._wake_read = -1
+        self._lock_fd = -1
+        self._services_lock_fd = -1
+        self._next_housekeeping = 0.0
+        self._told_memory = False
+
+    def run(self, launch: Launch) -> None:
+        """Start everything, report, keep it running, stop it. Raises what made starting fail."""
+        self._watch_signals()
+        self._lock()
+        require_ours(self.state_dir)  # before anything may remove its runtime.json
+        become_subreaper()
+        try:
+            self._start(launch)
+            self._keep()
+        finally:
+            self._stop()
+
+    # -- starting
+
+    def _watch_signals(self) -> None:
+        self._wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        self._poller.register(self._wake_read, select.POLLIN)
+        self._poller.register(self.report_fd, 0)  # hang-up only: whoever waits for us has gone
+        if self.liveness_fd is not None:
+            self._poller.register(self.liveness_fd, select.POLLIN)
+
+    def _lock(self) -> None:
+        self._lock_fd = os.open(
+            self.state_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+        for attempt in range(10):
+            try:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if attempt == 9:
+                    raise locked_error(self.state_dir) from error
+                time.sleep(0.02)  # perhaps only somebody looking whether it is locked
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        self._services_lock_fd = os.open(
+            self.state_dir / SERVICES_LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+        deadline = time.monotonic() + LEFTOVERS_DEADLINE_S
+        while True:
+            # Guards of a killed supervisor may still be tidying up: two servers on one database is
+            # worse than a short wait.
+            try:
+                fcntl.flock(self._services_lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise Conflict(
+                        "processes of an earlier start still run",
+                        wanted="none left",
+                        where=self.state_dir,
+                        do="Look for guard.py in the list of processes and end them.",
+                    ) from None
+                time.sleep(0.05)
+            else:
+                return
+
+    def _start(self, launch: Launch) -> None:
+        profile = Profile.model_validate(launch.profile)
+        endpoints = self._reserve(profile)
+        runtime = Runtime(
+            profile=profile,
+            state_dir=self.state_dir,
+            endpoints=endpoints,
+            secrets=ensure_secrets(self.state_dir),
+        )
+        specs = [
+            each
+            for each in embedded_services(runtime)
+            if launch.only is None or each.name in launch.only
+        ]
+        logs = self.state_dir / "logs"
+        checks = ThreadPoolExecutor(max_workers=8, thread_name_prefix="check")
+        for spec in (*specs, *launch.extra_services):
+            self.services.append(
+                Service(spec, logs / f"{spec.name}.log", checks, self._services_lock_fd)
+            )
+        known = {each.spec.name for each in self.services}
+        for each in self.services:
+            if unknown := set(each.spec.after) - known:
+                raise NotReady("service waits for one that does not exist", got=sorted(unknown))
+        save_runtime(runtime)  # complete: every port is already ours
+        self._save_status()
+        timeout_s = profile.services.ready_timeout_s
+        while not all(each.settled for each in self.services if each.spec.blocking):
+            self._wait(TICK_S)
+            if self.stop_reason:
+                raise Cancelled(f"start was given up: {self.stop_reason}", where=self.state_dir)
+            self._step(timeout_s)
+        self.ready_s = round(time.monotonic() - self.started, 2)
+        self._save_status()
+        used = resident_bytes([os.getpid(), *descendants(os.getpid())])
+        log.info("installation ready seconds=%.2f resident_bytes=%d", self.ready_s, used)
+        self._poller.unregister(self.report_fd)
+        self._report({"event": "ready", "runtime": json.loads(runtime.model_dump_json())})
+        os.close(self.report_fd)
+        self.report_fd = -1
+
+    def _reserve(self, profile: Profile) -> Endpoints:
+        host = profile.services.host
+
+        def port(purpose: str, wanted: int) -> int:
+            if wanted and wanted in [each.number for each in self.ports]:
+                raise PortInUse(
+                    "port is asked for twice",
+                    got=f"{wanted} for {purpose} as well",
+                    where="services of the profile",
+                    do="Give each server its own, or 0 for any free one.",
+                )
+            self.ports.append(reserve_port(host, wanted, purpose=purpose))
+            return self.ports[-1].number
+
+        prefect = port("Prefect", profile.services.prefect_port)
+        security, first = profile.security, profile.services.coordinator_port
+        encrypted = security.rest_tls in ("installation", "files")
+        scheme = "https" if encrypted else "http"
+        authority = f"{security.authority}/ca.pem" if security.rest_tls == "installation" else ""
+        ports = [
+            port("the coordinator", first and first + number)
+            for number in range(profile.control.replicas)
+        ]
+        replicas = tuple(f"{scheme}://{host}:{each}" for each in ports)
+        return Endpoints(
+            prefect_api_url=f"http://{host}:{prefect}/api",
+            prefect_ui_url=f"http://{host}:{prefect}",
+            mlflow_url=f"http://{host}:{port('MLflow', profile.services.mlflow_port)}",
+            s3_url=f"http://{host}:{port('S3', profile.services.s3_port)}",
+            coordinator_url=replicas[0],
+            coordinator_urls=replicas,
+            coordinator_ca=security.rest_ca or authority if encrypted else "",
+            scheduler_address=f"tls://{host}:{port('Dask', profile.services.scheduler_port)}",
+        )
+
+    # -- running
+
+    def _keep(self) -> None:
+        timeout_s = 120.0
+        while not self.stop_reason:
+            moving = any(
+                each.state in ("waiting", "starting", "restarting") for each in self.services
+            )
+            self._wait(TICK_S if moving else IDLE_TICK_S)
+            self._step(timeout_s)
+            if time.monotonic() >= self._next_housekeeping:
+                self._next_housekeeping = time.monotonic() + HOUSEKEEPING_S
+                for each in self.services:
+                    each.keep_log_small()
+                self._kill_strays()
+                self._watch_memory()
+
+    def _step(self, timeout_s: float) -> None:
+        now = time.monotonic()
+        settled = {each.spec.name for each in self.services if each.settled}
+        changed = False
+        for each in self.services:
+            if each.step(now, settled, timeout_s):
+                changed = True
+                self._report(
+                    {"event": each.state, "service": each.spec.name, "seconds": each.ready_s}
+                )
+        if changed:
+            self._save_status()
+
+    def _wait(self, seconds: float) -> None:
+        for fd, _ in self._poller.poll(seconds * 1000):
+            if fd == self._wake_read:
+                numbers = os.read(fd, 4096)
+                self.stop_reason = self.stop_reason or signal.Signals(numbers[0]).name
+            elif fd == self.report_fd:
+                self.stop_reason = "the process that started it has gone"
+            elif not os.read(fd, 4096):
+                self._poller.unregister(fd)
+                self.stop_reason = "the process that held the liveness pipe has gone"
+
+    def _kill_strays(self) -> None:
+        # Orphans come to us when a guard was killed; whatever is below us but under no guard goes.
+        guards = {each.process.guard_pid for each in self.services if each.process}
+        below = set(descendants(os.getpid()))
+        guarded = set(guards)
+        for guard in guards:
+            guarded |= set(descendants(guard))
+        if below - guarded:
+            log.warning("killing strays pids=%s", sorted(below - guarded))
+            kill_descendants(keep=frozenset(guarded))
+
+    def _watch_memory(self) -> None:
+        used = resident_bytes([os.getpid(), *descendants(os.getpid())])
+        if used > MEMORY_WATERMARK_BYTES and not self._told_memory:
+            self._told_memory = True  # once: it is a hint, not an alarm
+            log.warning("memory above watermark bytes=%d", used)
+
+    # -- stopping
+
+    def _stop(self) -> None:
+        log.info("stopping reason=%s", self.stop_reason or "start failed")
+        for phase in sorted({each.spec.stop_phase for each in self.services}):
+            members = [each for each in self.services if each.spec.stop_phase == phase]
+            for each in members:
+                each.ask_to_stop(time.monotonic())
+            while sum(not each.stopped(time.monotonic()) for each in members):
+                self._poller.poll(20)
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+        if not kill_descendants():
+            log.error("processes outlived SIGKILL")
+        for reservation in self.ports:
+            reservation.close()
+        self._save_status()
+        remove_runtime(self.state_dir)
+        log.info("stopped")
+
+    # -- telling
+
+    def _save_status(self) -> None:
+        status = InstallationStatus(
+            running=True,
+            ready=self.ready_s is not None,
+            pid=os.getpid(),
+            started_at=self.started_at,
+            ready_s=self.ready_s,
+            services=tuple(each.status() for each in self.services),
+        )
+        try:
+            write_private(self.state_dir / STATUS_FILE, status.model_dump_json(indent=1).encode())
+        except OSError as error:  # a full disk is no reason to stop what runs
+            log.warning("status cannot be written error=%s", error)
+
+    def _report(self, event: dict[str, object]) -> None:
+        if self.report_fd >= 0:
+            report(self.report_fd, event)
+
+
+def locked_error(state_dir: Path) -> StateLocked:
+    """Return the error that names who owns ``state_dir``."""
+    try:
+        owner = (state_dir / LOCK_FILE).read_text().strip() or "(unknown)"
+    except OSError:
+        owner = "(unknown)"
+    return StateLocked(
+        "the state directory belongs to a running installation",
+        got=f"supervisor with pid {owner}",
+        wanted="no other",
+        where=state_dir,
+        do="Use it as it is, stop it with `paceline down`, or name another directory with --state.",
+    )
+
+
+def report(fd: int, event: dict[str, object]) -> None:
+    """Write one JSON line to whoever started us, if it is still there."""
+    with contextlib.suppress(OSError):
+        os.write(fd, json.dumps(event).encode() + b"\n")
+
+
+def main() -> int:
+    """Run the supervisor named on the command line; its `Launch` comes on standard input."""
+    parser = argparse.ArgumentParser(prog="paceline.cluster.supervisor")
+    parser.add_argument("--state", required=True, type=Path)
+    parser.add_argument("--report-fd", required=True, type=int)
+    parser.add_argument("--liveness-fd", type=int)
+    options = parser.parse_args()
+    os.set_inheritable(options.report_fd, False)
+    if options.liveness_fd is not None:
+        os.set_inheritable(options.liveness_fd, False)
+    os.umask(0o077)
+    log_to_stderr(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
+    launch = Launch.model_validate_json(sys.stdin.buffer.read())
+    supervisor = Supervisor(options.state, options.report_fd, options.liveness_fd)
+    try:
+        supervisor.run(launch)
+    except PacelineError as error:
+        log.exception("installation failed")
+        supervisor._report(
+            {
+                "event": "error",
+                "code": error.code,
+                "fields": [
+                    None if each is None else str(each)
+                    for each in (error.what, error.got, error.wanted, error.where, error.do)
+                ],
+            }
+        )
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,355 @@
+"""What runs inside a node's Dask worker: processes that are started, watched and ended from afar.
+
+A caller starts a process with an id of its choice, asks again and again for news (lines written,
+how it ended), and ends it. Whoever stops asking loses it: after ``LEASE_S`` without a question the
+process is killed, so that no rank outlives its flow. It also dies with the Dask worker, by its
+guard. Lines are buffered within bounds; a caller that is slow to ask slows the process down rather
+than losing lines.
+
+All calls are short but ``news``, which waits for some. Knows nothing of what the processes do.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from paceline.cluster.processes import Guarded, clean_environment, start_guarded
+from paceline.errors import Conflict, NotFound, WorkerLost
+
+LEASE_S = 30.0
+MAX_LINE_BYTES = 4 * 1024 * 1024
+MAX_BUFFERED_LINES = 2000
+MAX_BUFFERED_BYTES = 16 * 1024 * 1024
+STDERR_TAIL_BYTES = 32 * 1024
+MAX_PROCESSES = 256
+KILL_PATIENCE_S = 15.0
+TELL_PATIENCE_S = 5.0
+# The nanny sets these for its own worker; a process on the node decides for itself.
+_WORKER_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """A process to start on a node."""
+
+    process_id: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    input_json: str
+    directory: str  # working directory, made where missing
+    gang_id: str | None = None
+    listens: bool = False  # its standard input stays open, for ``tell``
+
+
+@dataclass(frozen=True, kw_only=True)
+class News:
+    """What became of a process since the caller last asked."""
+
+    lines: tuple[str, ...] = ()
+    cursor: int = 0  # give it with the next question: what came before is then forgotten
+    exit_code: int | None = None
+    stderr_tail: str = ""
+
+
+@dataclass(eq=False)
+class _Process:
+    guarded: Guarded
+    gang_id: str | None
+    stdin: int | None = None  # the writing end, of a process that listens
+    lines: deque[tuple[int, str]] = field(default_factory=deque)
+    buffered: int = 0
+    written: int = 0
+    exit_code: int | None = None
+    ended: float = 0.0
+    last_asked: float = field(default_factory=time.monotonic)
+    stderr: bytearray = field(default_factory=bytearray)
+    ending: bool = False
+
+
+_changed = threading.Condition()
+_processes: dict[str, _Process] = {}
+_gate: tuple[str, float] | None = None  # the gang that has this node, and until when
+
+
+def launch(order: Order) -> int:
+    """Start ``order`` and return its pid; the same order again returns the pid it already has."""
+    with _changed:
+        if known := _processes.get(order.process_id):
+            return known.guarded.pid
+        if len(_processes) >= MAX_PROCESSES:
+            raise Conflict(
+                "too many processes on this node", got=len(_processes), wanted=MAX_PROCESSES
+            )
+        if order.gang_id is not None and (_gate is None or _gate[0] != order.gang_id):
+            raise Conflict(
+                "the node belongs to another gang", got=_gate and _gate[0], wanted=order.gang_id
+            )
+        Path(order.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        env = clean_environment()
+        for name in _WORKER_SETTINGS:
+            env.pop(name, None)
+        env |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **order.env}
+        with _input(order) as stdin:
+            guarded = start_guarded(
+                order.argv,
+                env=env,
+                cwd=order.directory,
+                grace_s=LEASE_S,
+                stdin=stdin.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            process = _Process(guarded, order.gang_id, stdin=stdin.keep())
+        _processes[order.process_id] = process
+        threading.Thread(
+            target=_watch, args=(process,), name=f"watch-{order.process_id}", daemon=True
+        ).start()
+        return guarded.pid
+
+
+def tell(process_id: str, text: str) -> None:
+    """Write ``text`` to the standard input of a process that was ordered to listen.
+
+    Raises WorkerLost where it does not read any more: it ended, or it is frozen.
+    """
+    with _changed:
+        process = _known(process_id)
+        if process.stdin is None or process.exit_code is not None:
+            raise WorkerLost("the process listens no more", got=process.exit_code, where=process_id)
+        descriptor = process.stdin
+    data = memoryview(text.encode())
+    deadline = time.monotonic() + TELL_PATIENCE_S
+    while data:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([], [descriptor], [], left)[1]:
+            raise WorkerLost("the process does not read its orders", where=process_id)
+        try:
+            data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]
+        except OSError as error:
+            raise WorkerLost("the process is gone", got=error, where=process_id) from error
+
+
+def news(cursors: Mapping[str, int], wait_s: float) -> dict[str, News]:
+    """Return news of the processes named in ``cursors``, after at most ``wait_s`` if there is none
+    yet.
+
+    Raises NotFound for a process that does not exist (any more).
+    """
+    deadline = time.monotonic() + wait_s
+    with _changed:
+        while True:
+            found = {each: _known(each) for each in cursors}
+            now = time.monotonic()
+            for process_id, process in found.items():
+                process.last_asked = now
+                _forget(process, cursors[process_id])
+                _renew(process.gang_id)
+            fresh = any(each.lines or each.exit_code is not None for each in found.values())
+            if fresh or now >= deadline:
+                return {each: _tell(process) for each, process in found.items()}
+            _changed.wait(min(1.0, deadline - now))
+
+
+def end(process_ids: Sequence[str], grace_s: float) -> dict[str, News]:
+    """End processes and everything they started; return their last news and forget them.
+
+    Processes that do not exist are left out.
+    """
+    with _changed:
+        found = {each: _processes[each] for each in process_ids if each in _processes}
+        for process in found.values():
+            process.ending = True
+        _changed.notify_all()
+    for process in found.values():
+        process.guarded.ask_to_stop()
+    if not _await_end(list(found.values()), grace_s):
+        for process in found.values():
+            process.guarded.kill()
+        if not _await_end(list(found.values()), KILL_PATIENCE_S):
+            for process in found.values():
+                process.guarded.kill_guard()
+            _await_end(list(found.values()), 5.0)
+    with _changed:
+        last = {each: _tell(process) for each, process in found.items()}
+        for each in found:
+            _processes.pop(each, None)
+    return last
+
+
+def claim(gang_id: str) -> str | None:
+    """Give this node to ``gang_id`` and return None, or return the gang that has it.
+
+    A claim lapses ``LEASE_S`` after its gang was last heard of. (Dask's own MultiLock is never
+    given back when its holder is killed.) What a gang left running is killed first, and the node
+    is its until that is gone: two gangs never write side by side.
+    """
+    global _gate  # noqa: PLW0603 - one gate a worker process
+    with _changed:
+        now = time.monotonic()
+        if _gate is not None and _gate[0] != gang_id and now < _gate[1]:
+            return _gate[0]
+        left = [
+            each
+            for each in _processes.values()
+            if each.gang_id not in (None, gang_id) and each.exit_code is None
+        ]
+        for process in left:
+            process.ending = True
+            process.guarded.kill()
+        if left:
+            _changed.notify_all()
+            return left[0].gang_id
+        _gate = (gang_id, now + LEASE_S)
+        return None
+
+
+def release(gang_id: str) -> None:
+    """Give the node back."""
+    global _gate  # noqa: PLW0603
+    with _changed:
+        if _gate is not None and _gate[0] == gang_id:
+            _gate = None
+
+
+class _input:  # noqa: N801 - reads as what it is
+    """A process's standard input: a file that cannot fill up, or a pipe for one that listens."""
+
+    def __init__(self, order: Order) -> None:
+        self._kept: int | None = None
+        if order.listens:
+            self._read, self._kept = os.pipe()
+        else:
+            with tempfile.TemporaryFile() as file:
+                file.write(order.input_json.encode())
+                file.seek(0)
+                self._read = os.dup(file.fileno())
+        self._write = self._kept
+
+    def __enter__(self) -> _input:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._read)
+        if self._write is not None:  # not kept: the process could not be started
+            os.close(self._write)
+
+    def fileno(self) -> int:
+        """Return the reading end."""
+        return self._read
+
+    def keep(self) -> int | None:
+        """Return the writing end, the caller's from now on."""
+        self._write = None
+        return self._kept
+
+
+def _known(process_id: str) -> _Process:
+    try:
+        return _processes[process_id]
+    except KeyError:
+        raise NotFound("no such process on this node", got=process_id) from None
+
+
+def _renew(gang_id: str | None) -> None:
+    global _gate  # noqa: PLW0603
+    if gang_id is not None and _gate is not None and _gate[0] == gang_id:
+        _gate = (gang_id, time.monotonic() + LEASE_S)
+
+
+def _forget(process: _Process, cursor: int) -> None:
+    while process.lines and process.lines[0][0] <= cursor:
+        process.buffered -= len(process.lines.popleft()[1])
+        _changed.notify_all()
+
+
+def _tell(process: _Process) -> News:
+    return News(
+        lines=tuple(line for _, line in process.lines),
+        cursor=process.written,
+        exit_code=process.exit_code,
+        stderr_tail=process.stderr.decode(errors="replace"),
+    )
+
+
+def _await_end(processes: Iterable[_Process], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    with _changed:
+        while any(each.exit_code is None for each in processes):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            _changed.wait(left)
+    return True
+
+
+def _watch(process: _Process) -> None:
+    """Follow one process to its end (a thread each)."""
+    assert process.guarded.stdout is not None
+    assert process.guarded.stderr is not None
+    readers = [
+        threading.Thread(target=_read_lines, args=(process, process.guarded.stdout), daemon=True),
+        threading.Thread(target=_read_errors, args=(process, process.guarded.stderr), daemon=True),
+    ]
+    for reader in readers:
+        reader.start()
+    while (code := process.guarded.wait(1.0)) is None:
+        if time.monotonic() - process.last_asked > LEASE_S and not process.ending:
+            with _changed:
+                process.ending = True
+                process.stderr += b"\nnobody asked for this process any more: killed\n"
+                _changed.notify_all()
+            process.guarded.kill()
+    for reader in readers:
+        reader.join(LEASE_S)  # the guard has ended, so has everything that could still write
+    with _changed:
+        process.exit_code = code
+        process.ended = time.monotonic()
+        if process.stdin is not None:
+            os.close(process.stdin)
+            process.stdin = None
+        _changed.notify_all()
+    for reader, pipe in zip(readers, (process.guarded.stdout, process.guarded.stderr), strict=True):
+        if not reader.is_alive():
+            pipe.close()
+    while True:  # a caller that never comes back leaves no entry behind
+        with _changed:
+            if time.monotonic() - max(process.last_asked, process.ended) > LEASE_S:
+                for process_id in [each for each, known in _processes.items() if known is process]:
+                    del _processes[process_id]
+                return
+            if process not in _processes.values():
+                return
+            _changed.wait(LEASE_S / 4)
+
+
+def _read_lines(process: _Process, pipe: IO[bytes]) -> None:
+    while raw := pipe.readline(MAX_LINE_BYTES):
+        line = raw.decode(errors="replace").rstrip("\n")
+        with _changed:
+            while not process.ending and (
+                len(process.lines) >= MAX_BUFFERED_LINES or process.buffered >= MAX_BUFFERED_BYTES
+            ):
+                _changed.wait(1.0)
+            if len(process.lines) >= MAX_BUFFERED_LINES:
+                continue  # it is being ended: keep the pipe empty, so that it can end
+            process.written += 1
+            process.lines.append((process.written, line))
+            process.buffered += len(line)
+            _changed.notify_all()
+
+
+def _read_errors(process: _Process, pipe: IO[bytes]) -> None:
+    while chunk := pipe.read1(65536):  # type: ignore[attr-defined]
+        with _changed:
+            process.stderr += chunk
+            del process.stderr[:-STDERR_TAIL_BYTES]

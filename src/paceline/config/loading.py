@@ -1,0 +1,141 @@
+"""From ``profiles/NAME.toml`` to a profile; unknown keys fail and name the nearest valid one."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from paceline.config.settings import Profile
+from paceline.errors import InvalidProfile, shown
+
+MAX_BYTES = 256 * 1024  # of a file or of one override
+MAX_DOTS = 1000  # of a line: names and addresses have them too
+
+
+def profile_directories() -> list[Path]:
+    """Return where profiles are looked up: ``$PACELINE_PROFILES``, the source tree, the wheel."""
+    here = Path(__file__).resolve().parents[1]
+    places = [here.parents[1] / "profiles", here / "_profiles"]
+    if extra := os.environ.get("PACELINE_PROFILES"):
+        places.insert(0, Path(extra))
+    return [place for place in places if place.is_dir()]
+
+
+def load_profile(name_or_path: str, overrides: Mapping[str, str] | None = None) -> Profile:
+    """Return the profile named ``name_or_path`` with dotted ``overrides`` such as
+    ``{"cluster.link_mbit": "6"}`` applied (values are TOML literals, else strings).
+
+    Raises InvalidProfile naming the file, the key, and the nearest valid key.
+    """
+    path = _find(name_or_path)
+    try:
+        with path.open("rb") as file:
+            raw = _toml(file.read(MAX_BYTES + 1).decode())
+    except (OSError, ValueError) as error:
+        raise InvalidProfile(
+            "profile cannot be read",
+            got=error,
+            wanted="a TOML file",
+            where=path,
+            do="Fix the file.",
+        ) from error
+    for key, value in (overrides or {}).items():
+        _set(raw, key, value)
+    try:
+        return Profile.model_validate(raw)
+    except ValidationError as error:
+        raise _explain(error, path, overrides or {}) from error
+
+
+def _find(name_or_path: str) -> Path:
+    if name_or_path.endswith(".toml") or "/" in name_or_path:
+        path = Path(name_or_path)
+        if path.is_file():
+            return path
+    known = {file.stem: file for place in profile_directories() for file in place.glob("*.toml")}
+    if name_or_path in known:
+        return known[name_or_path]
+    raise InvalidProfile(
+        "no such profile",
+        got=name_or_path,
+        wanted=f"one of {', '.join(sorted(known)) or '(none found)'} or a path",
+        do=_nearest(name_or_path, list(known)),
+    )
+
+
+def _toml(text: str) -> dict[str, Any]:
+    """Return the document; raises ValueError. ``tomllib`` takes quadratic time over the parts of a
+    dotted key (40 KB of them: 4 s), raises RecursionError for nested brackets, and has no limits.
+    """
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"longer than {MAX_BYTES} bytes")
+    if any(line.count(".") > MAX_DOTS for line in text.splitlines()):
+        raise ValueError(f"a line with more than {MAX_DOTS} dots")
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _set(raw: dict[str, Any], dotted: str, value: str) -> None:
+    try:
+        parsed: Any = _toml(f"v = {value}")["v"]
+    except ValueError:
+        parsed = value
+    *parents, last = dotted.split(".")
+    table = raw
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise InvalidProfile("override goes through a value", got=dotted, wanted="section.key")
+    table[last] = parsed
+
+
+def _explain(error: ValidationError, path: Path, overrides: Mapping[str, str]) -> InvalidProfile:
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"]]
+    dotted = ".".join(location)
+    where = f"--set {dotted}" if dotted in overrides else path
+    if first["type"] == "extra_forbidden":
+        valid = _keys_at(location[:-1])
+        return InvalidProfile(
+            "unknown key in profile",
+            got=dotted,
+            wanted=f"one of {', '.join(sorted(valid))}",
+            where=where,
+            do=_nearest(location[-1], valid),
+        )
+    return InvalidProfile(
+        "bad value in profile",
+        got=f"{dotted} = {shown(first['input'])}",
+        wanted=_wanted(first["msg"], location),
+        where=where,
+    )
+
+
+def _wanted(message: str, location: list[str]) -> str:
+    """Return what pydantic's message wants, without its talk of inputs and classes."""
+    if "dictionary or instance" in message:
+        return f"a section with {', '.join(_keys_at(location))}"
+    wanted = message.removeprefix("Input should be ")
+    return "a list, e.g. [1, 2]" if wanted == "a valid tuple" else wanted
+
+
+def _keys_at(location: list[str]) -> list[str]:
+    model: type[BaseModel] = Profile
+    for part in location:
+        annotation = model.model_fields[part].annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            model = annotation
+    return list(model.model_fields)
+
+
+def _nearest(word: str, known: list[str]) -> str | None:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"Did you mean {close[0]!r}?" if close else None

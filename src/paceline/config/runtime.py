@@ -1,0 +1,242 @@
+"""A running installation: where its servers listen, and the secrets made for it.
+
+Kept in the state directory (mode 0600) and read by every component. Reads the environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from paceline.config.settings import Profile, Settings
+from paceline.errors import AccessDenied, Conflict, NotReady
+from paceline.system.files import write_private
+
+RUNTIME_FILE = "runtime.json"
+
+
+class Endpoints(Settings):
+    """Where a running installation listens."""
+
+    coordinator_url: str = ""  # of the first (or only) replica
+    coordinator_urls: tuple[str, ...] = ()  # of every replica, where there are several
+    coordinator_ca: str = ""  # PEM file that their certificates are checked against
+    s3_url: str = ""
+    prefect_api_url: str = ""
+    prefect_ui_url: str = ""
+    mlflow_url: str = ""
+    scheduler_address: str = ""  # tls://host:port of the Dask scheduler
+
+
+class Secrets(Settings):
+    """Generated for one installation; never printed whole, never in a flow's parameters."""
+
+    s3_access_key: str = ""
+    s3_secret_key: str = ""
+    coordinator_token: str = ""  # opens everything; "" on nodes that joined
+    worker_token: str = ""  # of a node that joined
+    peer_token: str = ""  # of a node that joined
+    prefect_auth: str = ""  # "user:password"
+    mlflow_auth: str = ""  # "user:password", "" where MLflow runs without authentication
+    tls_ca: str = ""  # paths of PEM files for Dask's TLS
+    tls_cert: str = ""
+    tls_key: str = ""
+
+    @property
+    def for_agents(self) -> str:
+        """Return what this node's agent shows the coordinator: it opens a worker's calls only."""
+        return self.worker_token or derived_token(self.coordinator_token, "agents")
+
+    @property
+    def for_records(self) -> str:
+        """Return the key that seals recorded results; "" on nodes that joined."""
+        return derived_token(self.coordinator_token, "records")
+
+    @property
+    def for_peers(self) -> str:
+        """Return what agents greet each other with; it opens nothing at the coordinator."""
+        return self.peer_token or derived_token(self.coordinator_token, "peers")
+
+    def __repr__(self) -> str:
+        return "Secrets(…)"
+
+    __str__ = __repr__
+
+
+def derived_token(token: str, purpose: str) -> str:
+    """Return a secret for ``purpose`` out of ``token``, which cannot be computed back from it."""
+    if not token:
+        return ""
+    return hmac.new(token.encode(), f"paceline {purpose}".encode(), hashlib.sha256).hexdigest()
+
+
+class Runtime(Settings):
+    """A profile, its state directory, and the servers that run for it."""
+
+    profile: Profile
+    state_dir: Path
+    endpoints: Endpoints
+    secrets: Secrets
+
+    @property
+    def models_url(self) -> str:
+        """Return ``s3://bucket/prefix`` under which models are published."""
+        storage = self.profile.storage
+        return f"s3://{storage.bucket}/{storage.model_prefix}"
+
+    @property
+    def data_url(self) -> str:
+        """Return ``s3://bucket/prefix`` under which data snapshots live."""
+        storage = self.profile.storage
+        return f"s3://{storage.bucket}/{storage.data_prefix}"
+
+    @property
+    def checkpoints_url(self) -> str:
+        """Return ``s3://bucket/prefix`` under which training checkpoints live."""
+        storage = self.profile.storage
+        return f"s3://{storage.bucket}/{storage.checkpoint_prefix}"
+
+    @property
+    def records_url(self) -> str:
+        """Return ``s3://bucket/prefix`` under which results are recorded by digest."""
+        return f"s3://{self.profile.storage.bucket}/records"
+
+    @property
+    def coordinator_ca(self) -> str:
+        """Return the file to check the coordinator's certificate against; "": the system's CAs."""
+        named = self.endpoints.coordinator_ca
+        return str(self.state_dir / named) if named else ""
+
+    def node_dir(self, worker_id: str) -> Path:
+        """Return the directory that belongs to node ``worker_id`` on its own disk."""
+        return self.state_dir / "nodes" / worker_id
+
+    def prefect_environment(self) -> dict[str, str]:
+        """Return the variables that point a Prefect client at this installation's server."""
+        return {
+            "PREFECT_API_URL": self.endpoints.prefect_api_url,
+            "PREFECT_API_AUTH_STRING": self.secrets.prefect_auth,
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "DO_NOT_TRACK": "1",
+        }
+
+
+class ObjectAccess(Settings):
+    """An S3 server and the credentials for it, read from a profile and the environment."""
+
+    endpoint_url: str
+    access_key: str
+    secret_key: str
+    region: str
+
+    def __repr__(self) -> str:
+        return f"ObjectAccess({self.endpoint_url!r})"
+
+    __str__ = __repr__
+
+
+def object_access(profile: Profile) -> ObjectAccess:
+    """Return the S3 server that ``profile`` names, with the credentials it refers to.
+
+    Raises AccessDenied naming the variables where there are none.
+    """
+    named = profile.objects
+    endpoint = (
+        named.endpoint_url
+        or os.environ.get("AWS_ENDPOINT_URL_S3")
+        or os.environ.get("AWS_ENDPOINT_URL")
+        or f"https://s3.{named.region}.amazonaws.com"
+    )
+    access_key = os.environ.get(named.access_key_env, "")
+    secret_key = os.environ.get(named.secret_key_env, "")
+    if not access_key or not secret_key:
+        missing = named.secret_key_env if access_key else named.access_key_env
+        raise AccessDenied(
+            "no S3 credentials",
+            got=f"${missing} is not set",
+            wanted=f"${named.access_key_env} and ${named.secret_key_env}",
+            where=endpoint,
+            do="Set both, or name a running installation with --state.",
+        )
+    return ObjectAccess(
+        endpoint_url=endpoint, access_key=access_key, secret_key=secret_key, region=named.region
+    )
+
+
+def named_secret(variable: str, needed_by: str | None = None) -> str:
+    """Return the secret in the environment's ``variable``, "" where it is not set.
+
+    Raises AccessDenied naming the variable where the setting ``needed_by`` cannot do without.
+    """
+    value = os.environ.get(variable, "") if variable else ""
+    if not value and needed_by is not None:
+        raise AccessDenied(
+            "a password is missing",
+            got=f"${variable} is not set",
+            wanted=f"the password that {needed_by} needs",
+            do="Set the variable for this process.",
+        )
+    return value
+
+
+def default_state_dir() -> Path:
+    """Return ``$PACELINE_STATE``, or ``.paceline`` in the working directory."""
+    return Path(os.environ.get("PACELINE_STATE") or ".paceline").absolute()
+
+
+def save_runtime(runtime: Runtime) -> Path:
+    """Write ``runtime`` into its state directory (mode 0600) and return the path.
+
+    Raises Conflict where another installation's is there: its first admin's token would be lost.
+    """
+    path = runtime.state_dir / RUNTIME_FILE
+    require_unused(runtime.state_dir, runtime.secrets.coordinator_token)
+    write_private(path, runtime.model_dump_json(indent=2).encode())
+    return path
+
+
+def require_unused(state_dir: Path, token: str = "") -> None:
+    """Raise Conflict where ``state_dir`` is an installation's with another token than ``token``."""
+    try:
+        found = json.loads((state_dir / RUNTIME_FILE).read_bytes())["secrets"]["coordinator_token"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # none, or nothing that says whose it is
+    if found and found != token:
+        raise Conflict(
+            "this directory is another installation's",
+            got=f"{RUNTIME_FILE} with the token of its first admin",
+            wanted="a new directory",
+            where=state_dir,
+            do="Name another with --state.",
+        )
+
+
+def load_runtime(state_dir: Path | str | None = None) -> Runtime:
+    """Return the runtime of the installation in ``state_dir``.
+
+    Raises NotReady where nothing was started there.
+    """
+    directory = Path(state_dir) if state_dir else default_state_dir()
+    path = directory / RUNTIME_FILE
+    try:
+        return Runtime.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise NotReady(
+            "nothing runs here",
+            got="no runtime.json",
+            wanted="a started installation",
+            where=directory,
+            do="Run `paceline up` (or name another directory with --state).",
+        ) from error
+    except (ValidationError, json.JSONDecodeError) as error:
+        raise NotReady(
+            "runtime file cannot be read",
+            got=str(error).splitlines()[0],
+            where=path,
+            do="Run `paceline down` and `paceline up` again.",
+        ) from error

@@ -1,0 +1,362 @@
+"""The sections of a profile, and the profile itself: sizes, stores, cluster, security, prices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import MutableMapping, Sequence
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+# What every section of a profile is: frozen, and strict about its keys.
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+# Which of a user's modules may run here, and what they find in their environment: one rule for all
+# that ``security.code_sources`` covers.
+
+# What user code may find in its environment; everything else is taken away before its import.
+_KEPT = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|LANG|LANGUAGE|LC_\w+|TZ|PWD|VIRTUAL_ENV|LD_LIBRARY_PATH"
+    r"|PYTHON(PATH|HOME|HASHSEED|UNBUFFERED|DONTWRITEBYTECODE|WARNINGS|FAULTHANDLER|UTF8)"
+    r"|(OMP|MKL|KMP|OPENBLAS|GLOO|NCCL|TORCH|TORCHINDUCTOR|CUDA|NVIDIA|CUBLAS|ATEN|ONEDNN)_\w+"
+    r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
+    r"|PACELINE_(ATTEMPT|WORKER_ID)"
+)
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|_KEY$|_AUTH", re.IGNORECASE)
+
+
+def module_allowed(module: str, sources: Sequence[str]) -> bool:
+    """Return whether ``module`` is one of ``sources``, or inside of one."""
+    return any(module == each or module.startswith(f"{each}.") for each in sources)
+
+
+def scrub(environment: MutableMapping[str, str], *, secrets_only: bool = False) -> list[str]:
+    """Remove every variable that user code has no need of, or just those that are called like a
+    secret; return their names.
+
+    Libraries that were imported before keep what they have read.
+    """
+    removed = [
+        name
+        for name in environment
+        if _SECRET.search(name) or not (secrets_only or _KEPT.fullmatch(name))
+    ]
+    for name in removed:
+        del environment[name]
+    return removed
+
+
+# The sections about data and training: what is learned from, how, and by whom.
+
+MIB = 1024 * 1024
+
+
+class DataSettings(Settings):
+    """The data snapshot, and how its samples become batches."""
+
+    source: str = "stdlib"  # the running Python's standard library, or a directory
+    format: Literal["text", "jsonl", "parquet", "tar"] = "text"  # of the files in the directory
+    text_field: str = "text"  # JSONL and Parquet: the column; tar: the member's extension
+    features: tuple[str, ...] = ()  # Parquet files of precomputed features, joined by ``key_field``
+    key_field: str = "key"
+    # of all features, those with one value for each token of their sample: cut where it is cut
+    token_features: tuple[str, ...] = ()
+    missing_features: Literal["refuse", "skip"] = "refuse"  # what a sample without them does
+    transform: str = ""  # module:function, sample → sample, on each read; "": none
+    # it runs in so many processes of each rank, at most so long for a sample, and whatever it does
+    # costs that sample; 0: on a thread of the rank, where one that hangs or crashes stops the job
+    transform_processes: int = Field(default=1, ge=0, le=256)
+    transform_deadline_s: float = Field(default=20.0, gt=0)  # well below guard.step_deadline_s
+    tokenizer: str = "bytes"  # or a tokenizer.json
+    max_bytes: int = Field(default=16 * MIB, ge=1024)
+    shard_bytes: int = Field(default=1 * MIB, ge=1024)
+    held_out_share: float = Field(default=0.1, gt=0, lt=1)
+    purpose: str = "language-model-training"
+    project: str = "paceline-demo"
+    seed: int = 0
+
+    # windows: one stream of tokens cut every ``context``; packed: whole documents, best fit, masked
+    # from each other; bucketed: documents of like length, padded; carried: long documents cut, each
+    # row going on where it stopped a batch before.
+    batching: Literal["windows", "packed", "bucketed", "carried"] = "windows"
+    # Rows of a global batch are read in so many columns, each from shards of its own: ranks whose
+    # number divides it open their share of the data only. 0: as suits the data.
+    columns: int = Field(default=0, ge=0)
+    cache_bytes: int = Field(default=10_000 * MIB, ge=1 * MIB)  # of shards on each node's disk
+    prefetch_batches: int = Field(default=4, ge=1, le=1024)
+    prefetch_shards: int = Field(default=4, ge=1, le=256)  # fetched at once
+    max_bad_share: float = Field(default=0.5, ge=0, lt=1)  # of shards in quarantine
+
+
+class MeshSettings(Settings):
+    """How ranks share a model; 0 for ``dp``: whatever is left of the ranks."""
+
+    dp: int = Field(default=0, ge=0)  # replicas
+    shard: int = Field(default=1, ge=1)  # parts of parameters and optimiser in each replica
+    tp: int = Field(default=1, ge=1)  # parts of each matrix
+    pp: int = Field(default=1, ge=1)  # groups of layers, one after another
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    microbatches: int = Field(default=0, ge=0)  # of a pipeline; 0: twice its stages
+    hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"  # how replicas send gradients
+    powersgd_rank: int = Field(default=2, ge=1)
+    sequence_parallel: bool = True  # where tp > 1
+
+
+class SynchronySettings(Settings):
+    """Whether replicas wait for each other at each step."""
+
+    kind: Literal["every-step", "local-sgd", "parameter-server"] = "every-step"
+    local_steps: int = Field(default=8, ge=1)  # between averages
+    max_staleness: int = Field(default=4, ge=0)  # versions a pushed gradient may lag
+
+
+class CheckpointSettings(Settings):
+    """When state is saved and how much of it is kept."""
+
+    interval: Literal["steps", "seconds", "auto"] = "steps"
+    every_steps: int = Field(default=25, ge=1)
+    every_s: float = Field(default=30.0, gt=0)
+    failures_per_day: float = Field(default=1.0, gt=0)  # of the gang, until some were seen
+    keep: int = Field(default=2, ge=1)  # newest
+    keep_best: int = Field(default=0, ge=0)  # beside them, by held-out loss
+    max_stall_share: float = Field(default=0.035, gt=0, lt=1)
+
+
+class GuardSettings(Settings):
+    """What happens when the numbers go wrong, and when a rank or its host does."""
+
+    on_bad_step: Literal["skip", "roll-back", "stop"] = "roll-back"  # NaN, or a spike of the loss
+    spike_factor: float = Field(default=3.0, gt=1)  # times the recent median; 1e9: never
+    spike_window: int = Field(default=50, ge=5)  # steps
+    max_bad_steps: int = Field(default=3, ge=0)  # skipped or rolled back, in one job
+    max_restarts: int = Field(default=3, ge=0)
+    min_ranks: int = Field(default=0, ge=0)  # fewer than ``ranks``: go on with what is left; 0: all
+    spares: int = Field(default=0, ge=0)  # ranks started and kept warm beside the gang
+    failures_per_host: int = Field(default=2, ge=1)  # then it is left out
+    start_deadline_s: float = Field(default=120.0, gt=0)
+    step_deadline_s: float = Field(default=60.0, gt=0)
+    checkpoint_deadline_s: float = Field(default=600.0, gt=0)
+    # From a preemption notice to the ranks' end. Clouds and Kubernetes kill 30 s after theirs,
+    # which is seen 2 s late at worst; what is left is for a step's end and for ending processes.
+    grace_s: float = Field(default=20.0, gt=0)
+    # Beside SIGTERM: a metadata URL, or a reference as ``code_ref`` to what returns a watcher.
+    preemption: str = ""
+    node_wait_s: float = Field(default=600.0, ge=0)  # for nodes that another gang holds
+
+
+class TrainingSettings(Settings):
+    """The training job."""
+
+    ranks: int = Field(default=2, ge=1)
+    steps: int = Field(default=120, ge=0)
+    batch_sequences: int = Field(default=16, ge=1)  # of the whole gang, a step
+    accumulation: int = Field(default=1, ge=1)  # parts of a rank's batch, one after another
+    learning_rate: float = Field(default=1e-3, gt=0)
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    warmup_steps: int = Field(default=10, ge=0)
+    decay_share: float = Field(default=0.2, gt=0, le=1)  # of the steps, at the end of wsd
+    final_share: float = Field(default=0.1, ge=0, le=1)  # of the learning rate, at the last step
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip_norm: float = Field(default=1.0, gt=0)
+    precision: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the products
+    activation_checkpointing: bool = False
+    compile: bool = False
+    evaluate_every_steps: int = Field(default=0, ge=0)  # 0: never
+    evaluate_sequences: int = Field(default=64, ge=1)
+    profile_steps: tuple[int, ...] = ()  # a profiler trace of each
+    threads_per_rank: int = Field(default=1, ge=1)
+    seed: int = 0
+    code_ref: str = ""  # "": our transformer; else module:function, or git+https://…@COMMIT#m:f
+    mesh: MeshSettings = MeshSettings()
+    synchrony: SynchronySettings = SynchronySettings()
+    checkpoints: CheckpointSettings = CheckpointSettings()
+    guard: GuardSettings = GuardSettings()
+
+
+class ClusterSettings(Settings):
+    """The machines: how many, where they stand, how fast their links are."""
+
+    kind: Literal["local"] = "local"
+    nodes: int = Field(default=4, ge=1, le=10_000)
+    racks: int = Field(default=2, ge=1)
+    threads_per_node: int = Field(default=2, ge=1)
+    link_mbit: float = Field(default=80.0, gt=0)  # each agent's NIC, each direction
+    paced: bool = False  # agents hold themselves to it; where they are hosts, their NICs do
+    external_mbit: float | None = Field(default=None, gt=0)  # the origin's link; None: as a node's
+    oversubscription: float = Field(default=1.0, ge=1)  # of each rack's uplink
+    node_memory_mb: int = Field(default=0, ge=0)  # 0: no limit
+
+
+class ServiceSettings(Settings):
+    """Where the servers listen; port 0 means any free one."""
+
+    host: str = "127.0.0.1"
+    prefect_port: int = Field(default=0, ge=0, le=65535)
+    mlflow_port: int = Field(default=0, ge=0, le=65535)
+    s3_port: int = Field(default=0, ge=0, le=65535)
+    coordinator_port: int = Field(default=0, ge=0, le=65535)
+    scheduler_port: int = Field(default=0, ge=0, le=65535)
+    ready_timeout_s: float = Field(default=120.0, gt=0)
+
+
+class StorageSettings(Settings):
+    """Buckets of the object store."""
+
+    bucket: str = "paceline"
+    model_prefix: str = "models"
+    data_prefix: str = "data"
+    checkpoint_prefix: str = "checkpoints"
+
+
+class ObjectSettings(Settings):
+    """The S3 server where no installation of ours runs one; credentials by reference only."""
+
+    endpoint_url: str = ""  # "": $AWS_ENDPOINT_URL, else Amazon's of the region
+    region: str = "us-east-1"
+    access_key_env: str = "AWS_ACCESS_KEY_ID"  # the variable that holds it
+    secret_key_env: str = "AWS_SECRET_ACCESS_KEY"  # noqa: S105 (a variable's name)
+
+
+BucketPlace = Annotated[
+    str,
+    StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/]+)*/?$", max_length=1100),
+]
+
+
+class SecuritySettings(Settings):
+    """Whom this installation believes, and what it lets in."""
+
+    trusted_publishers: tuple[str, ...] = ()  # public keys, as `paceline keys new` prints them
+    require_signature: bool = False  # refuse manifests that none of them signed
+    source_roots: tuple[str, ...] = ()  # local directories models may come from
+    # Buckets, or prefixes as "bucket/prefix", that models may come from, beside storage.bucket.
+    source_buckets: tuple[BucketPlace, ...] = ()
+    # Where `training.code_ref` may come from: a module (its submodules too), an absolute directory
+    # (whatever is below), or the beginning of an https:// or file:// URL that ends in "/".
+    code_sources: tuple[str, ...] = ("paceline.training.recurrent",)
+    # Between workers. auto: mutual TLS where its three files are named, else plain, which listens
+    # on loopback only; mtls: always; plaintext-anywhere: whoever is on the network reads along.
+    peer_tls: Literal["auto", "mtls", "plaintext-anywhere"] = "auto"
+    peer_ca: str = ""  # PEM files, relative to the state directory; {worker_id} is replaced
+    peer_cert: str = ""
+    peer_key: str = ""
+    # The coordinator's own port. off: plain, which listens on loopback only; installation: TLS with
+    # a certificate of the authority below; files: TLS with rest_cert and rest_key;
+    # plaintext-anywhere: tokens cross the network in the clear.
+    rest_tls: Literal["off", "installation", "files", "plaintext-anywhere"] = "off"
+    rest_cert: str = ""  # PEM files, relative to the state directory
+    rest_key: str = ""
+    rest_ca: str = ""  # what callers check rest_cert against; "": the authority's
+    rest_hosts: tuple[str, ...] = ()  # names and addresses it is called by, beside loopback's
+    authority: str = "authority"  # directory of ca.pem and ca-key.pem, made where it is missing
+    identity_days: float = Field(default=30.0, gt=0, le=825)  # of a worker that joined
+    calls_per_s: float = Field(default=500.0, gt=0)  # of one token; in a burst four times as many
+    beats_per_s: float = Field(default=50.0, gt=0)  # of one worker
+    failures_per_minute: float = Field(default=60.0, gt=0)  # of one address, refused tokens only
+
+
+class StoreSettings(Settings):
+    """What a node's disk keeps; the active version, and what is served, always stays."""
+
+    keep_versions: int = Field(default=5, ge=0)  # of each model, newest first; 0: all
+    free_share: float = Field(default=0.05, ge=0, lt=1)  # below it the oldest versions go
+
+
+class ControlSettings(Settings):
+    """Where the coordinator keeps what it knows, and how many of it there are.
+
+    No URL carries a password: ``…_env`` names the variable that holds it.
+    """
+
+    replicas: int = Field(default=1, ge=1, le=7)  # more than one need etcd
+    lease_s: float = Field(default=3.0, ge=2.0, le=60.0)  # a silent leader is replaced after it
+    flow_starter: Literal["off", "prefect"] = "off"
+
+    coordination: Literal["sqlite", "etcd"] = "sqlite"
+    etcd_endpoints: tuple[str, ...] = ()  # "http://HOST:PORT" or "https://HOST:PORT"
+    etcd_prefix: str = "/paceline/default"  # one for each installation
+    etcd_ca: str = ""  # PEM files, relative to the state directory; "": the system's authorities
+    etcd_cert: str = ""
+    etcd_key: str = ""
+    etcd_user: str = ""
+    etcd_password_env: str = "PACELINE_ETCD_PASSWORD"  # noqa: S105 (a variable's name)
+
+    progress: Literal["memory", "redis"] = "memory"
+    redis_url: str = ""  # "redis://HOST:PORT/0", "rediss://…" with TLS, "unix://PATH"
+    redis_prefix: str = "paceline:default"
+    redis_ca: str = ""  # "": the system's authorities
+    redis_user: str = ""
+    redis_password_env: str = "PACELINE_REDIS_PASSWORD"  # noqa: S105
+
+    audit: Literal["sqlite", "postgres"] = "sqlite"
+    postgres_url: str = ""  # "postgresql://USER@HOST:PORT/DATABASE?sslmode=verify-full"
+    postgres_password_env: str = "PACELINE_POSTGRES_PASSWORD"  # noqa: S105
+
+
+class RelaySettings(Settings):
+    """How models travel."""
+
+    topology: Literal["auto", "direct", "chain", "tree", "tree-of-chains", "mesh"] = "auto"
+    transport: Literal["tcp", "grpc"] = "tcp"  # the same on every worker; tcp costs less CPU
+    piece_bytes: int = Field(default=0, ge=0, le=16 * MIB)  # 0: from the model's size
+    chunk_bytes: int = Field(default=0, ge=0)  # 0: from the model's size and the link
+    max_failed: float = Field(default=0.05, ge=0, le=1)
+    beat_s: float = Field(default=0.5, gt=0)
+    lost_after_beats: int = Field(default=6, ge=2)
+    deadline_s: float = Field(default=600.0, gt=0)  # one whole deployment
+
+
+class ModelSettings(Settings):
+    """The demo's byte-level transformer; ``parameters`` is the dial that derives its shape."""
+
+    model_id: str = "bytelm"
+    parameters: int = Field(default=2_000_000, ge=10_000)
+    context: int = Field(default=256, ge=16)
+    base_steps: int = Field(default=60, ge=0)  # the recorded budget at which the base model stops
+    seed: int = 0
+
+
+class EvaluationSettings(Settings):
+    """How a candidate is judged."""
+
+    held_out_bytes: int = Field(default=262_144, ge=1024)
+    bootstrap_samples: int = Field(default=1000, ge=100)
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    ngram_order: int = Field(default=5, ge=1, le=8)
+    seed: int = 0
+
+
+class GateSettings(Settings):
+    """What a candidate must show to be promoted; missing evidence is a refusal."""
+
+    max_bits_per_byte: float = Field(default=8.0, gt=0)
+    must_beat: tuple[str, ...] = ("base",)  # names of evaluated models the interval must clear
+    # Beside those every simple baseline must be beaten, but for these: the policy's exceptions.
+    except_baselines: tuple[Literal["ngram", "gzip", "xz"], ...] = ()
+    max_model_bytes: int = Field(default=2_000_000_000, gt=0)
+    max_latency_ms: float = Field(default=1000.0, gt=0)  # one forward pass of one context
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+
+
+class Profile(Settings):
+    """One file decides sizes, stores, cluster, security and prices."""
+
+    name: str = "embedded"
+    cluster: ClusterSettings = ClusterSettings()
+    services: ServiceSettings = ServiceSettings()
+    storage: StorageSettings = StorageSettings()
+    objects: ObjectSettings = ObjectSettings()
+    security: SecuritySettings = SecuritySettings()
+    control: ControlSettings = ControlSettings()
+    store: StoreSettings = StoreSettings()
+    relay: RelaySettings = RelaySettings()
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    training: TrainingSettings = TrainingSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    gate: GateSettings = GateSettings()

@@ -1,0 +1,237 @@
+"""A replica's life: follow the store, stand for election, lead, step down, and begin again.
+
+Three threads. One campaigns and, while this replica leads, watches that it still does: its lease by
+a clock that goes on in sleep, and its own clock thread, because a leader that decides nothing keeps
+nobody else from leading. One follows the store while somebody else leads. One ticks. A process that
+was frozen past its lease wakes as a standby: every call asks ``Coordinator.term`` first.
+It knows no HTTP and decides nothing about deployments.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from paceline.coordinator.coordinator import Coordinator
+from paceline.coordinator.state.state import CoordinatorState
+from paceline.coordinator.state.targets import Part
+from paceline.coordinator.stores.contracts import Candidate, Coordination, Progress, Term
+from paceline.errors import PacelineError
+from paceline.schemas.records import WorkerProgress
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.15
+WATCH_S = 0.1  # between two looks at whether this replica still leads
+STUCK_S = 30.0  # a leader whose clock thread is so late makes way for another
+FOLLOW_S = 0.5  # between two readings of the store by a standby, at least,
+FOLLOW_SHARE = 0.2  # and of a core, at most
+LOOK_S = 0.1  # between two looks at who leads
+WAIT_S = 0.5
+RETRY_S = 1.0  # after a store that does not answer, jittered
+PROGRESS_S = 1.0  # between two tellings of progress, and two askings for it
+STARTED_S = 5.0  # how long the start waits for this replica to have a role
+
+
+class Duty(Protocol):
+    """What the leader does on a thread of its own as long as one term lasts."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Replica:
+    """Keeps one ``Coordinator`` in its role; ``start`` and ``stop`` are called once."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        coordination: Coordination,
+        progress: Progress,
+        candidate: Candidate,
+        *,
+        duties: Sequence[Callable[[Term], Duty]] = (),
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._coordinator = coordinator
+        self._coordination, self._progress = coordination, progress
+        self._candidate = candidate
+        self._duties = duties
+        self._monotonic = monotonic
+        self._told: dict[tuple[str, str], int] = {}  # pieces, as the progress store was told last
+        self._stopping = threading.Event()
+        self._has_role = threading.Event()
+        self._threads = [
+            threading.Thread(target=body, name=f"replica-{name}", daemon=True)
+            for name, body in (
+                ("campaign", self._campaign_on),
+                ("follow", self._follow_on),
+                ("tick", self._tick_on),
+            )
+        ]
+
+    def start(self) -> None:
+        """Begin, and return once this replica leads or follows, or after a few seconds without."""
+        for thread in self._threads:
+            thread.start()
+        if not self._has_role.wait(STARTED_S):
+            log.warning("no role yet replica=%s: the store does not answer", self._name)
+
+    def resign(self) -> None:
+        """Stand down now, for good: the next leader need not wait for a lease to run out."""
+        self._stopping.set()
+        self._coordinator.end_waits()
+
+    def stop(self) -> None:
+        """End the threads; raises nothing."""
+        self.resign()
+        until_s = self._monotonic() + 10.0
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=max(0.1, until_s - self._monotonic()))
+
+    @property
+    def _name(self) -> str:
+        return self._candidate.replica_id
+
+    # --- the leader ------------------------------------------------------------------------------
+
+    def _campaign_on(self) -> None:
+        while not self._stopping.is_set():
+            if self._coordinator.late_s > STUCK_S:
+                self._pause()  # it would decide nothing: its clock thread hangs
+                continue
+            try:
+                term = self._coordination.campaign(self._candidate, self._stopping.is_set)
+            except PacelineError as error:
+                log.warning("no election replica=%s: %s", self._name, error)
+                self._pause()
+                continue
+            except Exception:
+                # A defect must not end the campaign for good: say so, and stand again.
+                log.exception("the campaign broke replica=%s", self._name)
+                self._pause()
+                continue
+            if term is None:
+                return
+            duties = [make(term) for make in self._duties]
+            reason = self._lead(term, duties)
+            self._coordinator.step_down(term, reason)
+            deposed = not self._coordination.is_leading(term)
+            self._coordination.resign(term)  # before anything that takes time: somebody waits
+            for duty in duties:
+                duty.stop()
+            if deposed and not self._coordination.standbys:
+                log.error("another process has this store; this one answers nothing from here on")
+                return
+            self._pause()  # so that another comes first, whatever was wrong here
+
+    def _lead(self, term: Term, duties: Sequence[Duty]) -> str:
+        """Lead until the term is over and return why it is."""
+        try:
+            self._coordinator.lead(term)
+            for duty in duties:
+                duty.start()
+        except PacelineError as error:
+            return f"the state cannot be read: {error}"
+        except Exception as error:
+            log.exception("the state cannot be taken over")
+            return f"{type(error).__name__}: {error}"
+        self._has_role.set()
+        while not self._stopping.wait(WATCH_S):
+            if self._coordinator.term != term:
+                return "the lease ran out, or another leads"
+            if self._coordinator.late_s > STUCK_S:
+                return f"nothing was decided for {STUCK_S:.0f} s"
+        return "the process stops"
+
+    def _tick_on(self) -> None:
+        told_s = 0.0
+        while not self._stopping.wait(TICK_S):
+            try:
+                self._coordinator.tick()
+                if self._coordinator.term is None:
+                    self._told.clear()
+                elif self._coordination.standbys and self._monotonic() >= told_s:
+                    self._tell_progress()
+                    told_s = self._monotonic() + PROGRESS_S
+            except PacelineError as error:
+                log.warning("tick failed: %s", error)
+            except Exception:
+                # A defect must not silence the clock: say so each time, and go on deciding.
+                log.exception("tick failed")
+
+    def _tell_progress(self) -> None:
+        """Hand the progress store what changed, for standbys and the next leader to show."""
+
+        def look(state: CoordinatorState) -> dict[tuple[str, str], tuple[int, Part]]:
+            return {
+                (deployment.deployment_id, worker_id): (part.pieces_held, part)
+                for deployment in state.deployments()
+                if not deployment.status.is_final
+                for worker_id, part in state.run(deployment.deployment_id).parts.items()
+                if part.receipt is None
+            }
+
+        seen = self._coordinator.read(look)
+        told, self._told = self._told, {key: pieces for key, (pieces, _) in seen.items()}
+        changed = {
+            key: _shown(key[1], part)
+            for key, (pieces, part) in seen.items()
+            if told.get(key) != pieces
+        }
+        self._progress.put(changed, self._coordinator.read(lambda state: state.fleet.heard()))
+        for deployment_id in {key[0] for key in told} - {key[0] for key in self._told}:
+            self._progress.drop(deployment_id)
+
+    # --- the standby -----------------------------------------------------------------------------
+
+    def _follow_on(self) -> None:
+        read_s, recalled_s, failing = 0.0, 0.0, False
+        while not self._stopping.is_set():
+            if self._coordinator.term is not None or not self._coordination.standbys:
+                self._stopping.wait(WATCH_S)
+                continue
+            try:
+                began_s, shown = time.thread_time(), self._coordinator.followed
+                self._coordinator.follow(read=self._monotonic() >= read_s)
+                self._has_role.set()
+                if self._coordinator.followed != shown:
+                    # What it computed, not what it waited for: a slow store needs no rest from us.
+                    took_s = time.thread_time() - began_s
+                    read_s = self._monotonic() + max(FOLLOW_S, took_s / FOLLOW_SHARE)
+                elif shown is not None and self._monotonic() >= read_s:
+                    self._coordination.wait(shown, WAIT_S)
+                if self._monotonic() >= recalled_s:
+                    began_s = time.thread_time()
+                    self._coordinator.recall()
+                    took_s = time.thread_time() - began_s
+                    recalled_s = self._monotonic() + max(PROGRESS_S, took_s / FOLLOW_SHARE)
+                failing = False
+                self._stopping.wait(LOOK_S)
+            except PacelineError as error:
+                level = logging.DEBUG if failing else logging.WARNING
+                log.log(level, "the store cannot be followed: %s", error)
+                failing = True
+                self._pause()
+            except Exception:
+                log.exception("following failed")
+                self._pause()
+
+    def _pause(self) -> None:
+        self._stopping.wait(RETRY_S * random.uniform(0.5, 1.0))
+
+
+def _shown(worker_id: str, part: Part) -> WorkerProgress:
+    return WorkerProgress(
+        worker_id=worker_id,
+        status=part.status,
+        chunks_received=part.chunks,
+        pieces_held=part.pieces_held,
+        bytes_held=part.bytes_held,
+    )

@@ -1,0 +1,377 @@
+"""Which version is active where: the fleet switches together, forwards and back.
+
+A switch has two phases. First every worker is asked to show that it holds what it is to switch to;
+only when a quorum has shown it is the switch decided, in one write, and everybody told. Who is away
+at that moment is told when it returns. Without a quorum in time nobody is told anything.
+
+Activations of a model are numbered. On each worker the highest number is active; a rollback takes
+its number from the deployment, and what lies beneath is active again, without a transfer. It knows
+no clock, store or message of the wire beyond what workers report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from paceline.coordinator.state.deployment import DeploymentRun
+from paceline.coordinator.state.deployment_index import Book
+from paceline.coordinator.state.membership import Membership
+from paceline.coordinator.state.messages import Effect, KeepDeployment, Observed
+from paceline.coordinator.state.persisted_state import Switch
+from paceline.coordinator.state.settings import Patience
+from paceline.errors import Conflict
+from paceline.manifest import version_key
+from paceline.schemas.calls import SwitchKind, SwitchPhase, SwitchView, WorkerSwitch
+from paceline.schemas.events import EventName
+from paceline.schemas.records import DeploymentStatus, Failure
+
+NAMED = 20  # workers that an event names; the rest is counted
+TOLD = {
+    SwitchKind.ACTIVATE: EventName.DEPLOYMENT_ACTIVATED,
+    SwitchKind.ROLLBACK: EventName.DEPLOYMENT_ROLLED_BACK,
+}
+
+Goals = dict[str, DeploymentRun]  # by worker: what it is to switch to
+
+
+class Switches:
+    """Decides switches over the deployments of ``book``."""
+
+    def __init__(self, book: Book, fleet: Membership, patience: Patience) -> None:
+        self._book, self._fleet, self._patience = book, fleet, patience
+
+    def restore(self) -> None:
+        """Begin to ask and tell again where an earlier coordinator was at it."""
+        for run in self._book:
+            switch = run.memo.switch
+            if switch is None:
+                continue
+            goals = self._goals(run)
+            if switch.phase is SwitchPhase.PREPARING:
+                self._begin(goals)
+            elif switch.phase is SwitchPhase.SWITCHING:
+                self._call(goals)
+            elif switch.phase is SwitchPhase.SWITCHED:
+                self._call({each: goals[each] for each in switch.missing if each in goals})
+
+    # --- asking ----------------------------------------------------------------------------------
+
+    def activate(
+        self, run: DeploymentRun, at: float, now_s: float, *, allow_older: bool
+    ) -> list[Effect]:
+        """Begin to switch to ``run``'s version; raises Conflict unless it is complete."""
+        self._require_complete(run)
+        if self._under_way(run, SwitchKind.ACTIVATE):
+            return []
+        if not (allow_older or run.memo.allow_older):
+            self.require_not_older(run.deployment.version, run.deployment.model_id, set(run.parts))
+        return self._ask(run, SwitchKind.ACTIVATE, dict.fromkeys(run.parts, run), at, now_s)
+
+    def roll_back(self, run: DeploymentRun, at: float, now_s: float) -> list[Effect]:
+        """Begin to return from ``run``'s version to what was active before; raises Conflict where
+        it is not active, or too few of its workers have anything to return to.
+        """
+        self._require_complete(run)
+        switch = run.memo.switch
+        if self._under_way(run, SwitchKind.ROLLBACK) or (
+            switch is not None
+            and (switch.kind, switch.phase) == (SwitchKind.ROLLBACK, SwitchPhase.SWITCHED)
+        ):
+            return []  # asked twice: an answer was lost on the way
+        deployment = run.deployment
+        where = deployment.deployment_id
+        active = self._book.active(deployment.model_id, run.parts.keys())
+        on = sum(each is run for each in active.values())
+        if on < self._quorum(run):
+            raise Conflict(
+                "only the active version can be rolled back",
+                got=f"{deployment.version} active on {on} of {len(run.parts)} workers",
+                wanted=f"at least {self._quorum(run)}",
+                where=where,
+                do="Roll back the deployment that is active now.",
+            )
+        goals = self._beneath(run)
+        if len(goals) < self._quorum(run):
+            raise Conflict(
+                "nothing was active before on too many workers",
+                got=f"{len(goals)} of {len(run.parts)} workers have something to return to",
+                wanted=f"at least {self._quorum(run)}",
+                where=where,
+                do="Deploy the version that is wanted, and activate it.",
+            )
+        return self._ask(run, SwitchKind.ROLLBACK, goals, at, now_s)
+
+    def require_not_older(self, version: str, model_id: str, workers: set[str]) -> None:
+        """Raise Conflict where a newer version is active on one of ``workers``."""
+        active = {each.deployment.version for each in self._book.active(model_id, workers).values()}
+        mine = version_key(version)
+        newer = sorted((each for each in active if version_key(each) > mine), key=version_key)
+        if newer:
+            raise Conflict(
+                "a newer version is active",
+                got=version,
+                wanted=f"nothing older than {newer[-1]}",
+                where=model_id,
+                do="Roll back, or ask with allow_older if going back is what you want.",
+            )
+
+    def _require_complete(self, run: DeploymentRun) -> None:
+        if run.deployment.status is not DeploymentStatus.COMPLETE:
+            raise Conflict(
+                "only a complete deployment can be activated",
+                got=run.deployment.status.value,
+                wanted=DeploymentStatus.COMPLETE.value,
+                where=run.deployment.deployment_id,
+                do="Wait until it is complete.",
+            )
+
+    def _under_way(self, run: DeploymentRun, kind: SwitchKind) -> bool:
+        switch = run.memo.switch
+        return switch is not None and switch.open and switch.kind is kind
+
+    def _ask(
+        self, run: DeploymentRun, kind: SwitchKind, goals: Goals, at: float, now_s: float
+    ) -> list[Effect]:
+        effects: list[Effect] = []
+        for other in [*self._rivals(run), run]:
+            if self._phase(other) is SwitchPhase.PREPARING:
+                effects += self._refuse(other, "another switch was asked for", at, now_s)
+        run.memo = replace(
+            run.memo, switch=Switch(kind=kind, phase=SwitchPhase.PREPARING, since_s=now_s)
+        )
+        self._begin(goals)
+        self._book.retime(run)
+        return [*effects, KeepDeployment(run.deployment, run.memo)]
+
+    def _begin(self, goals: Goals) -> None:
+        for worker_id, goal in goals.items():
+            goal.parts[worker_id].seen_whole = False
+            goal.asking.add(worker_id)
+            self._book.announce(goal, (worker_id,))
+
+    # --- deciding --------------------------------------------------------------------------------
+
+    def advance(self, run: DeploymentRun, at: float, now_s: float) -> list[Effect]:
+        """Take the next step of the switch that ``run`` is in, if it is time."""
+        switch = run.memo.switch
+        if switch is None or not switch.open:
+            return []
+        goals, quorum = self._goals(run), self._quorum(run)
+        waited_s = now_s - switch.since_s
+        if switch.phase is SwitchPhase.PREPARING:
+            ready = [each for each, goal in goals.items() if self._is_ready(each, goal)]
+            patient = waited_s < self._patience.prepare_s
+            if len(ready) >= quorum and not (patient and self._may_show(goals)):
+                return self._decide(run, switch.kind, goals, at, now_s)
+            if waited_s > self._patience.switch_s:
+                return self._refuse(run, self._why_not(run, goals, len(ready)), at, now_s)
+            return []
+        done = [each for each, goal in goals.items() if goal.parts[each].activated]
+        left = [each for each in goals if self._fleet.alive(each) and each not in set(done)]
+        if len(done) >= quorum and (not left or waited_s > self._patience.switch_s):
+            return self._finish(run, goals, done, at, now_s)
+        if waited_s > self._patience.switch_s and not switch.late:
+            run.memo = replace(run.memo, switch=replace(switch, late=True))
+            data = self._data(run, goals)
+            late = EventName.DEPLOYMENT_SWITCH_LATE
+            return [KeepDeployment(run.deployment, run.memo), self._told(run, late, data, at)]
+        return []
+
+    def _decide(
+        self, run: DeploymentRun, kind: SwitchKind, goals: Goals, at: float, now_s: float
+    ) -> list[Effect]:
+        """Renumber, so that from here on the goals are what is active, and tell everybody."""
+        effects: list[Effect] = []
+        for other in self._rivals(run):
+            if other.memo.switch is not None and self._phase(other) is SwitchPhase.SWITCHING:
+                ended = replace(other.memo.switch, phase=SwitchPhase.SUPERSEDED, since_s=now_s)
+                other.memo = replace(other.memo, switch=ended)
+                self._book.retime(other)
+                effects.append(KeepDeployment(other.deployment, other.memo))
+        number = 0
+        if kind is SwitchKind.ACTIVATE:
+            number = 1 + max(each.memo.number for each in self._book)
+        switch = Switch(kind=kind, phase=SwitchPhase.SWITCHING, since_s=now_s)
+        data = self._data(run, goals)
+        run.memo = replace(run.memo, number=number, switch=switch)
+        for worker_id, goal in goals.items():
+            goal.asking.discard(worker_id)
+        self._call(self._goals(run))
+        switching = EventName.DEPLOYMENT_SWITCHING
+        told = self._told(run, switching, data, at)
+        return [*effects, KeepDeployment(run.deployment, run.memo), told]
+
+    def _call(self, goals: Goals) -> None:
+        """Have the workers told to switch, and nobody told anything else."""
+        models = {goal.deployment.model_id for goal in goals.values()}
+        for other in self._book:
+            if other.deployment.model_id not in models:
+                continue
+            for worker_id in other.parts.keys() & goals.keys():
+                other.calling.discard(worker_id)
+                other.parts[worker_id].activated = False
+        for worker_id, goal in goals.items():
+            goal.parts[worker_id].command_sent = False
+            if goal.parts[worker_id].receipt is not None:
+                goal.calling.add(worker_id)
+                self._book.announce(goal, (worker_id,))
+
+    def _finish(
+        self, run: DeploymentRun, goals: Goals, done: list[str], at: float, now_s: float
+    ) -> list[Effect]:
+        assert run.memo.switch is not None
+        kind = run.memo.switch.kind
+        missing = tuple(sorted(goals.keys() - set(done)))
+        switch = Switch(kind=kind, phase=SwitchPhase.SWITCHED, since_s=now_s, missing=missing)
+        data = self._data(run, goals)
+        run.memo = replace(run.memo, switch=switch)
+        self._book.retime(run)
+        return [KeepDeployment(run.deployment, run.memo), self._told(run, TOLD[kind], data, at)]
+
+    def _refuse(self, run: DeploymentRun, why: str, at: float, now_s: float) -> list[Effect]:
+        assert run.memo.switch is not None
+        goals = self._goals(run)
+        data = self._data(run, goals) | {"message": why}
+        for worker_id, goal in goals.items():
+            goal.asking.discard(worker_id)
+        failure = Failure(code="Conflict", message=why[:2000])
+        refused = replace(
+            run.memo.switch, phase=SwitchPhase.REFUSED, since_s=now_s, failure=failure
+        )
+        run.memo = replace(run.memo, switch=refused)
+        self._book.retime(run)
+        told = self._told(run, EventName.DEPLOYMENT_SWITCH_REFUSED, data, at)
+        return [KeepDeployment(run.deployment, run.memo), told]
+
+    # --- looking ---------------------------------------------------------------------------------
+
+    def view(self, run: DeploymentRun) -> SwitchView | None:
+        """Return what became of each worker in the newest switch of ``run``, if there was one."""
+        switch = run.memo.switch
+        if switch is None:
+            return None
+        goals = self._goals(run)
+        workers = tuple(self._worker(run, goals, each) for each in run.parts)
+        states = [each.state for each in workers]
+        return SwitchView(
+            deployment_id=run.deployment.deployment_id,
+            kind=switch.kind,
+            phase=switch.phase,
+            quorum=self._quorum(run),
+            ready=states.count("ready"),
+            switched=states.count("switched"),
+            failure=switch.failure,
+            workers=workers,
+        )
+
+    def _worker(self, run: DeploymentRun, goals: Goals, worker_id: str) -> WorkerSwitch:
+        assert run.memo.switch is not None
+        goal = goals.get(worker_id)
+        if goal is None:
+            return WorkerSwitch(worker_id=worker_id, state="other")
+        part = goal.parts[worker_id]
+        decided = run.memo.switch.phase in (SwitchPhase.SWITCHING, SwitchPhase.SWITCHED)
+        state = "waiting"
+        if part.activated and decided:
+            state = "switched"
+        elif not self._fleet.alive(worker_id):
+            state = "lost"
+        elif part.failure is not None:
+            state = "failed"
+        elif decided:
+            state = "told"
+        elif self._is_ready(worker_id, goal):
+            state = "ready"
+        deployment = goal.deployment
+        return WorkerSwitch.model_validate(
+            {
+                "worker_id": worker_id,
+                "state": state,
+                "deployment_id": deployment.deployment_id,
+                "version": deployment.version,
+                "failure": part.failure,
+            }
+        )
+
+    def _goals(self, run: DeploymentRun) -> Goals:
+        """Return what each worker switches to in the newest switch of ``run``."""
+        assert run.memo.switch is not None
+        if run.memo.switch.kind is SwitchKind.ROLLBACK:
+            return self._beneath(run)
+        if run.memo.switch.phase in (SwitchPhase.PREPARING, SwitchPhase.REFUSED):
+            return dict.fromkeys(run.parts, run)
+        active = self._book.active(run.deployment.model_id, run.parts.keys())
+        return {each: goal for each, goal in active.items() if goal is run}
+
+    def _beneath(self, run: DeploymentRun) -> Goals:
+        """Return what was active before ``run`` on each worker where it is active (or was, until
+        its rollback).
+        """
+        number, left = run.memo.number, set(run.parts)
+        found: Goals = {}
+        for other in self._book.history(run.deployment.model_id):
+            if other is run:
+                continue
+            here = left & other.holders()
+            left -= here
+            if number and other.memo.number > number:
+                continue  # something newer is active there: not ours to take back
+            found |= dict.fromkeys(sorted(here), other)
+        return found
+
+    def _rivals(self, run: DeploymentRun) -> Iterator[DeploymentRun]:
+        """Yield the other deployments of the model that have workers in common with ``run``."""
+        for other in self._book:
+            same = other.deployment.model_id == run.deployment.model_id
+            if other is not run and same and not run.parts.keys().isdisjoint(other.parts):
+                yield other
+
+    def _phase(self, run: DeploymentRun) -> SwitchPhase | None:
+        return None if run.memo.switch is None else run.memo.switch.phase
+
+    def _quorum(self, run: DeploymentRun) -> int:
+        return len(run.parts) - run.allowed_dead()
+
+    def _is_ready(self, worker_id: str, goal: DeploymentRun) -> bool:
+        part = goal.parts[worker_id]
+        return part.seen_whole and part.receipt is not None and self._fleet.alive(worker_id)
+
+    def _may_show(self, goals: Goals) -> bool:
+        """Return whether somebody alive has yet to show what it holds."""
+        return any(
+            self._fleet.alive(each) and not goal.parts[each].seen_whole
+            for each, goal in goals.items()
+            if goal.parts[each].receipt is not None
+        )
+
+    def _why_not(self, run: DeploymentRun, goals: Goals, ready: int) -> str:
+        away = [each for each in goals if not self._is_ready(each, goals[each])]
+        return (
+            f"{ready} of {len(run.parts)} workers are ready to switch, wanted "
+            f"{self._quorum(run)}; not ready: {', '.join(away[:NAMED])}"
+        )
+
+    def _data(self, run: DeploymentRun, goals: Goals) -> dict[str, object]:
+        states: dict[str, list[str]] = {}
+        for worker_id in run.parts:
+            states.setdefault(self._worker(run, goals, worker_id).state, []).append(worker_id)
+        versions = sorted({goal.deployment.version for goal in goals.values()})
+        deployment = run.deployment
+        data: dict[str, object] = {
+            "model_id": deployment.model_id,
+            "version": deployment.version,
+            "to": ", ".join(versions[:NAMED]),
+            "quorum": self._quorum(run),
+            "workers": len(states.get("switched", ())),
+        }
+        for state in sorted(states.keys() - {"switched", "ready"}):
+            data[state] = states[state][:NAMED]
+            if len(states[state]) > NAMED:
+                data[f"{state}_more"] = len(states[state]) - NAMED
+        return data
+
+    def _told(
+        self, run: DeploymentRun, name: EventName, data: dict[str, object], at: float
+    ) -> Observed:
+        return Observed(name, at, run.deployment.deployment_id, None, data)

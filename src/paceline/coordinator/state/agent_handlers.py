@@ -1,0 +1,222 @@
+"""What agents say, and what they are told: registrations, beats, lanes.
+
+What follows from it for a deployment is decided as time passes (``course``); here facts are taken
+and commands handed out. Pure like the rest of the state machine. An event that is refused raises a
+PacelineError and has changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paceline.coordinator.state.deployment import DeploymentRun
+from paceline.coordinator.state.deployment_index import Book
+from paceline.coordinator.state.membership import Membership
+from paceline.coordinator.state.messages import (
+    Answer,
+    Beat,
+    Effect,
+    FetchLanes,
+    KeepWorker,
+    Listen,
+    Observed,
+    Register,
+)
+from paceline.coordinator.state.targets import require_possible
+from paceline.coordinator.tokens import TokenBook
+from paceline.errors import Cancelled, DeploymentFailed, NotFound
+from paceline.schemas.calls import Command, DeploymentBeat, Heartbeat, HeartbeatAnswer, Registered
+from paceline.schemas.events import EventName
+from paceline.schemas.records import Deployment, DeploymentStatus, WorkerStatus
+
+# What an agent hears: the commands that ride on the answers to its beats.
+#
+# Agents only pull. A command is repeated in every answer until the agent's beats show its effect,
+# so that none can be lost; where an agent has nothing more to hear of a deployment, that is closed.
+
+CLOSED = (DeploymentStatus.CANCELLED, DeploymentStatus.FAILED)
+
+
+def answer_to(
+    book: Book,
+    worker_id: str,
+    listed: Mapping[str, DeploymentBeat],
+    *,
+    epoch: int,
+    next_beat_s: float,
+    barred: tuple[str, ...],
+) -> Answer:
+    """Return what a worker should do now; ``listed`` is what its beat said, by deployment."""
+    commands = []
+    for run in book.open_runs(worker_id):
+        if run.unheard:
+            run.unheard.discard(worker_id)
+        entry = listed.get(run.deployment.deployment_id)
+        moving = entry is not None and entry.status is WorkerStatus.RECEIVING
+        command = _command_for(book, run, worker_id, moving)
+        if command is not None:
+            commands.append(command)
+    return Answer(
+        HeartbeatAnswer(
+            epoch=epoch, next_beat_s=next_beat_s, commands=tuple(commands), barred=barred
+        )
+    )
+
+
+def register_first(*, epoch: int, next_beat_s: float) -> Answer:
+    """Return what has an agent register (again)."""
+    stranger = {"continue": False, "epoch": epoch, "next_beat_s": next_beat_s}
+    return Answer(HeartbeatAnswer.model_validate(stranger))
+
+
+def _command_for(book: Book, run: DeploymentRun, worker_id: str, moving: bool) -> Command | None:
+    deployment, part = run.deployment, run.parts[worker_id]
+    if deployment.status in CLOSED:
+        told, part.command_sent = part.command_sent, True
+        if part.receipt is None and (moving or not told):
+            return _command("cancel", deployment)
+        # It beat again after it was told, and does not move: it publishes nothing from here on.
+        part.stopped = True
+    elif deployment.status is not DeploymentStatus.COMPLETE:
+        return _command("fetch_lanes", deployment) if run.behind(worker_id) else None
+    elif worker_id in run.calling:
+        part.command_sent = True
+        return _command("activate", deployment)
+    elif worker_id in run.asking:
+        # Fetching lanes has an agent look at its disk; its next beat shows what is there.
+        return None if part.seen_whole else _command("fetch_lanes", deployment)
+    book.close(worker_id, deployment.deployment_id)
+    return None
+
+
+def _command(kind: str, deployment: Deployment) -> Command:
+    return Command.model_validate(
+        {"kind": kind, "deployment_id": deployment.deployment_id, "epoch": deployment.epoch}
+    )
+
+
+class Hearing:
+    """Hears the agents of one fleet in the name of the leader of ``epoch``."""
+
+    def __init__(self, book: Book, fleet: Membership, tokens: TokenBook, epoch: int) -> None:
+        self._book, self._fleet, self._tokens, self._epoch = book, fleet, tokens, epoch
+        self.beats = self.beats_refused = 0  # that were taken, and whose sender had to register
+
+    def register(self, event: Register, now_s: float) -> list[Effect]:
+        """Enter a worker, or its next incarnation; raises StaleEpoch for an older one."""
+        call = event.call
+        old = self._fleet.find(call.worker_id)
+        worker = self._fleet.register(call, event.at, now_s)
+        answer = Answer(Registered(worker_id=call.worker_id, incarnation=call.incarnation))
+        if old is not None and old.alive and old.incarnation == call.incarnation:
+            return [KeepWorker(worker), answer]
+        for run in self._book.open_runs(call.worker_id):
+            run.returned(call.worker_id, call.incarnation)
+        name = EventName.WORKER_REGISTERED if old is None else EventName.WORKER_RETURNED
+        data: dict[str, object] = {"incarnation": call.incarnation, "address": call.address}
+        return [KeepWorker(worker), Observed(name, event.at, None, call.worker_id, data), answer]
+
+    def beat(self, event: Beat, now_s: float) -> list[Effect]:
+        """Take a beat, and answer what its sender should do; raises InvalidInput for one that says
+        what cannot be.
+        """
+        beat = event.beat
+        if self._fleet.is_overtaken(beat):
+            # Sent twice or late: what it says is not so any more, and whoever sent it has moved on.
+            return [Answer(self._plain_answer())]
+        for each in beat.deployments:
+            run = self._book.find(each.deployment_id)
+            if run is not None and (part := run.parts.get(beat.worker_id)) is not None:
+                require_possible(run.deployment, run.parts, part, each)
+        worker = self._fleet.hear(beat, event.at, now_s)
+        if worker is None:
+            self.beats_refused += 1
+            return [self._stranger()]
+        self.beats += 1
+        effects: list[Effect] = []
+        listed = {each.deployment_id: each for each in beat.deployments}
+        for deployment_id, each in listed.items():
+            run = self._book.find(deployment_id)
+            if run is None or beat.worker_id not in run.parts:
+                continue
+            if run.deployment.status in CLOSED and each.status is WorkerStatus.RECEIVING:
+                # A leader that took over announced the newest of the closed ones only.
+                self._book.announce(run, (beat.worker_id,))
+            effects += run.report(worker, each, now_s, event.at)
+            for key in each.lost_sources:
+                self._fleet.suspect(key)
+        answer = answer_to(
+            self._book,
+            beat.worker_id,
+            listed,
+            epoch=self._epoch,
+            next_beat_s=self._fleet.beat_interval_s(),
+            barred=self._tokens.barred(),
+        )
+        effects.append(answer)
+        return effects
+
+    def listen(self, event: Listen) -> list[Effect]:
+        """Answer what a worker should do that has beaten already and waits for news."""
+        if not self._fleet.knows(event.worker_id, event.incarnation):
+            return [self._stranger()]
+        return [
+            answer_to(
+                self._book,
+                event.worker_id,
+                {},
+                epoch=self._epoch,
+                next_beat_s=self._fleet.beat_interval_s(),
+                barred=self._tokens.barred(),
+            )
+        ]
+
+    def _plain_answer(self) -> HeartbeatAnswer:
+        interval_s = self._fleet.beat_interval_s()
+        return HeartbeatAnswer(
+            epoch=self._epoch, next_beat_s=interval_s, barred=self._tokens.barred()
+        )
+
+    def _stranger(self) -> Answer:
+        interval_s = self._fleet.beat_interval_s()
+        return register_first(epoch=self._epoch, next_beat_s=interval_s)
+
+    def fetch_lanes(self, event: FetchLanes, now_s: float) -> list[Effect]:
+        """Answer a worker's part of the newest plan, which it acknowledges by asking; raises
+        NotFound where there is none, Cancelled and DeploymentFailed where it is over.
+        """
+        run = self._book.run(event.deployment_id)
+        deployment = run.deployment
+        where = f"{event.worker_id} of {event.deployment_id}"
+        if deployment.status is DeploymentStatus.CANCELLED:
+            raise Cancelled("the deployment was cancelled", where=where)
+        if deployment.status is DeploymentStatus.FAILED:
+            raise DeploymentFailed("the deployment has failed", where=where)
+        lanes = run.lanes_of(event.worker_id)
+        member = self._fleet.find(event.worker_id)
+        if lanes is None or member is None:
+            raise NotFound(
+                "no lanes for this worker",
+                where=where,
+                wanted="a registered target once its deployment is planned",
+                do="Ask again when a beat's answer says fetch_lanes.",
+            )
+        run.took_lanes(event.worker_id, member.incarnation, now_s)
+        return [Answer(lanes)]
+
+    def is_calm(self, beat: Heartbeat) -> bool:
+        """Return whether nothing will have to be kept of a beat: it says only how far things are.
+
+        Where this is false there may be nothing to keep either.
+        """
+        for each in beat.deployments:
+            run = self._book.find(each.deployment_id)
+            part = None if run is None else run.parts.get(beat.worker_id)
+            if run is None or part is None or run.final:
+                continue
+            if each.lost_sources or each.corrupt_sources:
+                return False
+            moving = each.status is WorkerStatus.RECEIVING and each.receipt is None
+            if part.receipt is None and not moving:
+                return False  # it finished or failed
+        return True

@@ -1,0 +1,460 @@
+"""One deployment's facts: what was asked for, what its targets reported, what is to be kept.
+
+What follows from the facts is in ``verdict``. It knows neither clock nor store, nor who is alive,
+nor how plans are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from math import floor
+
+from paceline.coordinator.state.messages import KeepReceipt, Observed
+from paceline.coordinator.state.peer_health import Standings
+from paceline.coordinator.state.persisted_state import Memo
+from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.targets import Part, Tally, has_part, tally_of, untold_bytes
+from paceline.manifest import Manifest
+from paceline.plan import Standing, next_order
+from paceline.schemas.calls import DeploymentBeat
+from paceline.schemas.events import EventName
+from paceline.schemas.plan import Plan, Topology, WorkerLanes
+from paceline.schemas.records import (
+    Deployment,
+    DeploymentStatus,
+    Failure,
+    Receipt,
+    Worker,
+    WorkerProgress,
+    WorkerStatus,
+)
+
+FAILED = (WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
+OUT_OF_BUDGET = "OriginBudgetExceeded"
+TOLD_AT_ONCE = 64  # sources that one beat may tell of: with 10,000 events waiting nothing is kept
+MOST_PROCESSES = 16  # of one worker, whose origin bytes are kept apart
+ORIGIN_STEP = 0.05  # origin bytes are kept each time they grew by this share of the model
+
+
+def process_of(worker: Worker) -> str:
+    """Return what names a worker's present process where bytes are counted by it."""
+    return f"{worker.worker_id} {worker.process or f'{worker.address} {worker.pid}'}"
+
+
+class DeploymentRun:
+    """The facts of one deployment; what follows from all of them is remembered until they change,
+    because at 10,000 targets nothing may be counted anew for each beat.
+    """
+
+    def __init__(
+        self, deployment: Deployment, manifest: Manifest, memo: Memo, patience: Patience
+    ) -> None:
+        self.deployment = deployment
+        self.manifest = manifest
+        self.memo = memo
+        self.plan: Plan | None = None
+        self.lanes: dict[str, WorkerLanes] = {}
+        self.order = memo.order
+        self.parts = {worker_id: Part() for worker_id in deployment.target_workers}
+        for worker_id, failure in memo.failures.items():
+            self.parts[worker_id].failure = failure
+            self.parts[worker_id].status = WorkerStatus.FAILED
+        for process, spent in memo.spent.items():
+            if (part := self.parts.get(process.partition(" ")[0])) is not None:
+                part.spent_bytes += spent
+                part.processes.append(process)
+        self.origin_bytes = sum(memo.spent.values())  # by every incarnation of every worker
+        known = {worker_id: Standing(value) for worker_id, value in memo.demoted.items()}
+        self.standings = Standings(len(self.parts), patience, known)
+        self.replan = False  # membership or somebody's standing changed since the plan was made
+        self.replanned_s: float | None = None
+        self.fresh: set[str] = set()  # came back since the plan was made: it is not for them
+        self.unkept = False  # the memo changed since it was kept
+        self.short: set[str] = set()  # need the origin and may not read it
+        self.short_since_s: float | None = None
+        self.rescues = 0  # plans made because of that,
+        self.rescued_bytes = 0  # and what had been read from the origin at the last of them
+        self.tails_freed = False  # the line is complete, and those behind it were planned for that
+        self.stage: DeploymentStatus | None = None  # None: to be found out again
+        self.asking: set[str] = set()  # to show that they hold it, see ``switching``
+        self.calling: set[str] = set()  # to make it their active version
+        # After a restart: who has yet to say where it is. Until then nothing is judged by silence.
+        self.unheard: set[str] = set()
+        self._tally: Tally | None = None
+        self._chunks_seen: set[int] = set()
+
+    def tally(self, alive: Callable[[str], bool]) -> Tally:
+        """Return the targets by how they stand."""
+        if self._tally is None or self.final:
+            self._tally = tally_of(self.parts, self.memo.failures, alive)
+            self.stage = None
+        return self._tally
+
+    def standing_of(self, worker_id: str) -> Standing:
+        """Return how far the planner may count on a target that lives."""
+        standing = self.standings.of(worker_id)
+        if standing is Standing.LINE and worker_id in self.memo.late:
+            return Standing.TAIL
+        return standing
+
+    @property
+    def origin_read(self) -> bool:
+        """Return whether every chunk has arrived somewhere."""
+        return len(self._chunks_seen) >= self.deployment.total_chunks
+
+    @property
+    def fused(self) -> bool:
+        """Return whether the origin fuse holds: only who asked for ``direct`` goes without."""
+        return self.deployment.topology is not Topology.DIRECT or self.memo.auto
+
+    @cached_property
+    def manifest_bytes(self) -> bytes:
+        """Return the manifest as it was published; written once for all the agents that ask."""
+        return self.manifest.to_bytes()
+
+    @property
+    def final(self) -> bool:
+        """Return whether nothing changes any more."""
+        return self.deployment.status.is_final
+
+    def shown(self) -> Deployment:
+        """Return the record with what is counted between its changes."""
+        read = self.origin_bytes
+        if read == self.deployment.origin_bytes:
+            return self.deployment
+        return self.deployment.model_copy(update={"origin_bytes": read})
+
+    def lost(self, worker_id: str, now_s: float) -> None:
+        """Take note that a target is silent (or was never there)."""
+        part = self.parts[worker_id]
+        part.dead_since_s = now_s
+        self._tally = None
+        self.unheard.discard(worker_id)
+        # What it read last would be told by nobody again, should this process end too.
+        self.unkept = self.unkept or self.origin_bytes > self.deployment.origin_bytes
+        if untold := untold_bytes(self.lanes.get(worker_id), part):
+            self.memo.untold[part.process or f"{worker_id} unheard"] = untold
+            self.unkept = True
+        if worker_id in self.lanes:
+            self.replan = True
+
+    def returned(self, worker_id: str, incarnation: int) -> None:
+        """Take note that a target registered, perhaps after a failure of its own."""
+        part = self.parts[worker_id]
+        part.dead_since_s = None
+        part.begin_again(incarnation)
+        self.unkept = self.memo.failures.pop(worker_id, None) is not None or self.unkept
+        self.replan = True
+        self.fresh.add(worker_id)
+        self.short.discard(worker_id)
+        self._tally = None
+
+    def took_lanes(self, worker_id: str, incarnation: int, now_s: float) -> None:
+        """Take note that a target fetched lanes; only its beats tell whether they arrived."""
+        part = self.parts[worker_id]
+        if incarnation != part.incarnation:
+            part.begin_again(incarnation)
+        if not part.ready:
+            part.ready, self.stage = True, None
+        part.lanes_s = now_s if part.lanes_s is None else part.lanes_s
+
+    def lanes_of(self, worker_id: str) -> WorkerLanes | None:
+        """Return the worker's lanes; whoever finished gets lanes without work even if planned out.
+
+        An agent that was restarted after it finished learns of the deployment this way.
+        """
+        part = self.parts.get(worker_id)
+        if self.plan is None or part is None:
+            return None
+        if part.receipt is None:
+            return None if worker_id in self.fresh else self.lanes.get(worker_id)
+        return self.lanes.get(worker_id) or self.plan.workers[0].model_copy(
+            update={
+                "worker_id": worker_id,
+                "epoch": self.plan.epoch,
+                "lanes": (),
+                "origin_budget_bytes": 0,
+            }
+        )
+
+    def behind(self, worker_id: str) -> bool:
+        """Return whether a worker should fetch its lanes: they are newer than what it follows."""
+        part, lanes = self.parts[worker_id], self.lanes.get(worker_id)
+        if lanes is None or part.epoch >= lanes.epoch:
+            return False
+        if part.receipt is not None:
+            return not part.ready
+        return worker_id not in self.fresh
+
+    def raise_budget(self, extra_bytes: int) -> None:
+        """Let this deployment read more from the origin, and share that out in a new plan."""
+        self.memo = replace(self.memo, extra_bytes=self.memo.extra_bytes + extra_bytes)
+        self.replan, self.short_since_s, self.rescues = True, None, 0
+
+    def resume(
+        self, alive: Callable[[str], bool], address: Callable[[str], str], now_s: float
+    ) -> None:
+        """Go on as an earlier coordinator left it; progress comes back with the beats.
+
+        Nobody is told anything new before it was heard, unless it is elsewhere than the plan says.
+        """
+        plan = self.plan
+        if plan is None or self.final:
+            return
+        self.standings.resume(now_s)
+        planned = {
+            lane.source.worker_id: lane.source.address
+            for each in plan.workers
+            for lane in each.lanes
+            if lane.source.worker_id is not None
+        }
+        for worker_id, part in self.parts.items():
+            if part.receipt is not None or not alive(worker_id):
+                continue
+            if worker_id in self.memo.failures:
+                continue
+            self.unheard.add(worker_id)
+            elsewhere = planned.get(worker_id) not in (None, address(worker_id))
+            if worker_id not in self.lanes or elsewhere:
+                self.fresh.add(worker_id)  # it returned, and the plan that says so was not made
+                self.replan = True
+
+    def recall(self, known: Mapping[str, WorkerProgress]) -> None:
+        """Show what others remember of targets that have not been heard since a restart."""
+        for worker_id, each in known.items():
+            part = self.parts.get(worker_id)
+            if part is None or part.receipt is not None or part.incarnation:
+                continue
+            part.pieces_held, part.bytes_held = each.pieces_held, each.bytes_held
+            part.chunks = each.chunks_received
+            if each.status is WorkerStatus.RECEIVING:  # how it ended is kept
+                part.status = each.status
+
+    def follow(self, plan: Plan) -> None:
+        """Take a plan as the one in force, newly made or as it was kept."""
+        self.plan, self.stage = plan, None
+        self.lanes = {each.worker_id: each for each in plan.workers}
+        self.order = next_order(self.order, plan)
+        expected: dict[tuple[str, str], float] = {}
+        for worker_id, each in self.lanes.items():
+            for lane in each.lanes:
+                edge = (lane.source.key, worker_id)
+                expected[edge] = expected.get(edge, 0.0) + lane.expected_bytes_s
+        self.standings.follow(expected)
+
+    def adopt(self, plan: Plan, now_s: float) -> None:
+        """Follow a new plan; whose lanes are older than it goes on with its budget too."""
+        self.follow(plan)
+        for worker_id, each in self.lanes.items():
+            if each.epoch == plan.epoch:
+                part = self.parts[worker_id]
+                part.spent_before = part.spent_bytes
+        self.replan, self.short_since_s = False, None
+        self.fresh.clear()
+        update: dict[str, object] = {"epoch": plan.epoch}
+        # Who is gone keeps its place in the line; a plan does not name it, so that is kept here.
+        order = () if next_order((), plan) == self.order else self.order
+        if order != self.memo.order:
+            self.memo = replace(self.memo, order=order)
+        if self.memo.planned_s is None:
+            auto = self.deployment.topology is Topology.AUTO
+            self.memo = replace(self.memo, planned_s=now_s, auto=auto)
+            update |= {
+                "topology": plan.topology,
+                "predicted_seconds": plan.predicted_seconds,
+                "bound_seconds": plan.bound_seconds,
+            }
+        else:
+            self.replanned_s = now_s
+        self.deployment = self.deployment.model_copy(update=update)
+
+    def turn(self, status: DeploymentStatus, failure: Failure | None, at: float) -> None:
+        """Take a new status; a final one also takes the time."""
+        update: dict[str, object] = {"status": status, "failure": failure}
+        if status.is_final:
+            update["completed_at"] = at
+            for part in self.parts.values():
+                part.command_sent = False
+                part.chunks = ()
+            # A hundred closed deployments are kept, of 10,000 workers each: what told who is slow
+            # and who has which chunk would be gigabytes, and nobody asks for it any more.
+            self.standings.close()
+            self.__dict__.pop("manifest_bytes", None)
+        memo = self.memo
+        if status is DeploymentStatus.COMPLETE and None not in (memo.done_s, memo.planned_s):
+            update["seconds"] = max(0.0, (memo.done_s or 0.0) - (memo.planned_s or 0.0))
+        self.deployment = self.shown().model_copy(update=update)
+        self.unkept = False
+
+    def holders(self) -> set[str]:
+        """Return the targets that verified the whole model."""
+        return {worker_id for worker_id, part in self.parts.items() if part.receipt is not None}
+
+    def allowed_dead(self) -> int:
+        """Return how many targets may be lost for good."""
+        # 0.29 * 100 is 28.999… in floating point, and means 29.
+        return floor(self.deployment.max_failed * len(self.parts) + 1e-9)
+
+    def report(
+        self, worker: Worker, beat: DeploymentBeat, now_s: float, at: float
+    ) -> list[KeepReceipt | Observed]:
+        """Take one worker's report and return what must be kept and told."""
+        worker_id, incarnation = worker.worker_id, worker.incarnation
+        part = self.parts[worker_id]
+        if incarnation != part.incarnation:
+            part.begin_again(incarnation)
+        if beat.epoch < part.epoch and beat.receipt is None:
+            return []  # a beat that was overtaken by a newer one, or a replay
+        part.epoch = max(part.epoch, beat.epoch)
+        if beat.epoch and part.lanes_s is None:
+            part.ready, part.lanes_s, self.stage = True, now_s, None
+        if beat.origin_bytes:
+            # By process, not incarnation: one that was thought lost goes on where it was.
+            self._spend(part, process_of(worker), beat.origin_bytes)
+        if self.final:
+            self._show(part, worker_id, beat)
+            return []
+        self._count(part, beat)
+        if beat.edges:
+            # Its own edges only: one worker must not make the others' counts, nor countless ones.
+            known = (e for e in beat.edges if has_part(self.deployment, self.parts, e.source))
+            own = (each for each in known if worker_id in (each.source, each.reader))
+            here = [each for each in own if each.reader in self.parts]
+            self.standings.take(worker_id, here, now_s)
+        effects = self._pass_on(part, worker_id, beat, at)
+        if part.receipt is not None:
+            if beat.status is WorkerStatus.RECEIVING and incarnation > part.receipt.incarnation:
+                part.receipt = None  # it came back without what it had: its disk is another one
+                part.held_before = part.pieces_held
+                self.replan, self._tally = True, None
+            return effects
+        if beat.receipt is not None:
+            return effects + self._take_receipt(part, beat.receipt, worker_id, now_s, at)
+        part.status = beat.status
+        if beat.status in FAILED:
+            failure = beat.failure or Failure(code="DeploymentFailed", message="gave no reason")
+            return effects + self._fail(part, worker_id, failure, at)
+        part.failure = beat.failure
+        if beat.failure is not None and beat.failure.code == OUT_OF_BUDGET:
+            self.short.add(worker_id)
+        elif self.short:
+            self.short.discard(worker_id)
+        return effects
+
+    def _show(self, part: Part, worker_id: str, beat: DeploymentBeat) -> None:
+        """Take what a worker says of a version that it holds: whether it does, and whether it is
+        the active one; an older word than the newest command counts for nothing.
+        """
+        part.failure = beat.failure
+        part.seen_whole = beat.status is WorkerStatus.COMPLETE and beat.receipt is not None
+        if worker_id in self.calling:
+            if not (beat.activated and part.command_sent):
+                return
+            self.calling.discard(worker_id)
+        part.activated = beat.activated
+
+    def _count(self, part: Part, beat: DeploymentBeat) -> None:
+        total = self.deployment.total_pieces
+        if (beat.pieces_held >= total) != (part.pieces_held >= total):
+            self.stage = None
+        part.pieces_held, part.bytes_held = beat.pieces_held, beat.bytes_held
+        if len(beat.chunks_received) > len(part.chunks) and not self.origin_read:
+            self._chunks_seen.update(beat.chunks_received)
+            self.stage = None
+        part.chunks = beat.chunks_received
+
+    def _spend(self, part: Part, process: str, spent: int) -> None:
+        part.process = process
+        self.memo.untold.pop(process, None)  # it lives, and says itself what it has read
+        more = spent - self.memo.spent.get(process, 0)
+        if more <= 0:
+            return
+        if process not in self.memo.spent:
+            self._fold_earlier(part, process)
+        self.memo.spent[process] = spent
+        part.spent_bytes += more
+        self.origin_bytes += more
+        step = ORIGIN_STEP * self.deployment.total_bytes
+        self.unkept = self.unkept or self.origin_bytes - self.deployment.origin_bytes > step
+
+    def _fold_earlier(self, part: Part, process: str) -> None:
+        """Take note of one more process of a worker; what its oldest ones read is kept as one."""
+        part.processes.append(process)
+        while len(part.processes) > MOST_PROCESSES:
+            oldest = part.processes.pop(0)
+            earlier = f"{oldest.partition(' ')[0]} earlier"
+            read = self.memo.spent.pop(oldest, 0)
+            self.memo.spent[earlier] = self.memo.spent.get(earlier, 0) + read
+
+    def _pass_on(
+        self, part: Part, worker_id: str, beat: DeploymentBeat, at: float
+    ) -> list[KeepReceipt | Observed]:
+        """Tell once of each source that this worker gave up or caught corrupting; of many, some now
+        and the rest with its next beats, which name them again.
+        """
+        if not (beat.lost_sources or beat.corrupt_sources or part.told):
+            return []
+        reports = {f"lost {key}": (EventName.SOURCE_LOST, key) for key in beat.lost_sources}
+        reports |= {
+            f"corrupt {key}": (EventName.PIECE_CORRUPT, key) for key in beat.corrupt_sources
+        }
+        fresh = [report for report in reports if report not in part.told][:TOLD_AT_ONCE]
+        part.told = part.told & reports.keys() | frozenset(fresh)
+        identity = self.deployment.deployment_id
+        return [
+            Observed(name, at, identity, worker_id, {"source": key})
+            for name, key in map(reports.__getitem__, fresh)
+        ]
+
+    def _take_receipt(
+        self, part: Part, receipt: Receipt, worker_id: str, now_s: float, at: float
+    ) -> list[KeepReceipt | Observed]:
+        ours = self.deployment
+        wanted = (ours.deployment_id, worker_id, ours.manifest_digest, ours.total_bytes)
+        got = (
+            receipt.deployment_id,
+            receipt.worker_id,
+            receipt.manifest_digest,
+            receipt.total_bytes,
+        )
+        if got != wanted or receipt.incarnation > part.incarnation:
+            part.status = WorkerStatus.VERIFICATION_FAILED
+            message = f"the receipt does not match: got {got}, wanted {wanted}"
+            failure = Failure(code="CorruptData", message=message[:2000])
+            return self._fail(part, worker_id, failure, at)
+        part.receipt, part.failure, part.status = receipt, None, WorkerStatus.COMPLETE
+        part.pieces_held, part.bytes_held = ours.total_pieces, ours.total_bytes
+        self.memo.failures.pop(worker_id, None)
+        self.short.discard(worker_id)
+        self._tally = None
+        # The rename was before this beat: the agent's own count says how long after its lanes.
+        done_s = now_s if part.lanes_s is None else min(now_s, part.lanes_s + receipt.seconds)
+        self.memo = replace(self.memo, done_s=max(done_s, self.memo.done_s or done_s))
+        self.unkept = True
+        told = Observed(
+            EventName.WORKER_COMPLETED,
+            at,
+            ours.deployment_id,
+            worker_id,
+            {"seconds": receipt.seconds, "reused_bytes": receipt.reused_bytes},
+        )
+        return [KeepReceipt(receipt), told]
+
+    def _fail(
+        self, part: Part, worker_id: str, failure: Failure, at: float
+    ) -> list[KeepReceipt | Observed]:
+        changed = part.failure != failure
+        part.failure = failure
+        if failure.code == OUT_OF_BUDGET:
+            self.short.add(worker_id)
+            return []  # stalls the deployment; the worker goes on when others can feed it
+        self.memo.failures[worker_id] = failure
+        self._tally = None
+        if not changed:
+            return []
+        self.unkept = self.replan = True  # the others must not wait for it
+        identity = self.deployment.deployment_id
+        data: dict[str, object] = {"code": failure.code, "message": failure.message}
+        return [Observed(EventName.WORKER_FAILED, at, identity, worker_id, data)]

@@ -1,0 +1,259 @@
+"""The deployments that are kept, by what is asked of them: by worker, by model, by key, by time.
+
+It decides nothing; whoever changes a deployment tells it what that means for its lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
+
+from paceline.coordinator.state.deployment import DeploymentRun
+from paceline.coordinator.state.membership import Membership
+from paceline.coordinator.state.messages import (
+    DropDeployment,
+    DropWorker,
+    Effect,
+    KeepKey,
+    Observed,
+)
+from paceline.coordinator.state.settings import Patience
+from paceline.errors import Conflict, NotFound
+from paceline.schemas.events import EventName
+from paceline.schemas.records import DeploymentStatus
+
+
+class Book:
+    """All deployments of a fleet, oldest first, and the idempotency keys that made them."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, KeepKey] = {}
+        self.ticking: set[str] = set()  # which the passing of time may change
+        self._runs: dict[str, DeploymentRun] = {}
+        self._open: dict[str, set[str]] = {}  # which a worker may still hear about
+        self._keys_of: dict[str, set[str]] = {}
+
+    def __iter__(self) -> Iterator[DeploymentRun]:
+        return iter(self._runs.values())
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def find(self, deployment_id: str) -> DeploymentRun | None:
+        """Return the deployment, or None."""
+        return self._runs.get(deployment_id)
+
+    def run(self, deployment_id: str) -> DeploymentRun:
+        """Return the deployment; raises NotFound."""
+        run = self._runs.get(deployment_id)
+        if run is None:
+            raise NotFound("no such deployment", got=deployment_id[:200])
+        return run
+
+    def add(self, run: DeploymentRun, *, announced: bool) -> None:
+        """Take in a deployment; its workers hear of it where it is ``announced``."""
+        identity, digest = run.deployment.deployment_id, run.deployment.manifest_digest
+        for other in self._runs.values():
+            if other.deployment.manifest_digest == digest:
+                run.manifest = (
+                    other.manifest
+                )  # 120,000 pieces are 15 MB: the same, not an equal one
+                break
+        self._runs[identity] = run
+        self.retime(run)
+        if announced:
+            self.announce(run, run.parts)
+
+    def retime(self, run: DeploymentRun) -> None:
+        """Note whether the passing of time may change the deployment."""
+        identity = run.deployment.deployment_id
+        switch = run.memo.switch
+        if not run.final or (switch is not None and switch.open):
+            self.ticking.add(identity)
+        else:
+            self.ticking.discard(identity)
+
+    def announce(self, run: DeploymentRun, workers: Iterable[str]) -> None:
+        """Have ``workers`` hear of the deployment."""
+        identity = run.deployment.deployment_id
+        for worker_id in workers:
+            self._open.setdefault(worker_id, set()).add(identity)
+
+    def close(self, worker_id: str, deployment_id: str) -> None:
+        """Have a worker hear no more of a deployment."""
+        self._open[worker_id].discard(deployment_id)
+
+    def open_runs(self, worker_id: str) -> list[DeploymentRun]:
+        """Return what a worker may still hear about, in a fixed order."""
+        opened = self._open.get(worker_id)
+        if not opened:
+            return []
+        if len(opened) == 1:
+            return [self._runs[next(iter(opened))]]
+        return [self._runs[deployment_id] for deployment_id in sorted(opened)]
+
+    def drop(self, run: DeploymentRun) -> None:
+        """Forget a deployment and the keys that made it."""
+        identity = run.deployment.deployment_id
+        del self._runs[identity]
+        self.ticking.discard(identity)
+        for worker_id in run.parts:
+            opened = self._open.get(worker_id)
+            if opened is not None:
+                opened.discard(identity)
+        for key in self._keys_of.pop(identity, ()):
+            del self.keys[key]
+
+    def forget(self, worker_id: str) -> None:
+        """Keep nothing of a worker that no deployment names."""
+        self._open.pop(worker_id, None)
+
+    def history(self, model_id: str) -> list[DeploymentRun]:
+        """Return the model's activations that were not rolled back, the newest first."""
+        found = [r for r in self if r.memo.number and r.deployment.model_id == model_id]
+        return sorted(found, key=lambda run: -run.memo.number)
+
+    def active(self, model_id: str, workers: Collection[str]) -> dict[str, DeploymentRun]:
+        """Return which deployment is active on each of ``workers``, where one is."""
+        left = set(workers)
+        found: dict[str, DeploymentRun] = {}
+        for run in self.history(model_id):
+            here = left & run.holders()
+            found |= dict.fromkeys(here, run)
+            left -= here
+            if not left:
+                break
+        return found
+
+    def keep_key(self, key: KeepKey) -> None:
+        """Remember what a key made."""
+        self.keys[key.key] = key
+        self._keys_of.setdefault(key.deployment_id, set()).add(key.key)
+
+    def known_key(self, key: str | None, body_digest: str) -> DeploymentRun | None:
+        """Return what this key made, or None; raises Conflict where it came with another body."""
+        kept = self.keys.get(key) if key is not None else None
+        if kept is None:
+            return None
+        if kept.body_digest != body_digest:
+            raise Conflict(
+                "this Idempotency-Key was used with another request",
+                got=key,
+                wanted=f"the body that made {kept.deployment_id}, or a new key",
+                do="Use a new key for a new request.",
+            )
+        return self._runs[kept.deployment_id]
+
+
+# Which closed deployments and lost workers may be forgotten, so that what is kept stays bounded.
+#
+# Of deployments the newest are kept, and those that closed lately: their keys may still be asked
+# for. Never forgotten is what is active on some worker, what a rollback would return to, and what a
+# living worker has yet to stop. Workers go a month after they were heard last: where each start has
+# a name of its own (pods), the dead would be more than the living.
+
+AT_ONCE = 8  # deployments forgotten in one transaction,
+WORKERS_AT_ONCE = 40  # and workers
+LOOK_S = 60.0  # between two looks, where the last one found nothing to forget,
+LOOK_MANY_S = 1.0  # and where calls make more deployments than may be kept
+TARGET_BYTES, PIECE_BYTES, ENTRY_BYTES = 200, 68, 300  # of a target, a piece, a file or chunk
+
+
+def prune(book: Book, patience: Patience, at: float, now_s: float) -> list[Effect]:
+    """Forget a few of those that may be forgotten."""
+    closed = [run for run in book if run.final and run.deployment.deployment_id not in book.ticking]
+    surplus = _surplus(closed, patience)
+    old = closed[: max(surplus, len(closed) - patience.kept_closed)]
+    if not old:
+        return []
+    needed = _needed(book)
+    effects: list[Effect] = []
+    due = [
+        run
+        for place, run in enumerate(old)
+        if run.deployment.deployment_id not in needed
+        and (place < surplus or _closed_for_s(run, now_s) > patience.kept_closed_s)
+    ]
+    # A leader that took over has not heard who stopped, and announced the newest cancels only.
+    for run in islice(filter(_unstopped, due), AT_ONCE):
+        book.announce(run, _unstopped(run))
+    for run in list(islice((each for each in due if not _unstopped(each)), AT_ONCE)):
+        book.drop(run)
+        deployment = run.deployment
+        data: dict[str, object] = {
+            "model_id": deployment.model_id,
+            "version": deployment.version,
+            "status": deployment.status.value,
+        }
+        identity = deployment.deployment_id
+        told = Observed(EventName.DEPLOYMENT_FORGOTTEN, at, identity, None, data)
+        effects += [DropDeployment(identity), told]
+    return effects
+
+
+def kept_bytes(runs: Iterable[DeploymentRun]) -> int:
+    """Return about how many bytes the records and manifests of ``runs`` take in a store."""
+    return sum(
+        TARGET_BYTES * len(run.parts)
+        + PIECE_BYTES * run.manifest.piece_count
+        + ENTRY_BYTES * (len(run.manifest.files) + len(run.manifest.chunks))
+        for run in runs
+    )
+
+
+def _surplus(closed: Sequence[DeploymentRun], patience: Patience) -> int:
+    """Return how many of the oldest are too many, whatever their age."""
+    left = patience.kept_bytes_at_most // 2
+    for place in range(len(closed) - 1, -1, -1):
+        left -= kept_bytes([closed[place]])
+        if left < 0 or len(closed) - place > patience.kept_at_most:
+            return place + 1
+    return 0
+
+
+def prune_workers(book: Book, fleet: Membership, at: float) -> list[Effect]:
+    """Forget a few of the workers that were lost long ago and are named by no deployment."""
+    gone = fleet.long_gone(at)
+    if not gone:
+        return []
+    named = {worker_id for run in book for worker_id in run.parts}
+    effects: list[Effect] = []
+    for worker_id in islice((each for each in gone if each not in named), WORKERS_AT_ONCE):
+        fleet.forget(worker_id)
+        book.forget(worker_id)
+        effects += [
+            DropWorker(worker_id),
+            Observed(EventName.WORKER_FORGOTTEN, at, None, worker_id),
+        ]
+    return effects
+
+
+def _closed_for_s(run: DeploymentRun, now_s: float) -> float:
+    closed_s = run.memo.closed_s
+    return 0.0 if closed_s is None else now_s - closed_s
+
+
+def _needed(book: Book) -> set[str]:
+    """Return what is active on some worker, or was before what is."""
+    needed: set[str] = set()
+    for model_id in {run.deployment.model_id for run in book if run.memo.number}:
+        once: set[str] = set()
+        twice: set[str] = set()
+        for run in book.history(model_id):
+            holders = run.holders()
+            if not holders <= twice:
+                needed.add(run.deployment.deployment_id)
+            twice |= once & holders
+            once |= holders
+    return needed
+
+
+def _unstopped(run: DeploymentRun) -> list[str]:
+    """Return who has yet to stop, of a deployment that was cancelled, as far as it is known."""
+    if run.deployment.status is not DeploymentStatus.CANCELLED or run.plan is None:
+        return []
+    return [
+        worker_id
+        for worker_id, part in run.parts.items()
+        if part.receipt is None and not part.stopped and part.dead_since_s is None
+    ]

@@ -1,0 +1,252 @@
+"""Who is in the fleet and who is lost, from registrations, beats and silence.
+
+A worker is lost after a number of missed beats, or sooner when a peer lost it and a beat is missed
+too. Silence counts only while somebody listened. It knows no deployments and has no clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from paceline.coordinator.state.settings import Patience
+from paceline.errors import Conflict, StaleEpoch
+from paceline.schemas.calls import Heartbeat, RegisterWorker
+from paceline.schemas.records import Worker
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker as it registered, what its beats said since, and what only this process knows."""
+
+    registered: Worker
+    heard_s: float
+    beat_s: float  # the interval it was told
+    heard_at: float
+    available_storage: int
+    alive: bool = True
+    bandwidth_in: float = 0.0
+    bandwidth_out: float = 0.0
+    number: int = 0  # of its newest beat
+    suspected: bool = False  # a peer lost it, and it has not been heard since
+
+    @property
+    def record(self) -> Worker:
+        """Return the worker as it is now; made when somebody asks, and not at each beat."""
+        return self.registered.model_copy(
+            update={
+                "alive": self.alive,
+                "last_heartbeat": self.heard_at,
+                "bandwidth_in": self.bandwidth_in,
+                "bandwidth_out": self.bandwidth_out,
+                "available_storage": self.available_storage,
+            }
+        )
+
+    @classmethod
+    def of(cls, worker: Worker, now_s: float, beat_s: float) -> Member:
+        """Return ``worker`` as a member who was heard just now."""
+        return cls(
+            worker,
+            now_s,
+            beat_s,
+            worker.last_heartbeat,
+            worker.available_storage,
+            worker.alive,
+            worker.bandwidth_in,
+            worker.bandwidth_out,
+        )
+
+
+class Membership:
+    """The fleet."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._members: dict[str, Member] = {}
+        self._living = 0  # of them
+        self._offences: Counter[str] = Counter()
+        self._look_s = float("-inf")  # nobody can have been silent for too long before
+
+    def restore(self, workers: Iterable[Worker], now_s: float) -> None:
+        """Take the workers back after a restart or a change of leaders.
+
+        Everybody gets a fresh interval to be heard, and the time that finding a leader takes.
+        """
+        for worker in workers:
+            self._enter(worker, now_s + self._patience.find_leader_s)
+
+    def workers(self) -> list[Worker]:
+        """Return everyone who registered and is not forgotten."""
+        return [member.record for member in self._members.values()]
+
+    def heard(self) -> dict[str, float]:
+        """Return when each worker was heard last, in seconds since the Unix epoch."""
+        return {worker_id: member.heard_at for worker_id, member in self._members.items()}
+
+    def recall(self, beats: Mapping[str, float]) -> None:
+        """Show when others heard of workers last; who is alive is not decided by it."""
+        for worker_id, at in beats.items():
+            member = self._members.get(worker_id)
+            if member is not None:
+                member.heard_at = max(member.heard_at, at)
+
+    def find(self, worker_id: str) -> Worker | None:
+        """Return the worker's record, or None where it never registered."""
+        member = self._members.get(worker_id)
+        return None if member is None else member.record
+
+    def address(self, worker_id: str) -> str:
+        """Return where peers reach the worker, empty where that is not known."""
+        member = self._members.get(worker_id)
+        return "" if member is None else member.registered.address
+
+    def knows(self, worker_id: str, incarnation: int) -> bool:
+        """Return whether this incarnation of the worker is the registered one, and heard of."""
+        member = self._members.get(worker_id)
+        return member is not None and member.alive and member.registered.incarnation == incarnation
+
+    def alive(self, worker_id: str) -> bool:
+        """Return whether the worker is registered and heard of."""
+        member = self._members.get(worker_id)
+        return member is not None and member.alive
+
+    def beat_interval_s(self) -> float:
+        """Return how often workers should beat: slower, the more of them live."""
+        return max(self._patience.beat_s, self._living / self._patience.beats_per_second)
+
+    def register(self, call: RegisterWorker, at: float, now_s: float) -> Worker:
+        """Enter a worker, or its next incarnation; raises StaleEpoch for an older one, Conflict for
+        a new one where there are too many.
+        """
+        known = self.find(call.worker_id)
+        if known is not None:
+            _refuse_stale(call, known)
+        elif len(self._members) >= self._patience.workers_at_most:
+            raise Conflict(
+                "there are too many workers",
+                got=len(self._members),
+                wanted=f"fewer than {self._patience.workers_at_most}",
+                do="Start agents under the names they had; lost ones are forgotten in the end.",
+            )
+        places = {
+            "rack": call.labels.rack or call.rack,
+            "host": call.labels.host or call.hostname,
+        }
+        worker = Worker(
+            worker_id=call.worker_id,
+            hostname=call.hostname,
+            labels=call.labels.model_copy(update=places),
+            address=call.address,
+            available_storage=call.available_storage,
+            link_mbit=call.link_mbit,
+            incarnation=call.incarnation,
+            last_heartbeat=at,
+            pid=call.pid,
+            process=call.process,
+        )
+        self._enter(worker, now_s)
+        return worker
+
+    def is_overtaken(self, beat: Heartbeat) -> bool:
+        """Return whether a newer beat of the same process came before this one, or this one did."""
+        member = self._members.get(beat.worker_id)
+        return (
+            member is not None
+            and 0 < beat.number <= member.number
+            and member.registered.incarnation == beat.incarnation
+        )
+
+    def hear(self, beat: Heartbeat, at: float, now_s: float) -> Worker | None:
+        """Take a beat and return its sender as it registered, or None where that must register
+        (again) first.
+        """
+        member = self._members.get(beat.worker_id)
+        if member is None or not member.alive:
+            return None
+        if member.registered.incarnation != beat.incarnation:
+            return None
+        member.heard_s, member.suspected, member.beat_s = now_s, False, self.beat_interval_s()
+        member.heard_at, member.number = at, beat.number
+        member.bandwidth_in, member.bandwidth_out = beat.bandwidth_in, beat.bandwidth_out
+        member.available_storage = beat.available_storage or member.available_storage
+        return member.registered
+
+    def suspect(self, worker_id: str) -> None:
+        """Take a peer's word that it lost this worker: a beat refutes it, silence confirms it."""
+        member = self._members.get(worker_id)
+        if member is not None and member.alive and not member.suspected:
+            member.suspected, self._look_s = True, float("-inf")
+
+    def offend(self, worker_id: str) -> int:
+        """Count that a deployment found the worker slow or corrupting; return how many did, since
+        this process began.
+        """
+        self._offences[worker_id] += 1
+        return self._offences[worker_id]
+
+    def forgive(self, gap_s: float, now_s: float) -> None:
+        """Discount a time in which nobody listened, e.g. while this process was frozen."""
+        for member in self._members.values():
+            member.heard_s = min(now_s, member.heard_s + gap_s)
+
+    def lose_silent(self, now_s: float) -> list[Worker]:
+        """Mark those who were silent for too long and return them."""
+        if now_s <= self._look_s:
+            return []
+        lost, next_s = [], float("inf")
+        for member in self._members.values():
+            if not member.alive:
+                continue
+            beats = (
+                self._patience.suspect_beats
+                if member.suspected
+                else self._patience.lost_after_beats
+            )
+            until_s = member.heard_s + beats * member.beat_s
+            if now_s > until_s:
+                member.alive, member.bandwidth_in, member.bandwidth_out = False, 0.0, 0.0
+                self._living -= 1
+                lost.append(member.record)
+            else:
+                next_s = min(next_s, until_s)
+        # Each beat only moves these times further away; suspicion makes us look again at once.
+        self._look_s = next_s
+        return lost
+
+    def long_gone(self, at: float) -> list[str]:
+        """Return who has been lost for so long that it may be forgotten, by the wall's time."""
+        latest = at - self._patience.kept_lost_s
+        return [
+            worker_id
+            for worker_id, member in self._members.items()
+            if not member.alive and member.heard_at < latest
+        ]
+
+    def forget(self, worker_id: str) -> None:
+        """Forget a worker that is lost; it may come back as a new one."""
+        assert not self._members[worker_id].alive
+        del self._members[worker_id]
+        self._offences.pop(worker_id, None)
+
+    def _enter(self, worker: Worker, now_s: float) -> None:
+        known = self._members.get(worker.worker_id)
+        self._living += worker.alive - (known is not None and known.alive)
+        self._members[worker.worker_id] = Member.of(worker, now_s, self.beat_interval_s())
+        self._look_s = float("-inf")
+
+
+def _refuse_stale(call: RegisterWorker, known: Worker) -> None:
+    mine, theirs = (call.pid, call.address, call.process), (known.pid, known.address, known.process)
+    same_process = mine == theirs
+    if call.incarnation > known.incarnation:
+        return
+    if call.incarnation == known.incarnation and same_process:
+        return  # its first answer was lost on the way, or it was frozen and thawed
+    raise StaleEpoch(
+        "a newer incarnation of this worker is registered",
+        got=f"{call.worker_id} incarnation {call.incarnation}",
+        wanted=f"more than {known.incarnation}",
+        do="Stop the older process, or register with the next incarnation.",
+    )

@@ -1,0 +1,313 @@
+"""From a call to a deployment's record, and from its facts to a plan: who takes part, with what.
+
+Plans and estimates are made by ``paceline.plan``; here is only what is handed to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median_low
+
+from paceline.coordinator.state.deployment import DeploymentRun, process_of
+from paceline.coordinator.state.membership import Membership
+from paceline.coordinator.state.messages import Create
+from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.targets import Tally, left_bytes, untold_bytes
+from paceline.errors import InvalidInput
+from paceline.plan import PlanWorker, Prediction, Standing, make_plan, origin_cap_bytes, predict
+from paceline.schemas.plan import Plan, WorkerLanes
+from paceline.schemas.records import Deployment, DeploymentStatus
+
+# The origin fuse, shared out over a plan's new lanes and the lanes that are kept from before it.
+#
+# A plan's own shares fit under the fuse by construction. Lanes that are kept go on with a budget of
+# an earlier plan, which counted with another division: so what all may still read, together with
+# what was read, is brought under the fuse here, whatever came before. Pure arithmetic.
+#
+# What was read is what was told, and what those who are gone may have read since their last word. A
+# grant goes on from what was told when it was made, whatever its worker has read by the time it
+# hears of it (decision 36).
+
+TELLINGS = 32  # a seed tells at once of such a part of the fuse's slack
+
+
+def told_at_once(total_bytes: int) -> int:
+    """Return how much a seed may read before it says so, with no beat due."""
+    return max(1, (origin_cap_bytes(total_bytes) - total_bytes) // TELLINGS)
+
+
+def spent_bytes(run: DeploymentRun) -> int:
+    """Return the most that can have been read from the origin so far beyond what the living, who
+    go on from what they told, may still read.
+    """
+    return run.origin_bytes + sum(run.memo.untold.values())
+
+
+def open_bytes(run: DeploymentRun) -> int:
+    """Return how much may still be read from the origin by all together."""
+    fuse = origin_cap_bytes(run.deployment.total_bytes) + run.memo.extra_bytes
+    return max(0, fuse - spent_bytes(run))
+
+
+def under_the_fuse(
+    run: DeploymentRun,
+    planned: Sequence[WorkerLanes],
+    kept: Mapping[str, WorkerLanes],
+    fleet: Membership,
+) -> tuple[WorkerLanes, ...]:
+    """Return the lanes of ``planned``, or those ``kept`` in their place, so that together they may
+    read no more than is open.
+
+    What is too much comes first out of what new seeds have beyond what they begin. Then whoever has
+    most over what this plan gives it gets the plan's lanes after all: a head, as a rule, so that
+    hardly anybody has to be told. The plan's own shares fit, but for what those who read no longer
+    may have read before they hear of it; that is taken from the new seeds in the end.
+    """
+    kept = dict(kept)
+    if not run.fused:
+        return tuple(kept.get(each.worker_id, each) for each in planned)
+    given = {name: left_bytes(lanes, run.parts[name]) for name, lanes in kept.items()}
+    shares = {each.worker_id: _share_bytes(run, each) for each in planned}
+    fresh = [each for each in planned if each.worker_id not in kept]
+    excess = sum(given.values()) + sum(shares[each.worker_id] for each in fresh) - open_bytes(run)
+    excess = _cut(shares, {each.worker_id: _begun_bytes(run, each) for each in fresh}, excess)
+    for name in sorted(kept, key=lambda name: shares[name] - given[name]):
+        if excess <= 0:
+            break
+        excess -= given[name] - shares[name]
+        del kept[name]
+    seeds = [each.worker_id for each in planned if each.origin_lanes and each.worker_id not in kept]
+    _cut(shares, dict.fromkeys(seeds, 0), excess)
+    return tuple(
+        kept.get(each.worker_id) or _granted(run, each, shares[each.worker_id], fleet)
+        for each in planned
+    )
+
+
+def _share_bytes(run: DeploymentRun, planned: WorkerLanes) -> int:
+    """Return a worker's share of this plan; at least what it may have read by when it hears."""
+    worker_id = planned.worker_id
+    untold = untold_bytes(run.lanes.get(worker_id), run.parts[worker_id])
+    return max(planned.origin_budget_bytes, untold)
+
+
+def _cut(shares: dict[str, int], least: Mapping[str, int], excess: int) -> int:
+    """Take ``excess`` out of the ``shares`` of those in ``least``, and leave them that; return what
+    is too much still.
+    """
+    for name, needed in least.items():
+        if excess <= 0:
+            break
+        cut = max(0, min(excess, shares[name] - needed))
+        shares[name] -= cut
+        excess -= cut
+    return excess
+
+
+def _granted(run: DeploymentRun, lanes: WorkerLanes, share: int, fleet: Membership) -> WorkerLanes:
+    """Return ``lanes`` with a budget of ``share``, from what its reader had told on, and with how
+    much it is to tell of at once.
+    """
+    worker_id, seeds = lanes.worker_id, bool(lanes.origin_lanes)
+    if share == lanes.origin_budget_bytes and not seeds and worker_id not in run.lanes:
+        return lanes  # its first ones: it has read nothing
+    worker = fleet.find(worker_id)
+    told = 0 if worker is None else run.memo.spent.get(process_of(worker), 0)
+    update = {"origin_budget_bytes": share, "origin_counted_bytes": told}
+    if seeds:
+        update["origin_tell_bytes"] = told_at_once(run.deployment.total_bytes)
+    return lanes.model_copy(update=update)
+
+
+def _begun_bytes(run: DeploymentRun, lanes: WorkerLanes) -> int:
+    """Return what is to be read at the origin as ``lanes`` say, and all of it for who is no seed:
+    its small share is for the last resort.
+    """
+    chunks, held = run.manifest.chunks, set(run.parts[lanes.worker_id].chunks)
+    begun = [
+        sum(
+            chunk.size
+            for chunk in chunks[lane.first_chunk : lane.last_chunk + 1]
+            if chunk.chunk_id not in held
+        )
+        for lane in lanes.origin_lanes
+    ]
+    return sum(begun) if begun else lanes.origin_budget_bytes
+
+
+Places = Mapping[str, tuple[str, bool]]  # of the living: address, and whether to be asked at all
+
+NEAR_SPARES = 2  # of each lane, that must be good; who dies is a far spare of many others
+
+
+def new_deployment(event: Create, fleet: Membership, patience: Patience) -> Deployment:
+    """Return the record of a deployment that begins; raises InvalidInput where it cannot be."""
+    call, manifest = event.call, event.manifest
+    if len(set(call.target_workers)) != len(call.target_workers):
+        raise InvalidInput("a target worker is named twice", wanted="each target once")
+    if (manifest.model_id, manifest.version) != (call.model_id, call.version):
+        raise InvalidInput(
+            "the source holds another model",
+            got=f"{manifest.model_id} {manifest.version}",
+            wanted=f"{call.model_id} {call.version}",
+            where=call.source_url,
+        )
+    expected = _estimate(event, fleet, patience)
+    return Deployment(
+        deployment_id=event.deployment_id,
+        model_id=call.model_id,
+        version=call.version,
+        status=DeploymentStatus.INIT,
+        source_url=call.source_url,
+        manifest_digest=manifest.digest,
+        total_bytes=manifest.total_size,
+        total_chunks=len(manifest.chunks),
+        total_pieces=manifest.piece_count,
+        target_workers=call.target_workers,
+        topology=call.topology,
+        epoch=0,
+        max_failed=call.max_failed,
+        started_at=event.at,
+        predicted_seconds=expected.seconds,
+        bound_seconds=expected.bound_seconds,
+        flow_run_id=call.flow_run_id,
+        flow_wanted=patience.starts_flows and call.flow_run_id is None,
+        run_id=call.run_id,
+    )
+
+
+def _estimate(event: Create, fleet: Membership, patience: Patience) -> Prediction:
+    records = [fleet.find(worker_id) for worker_id in event.call.target_workers]
+    here = [record for record in records if record is not None]
+    return predict(
+        event.call.topology,
+        total_bytes=event.manifest.total_size,
+        workers=len(records),
+        piece_bytes=event.manifest.piece_bytes,
+        chunk_bytes=event.manifest.chunk_bytes,
+        link_mbit=min((record.link_mbit for record in here), default=patience.link_mbit),
+        external_mbit=patience.external_mbit,
+        racks=len({(record.labels.zone, record.labels.rack) for record in here}) or 1,
+        oversubscription=patience.oversubscription,
+    )
+
+
+def next_plan(
+    run: DeploymentRun, tally: Tally, fleet: Membership, patience: Patience
+) -> tuple[Plan, dict[str, int]]:
+    """Return the plan of the next epoch, and who came back too late to stand in the line any more
+    (with the pieces it lacked); raises InvalidPlan.
+
+    Everybody who ever was here is named to the planner, the dead too, so that the others keep
+    their places. Whose lanes come out as they were keeps them as they are, epoch and budget too:
+    it need not be told, and at 10,000 workers nobody could tell everybody of each death.
+    """
+    late = _latecomers(run, tally, patience)
+    living = set(tally.living)
+    placed = set(run.order)
+    everybody = [*run.order, *(each for each in run.parts if each not in placed)]
+    workers = []
+    for worker_id in everybody:
+        record, part = fleet.find(worker_id), run.parts[worker_id]
+        if record is None:
+            continue  # never here: nobody can be told where it is
+        standing = run.standing_of(worker_id) if worker_id in living else Standing.GONE
+        if standing is Standing.LINE and worker_id in late:
+            standing = Standing.TAIL
+        workers.append(
+            PlanWorker(
+                worker_id=worker_id,
+                labels=record.labels,
+                address=record.address,
+                link_mbit=record.link_mbit,
+                complete=part.receipt is not None,
+                held_pieces=part.pieces_known,
+                held_chunks=frozenset(part.chunks),
+                standing=standing,
+            )
+        )
+    deployment = run.deployment
+    plan = make_plan(
+        deployment.topology,
+        deployment_id=deployment.deployment_id,
+        epoch=deployment.epoch + 1,
+        manifest=run.manifest,
+        workers=workers,
+        source_url=deployment.source_url,
+        seed=run.memo.seed,
+        external_mbit=patience.external_mbit,
+        oversubscription=patience.oversubscription,
+        origin_spent_bytes=spent_bytes(run) - run.memo.extra_bytes,
+        order=run.order,
+    )
+    places = {
+        each.worker_id: (each.address, each.standing is not Standing.QUARANTINED)
+        for each in workers
+        if each.standing is not Standing.GONE
+    }
+    kept = {
+        each.worker_id: run.lanes[each.worker_id]
+        for each in plan.workers
+        if _is_kept(run, each, places)
+    }
+    parts = under_the_fuse(run, plan.workers, kept, fleet)
+    return plan.model_copy(update={"workers": parts}), late
+
+
+def _latecomers(run: DeploymentRun, tally: Tally, patience: Patience) -> dict[str, int]:
+    """Return who came back with a gap: in its old place everybody behind it would wait for that."""
+    back = [each for each in tally.pending if each in run.fresh or each not in run.lanes]
+    others = [run.parts[each].pieces_known for each in tally.living if each not in run.fresh]
+    if run.plan is None or not back or not others:
+        return {}
+    usual = median_low(others)
+    gaps = {worker_id: usual - run.parts[worker_id].pieces_known for worker_id in back}
+    return {each: gap for each, gap in gaps.items() if gap > patience.return_gap_pieces}
+
+
+def _is_kept(run: DeploymentRun, planned: WorkerLanes, places: Places) -> bool:
+    """Return whether the worker keeps the lanes that it has: ``planned`` says the same.
+
+    The origin fuse is one for all epochs: who keeps its budget may go on reading what is left of
+    it, so that must not be much more than this plan counts with, nor, for who seeds, far less.
+    ``grants`` sees to it that all of them together fit.
+    """
+    worker_id = planned.worker_id
+    before, part = run.lanes.get(worker_id), run.parts[worker_id]
+    if before is None or worker_id in run.fresh or worker_id in run.short:
+        return False
+    if not _serves(before, planned, places):
+        return False
+    if not run.fused:
+        return True
+    seeds = bool(planned.origin_lanes)
+    if part.spent_before is None:  # told by an earlier coordinator: what is left is not known
+        return not seeds
+    left = before.origin_budget_bytes - (part.spent_bytes - part.spent_before)
+    share, total = planned.origin_budget_bytes, run.deployment.total_bytes
+    slack = origin_cap_bytes(total) - total
+    if seeds:
+        return share - slack // 4 <= left <= share + slack // 16
+    return left <= share + share // 4 + run.manifest.piece_bytes
+
+
+def _serves(before: WorkerLanes, planned: WorkerLanes, places: Places) -> bool:
+    """Return whether the lanes that a worker has serve as well as ``planned``: the same chunks from
+    the same sources, a spare or two near at hand that live where it believes, and no quarantined.
+    """
+    if len(before.lanes) != len(planned.lanes):
+        return False
+    for old, new in zip(before.lanes, planned.lanes, strict=True):
+        if (old.first_chunk, old.last_chunk) != (new.first_chunk, new.last_chunk):
+            return False
+        if (old.source.key, old.source.address) != (new.source.key, new.source.address):
+            return False
+        peers = [spare for spare in old.spares if spare.worker_id is not None]
+        wanted = sum(spare.worker_id is not None for spare in new.spares)
+        if len(peers) < min(NEAR_SPARES, wanted):
+            return False
+        if any((each.address, True) != places.get(each.key) for each in peers[:NEAR_SPARES]):
+            return False
+        if any(not places.get(each.key, ("", True))[1] for each in peers):
+            return False
+    return True

@@ -1,0 +1,414 @@
+"""The coordinator's decisions: events and a time go in, effects come out.
+
+It follows every deployment, notices what a loss or a return means for it, replans with whoever is
+there, and answers calls. It has no clock, no socket, no file and no thread: the driver gives it the
+time and carries out what it returns, so tests and simulations run exactly this code. An event that
+is refused raises a PacelineError and has changed nothing.
+
+Where to look: ``hearing`` (what agents say), ``course`` and ``verdict`` (what follows from a
+deployment's facts), ``switching`` (which version is active), ``answers`` (what agents are told),
+``pruning`` (what is forgotten).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from paceline.coordinator.state.activation import Switches
+from paceline.coordinator.state.agent_handlers import CLOSED, Hearing
+from paceline.coordinator.state.deployment import DeploymentRun
+from paceline.coordinator.state.deployment_index import (
+    LOOK_MANY_S,
+    LOOK_S,
+    Book,
+    kept_bytes,
+    prune,
+    prune_workers,
+)
+from paceline.coordinator.state.lifecycle import advance, progress_of, turn, view_of
+from paceline.coordinator.state.membership import Membership
+from paceline.coordinator.state.messages import (
+    Activate,
+    AdmitWorker,
+    Answer,
+    Beat,
+    BeginToken,
+    Cancel,
+    Create,
+    Effect,
+    Event,
+    FetchLanes,
+    FlowTold,
+    IssueToken,
+    KeepDeployment,
+    KeepKey,
+    KeepWorker,
+    Kept,
+    KeptDeployment,
+    Listen,
+    Observed,
+    RaiseBudget,
+    Register,
+    RevokeToken,
+    Rollback,
+    Tick,
+    TokensUsed,
+)
+from paceline.coordinator.state.persisted_state import Memo
+from paceline.coordinator.state.planning import new_deployment
+from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.targets import tally_of
+from paceline.coordinator.tokens import TokenBook
+from paceline.errors import Conflict, NotFound, ServiceUnavailable
+from paceline.schemas.calls import CreatedDeployment, DeploymentView, Heartbeat, Success, SwitchView
+from paceline.schemas.events import EventName
+from paceline.schemas.plan import Plan
+from paceline.schemas.records import (
+    Deployment,
+    DeploymentStatus,
+    Failure,
+    WorkerProgress,
+    WorkerStatus,
+)
+
+RESTORED_CLOSED = (
+    20  # after a restart, so many of the newest closed deployments are still announced
+)
+
+
+class CoordinatorState:
+    """The fleet and its deployments; ``handle`` is the only way to change them."""
+
+    def __init__(self, patience: Patience | None = None, *, leader_epoch: int = 1) -> None:
+        self.patience = patience or Patience()
+        self.leader_epoch = leader_epoch
+        self.fleet = Membership(self.patience)
+        self.tokens = TokenBook()
+        self._book = Book()
+        self._switches = Switches(self._book, self.fleet, self.patience)
+        self._last_s: float | None = None
+        self._pruned_s = float("-inf")
+        self._hearing = Hearing(self._book, self.fleet, self.tokens, leader_epoch)
+
+    @classmethod
+    def restore(
+        cls, kept: Kept, now_s: float, patience: Patience | None = None, *, leader_epoch: int = 1
+    ) -> CoordinatorState:
+        """Return the state that the kept records amount to; progress comes back with the beats."""
+        state = cls(patience, leader_epoch=leader_epoch)
+        state.fleet.restore(kept.workers, now_s)
+        state.tokens.restore(kept.tokens)
+        newest = {each.deployment.deployment_id for each in kept.deployments[-RESTORED_CLOSED:]}
+        for each in kept.deployments:
+            run = _restored(each, state.patience)
+            known = each.deployment.deployment_id in newest
+            announced = known or each.deployment.status not in CLOSED
+            state._follow(run, now_s, announced=announced)
+            run.resume(state.fleet.alive, state.fleet.address, now_s)
+        for key in kept.keys:
+            state._book.keep_key(key)
+        state._switches.restore()
+        return state
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        """Take one event and return what must be kept, told and answered."""
+        return [self._stamped(effect, now_s) for effect in self._handle(event, now_s)]
+
+    def _handle(self, event: Event, now_s: float) -> list[Effect]:
+        match event:
+            case Beat():
+                return self._hearing.beat(event, now_s)
+            case Listen():
+                return self._hearing.listen(event)
+            case Tick():
+                return self._tick(event, now_s)
+            case Register():
+                return self._hearing.register(event, now_s)
+            case FetchLanes():
+                return self._hearing.fetch_lanes(event, now_s)
+            case Create():
+                return self._create(event, now_s)
+            case Cancel():
+                return self._cancel(event)
+            case Activate():
+                run = self.run(event.deployment_id)
+                older = event.allow_older
+                effects = self._switches.activate(run, event.at, now_s, allow_older=older)
+                return [*effects, Answer(Success())]
+            case Rollback():
+                run = self.run(event.deployment_id)
+                effects = self._switches.roll_back(run, event.at, now_s)
+                return [*effects, Answer(Success())]
+            case RaiseBudget():
+                return self._raise_budget(event)
+            case FlowTold():
+                return self._flow_told(event)
+            case IssueToken() | RevokeToken() | AdmitWorker() | BeginToken() | TokensUsed():
+                return self.tokens.handle(event)
+
+    def _stamped(self, effect: Effect, now_s: float) -> Effect:
+        """Return ``effect`` with the time at which a deployment is kept, and first was final."""
+        if not isinstance(effect, KeepDeployment):
+            return effect
+        run = self._book.find(effect.deployment.deployment_id)
+        if run is None:
+            return effect
+        closed_s = run.memo.closed_s
+        if run.final and closed_s is None:
+            closed_s = now_s
+        run.memo = replace(run.memo, kept_s=now_s, closed_s=closed_s)
+        return replace(effect, memo=run.memo)
+
+    @property
+    def beats(self) -> int:
+        """Return how many beats were taken since this process began to lead."""
+        return self._hearing.beats
+
+    @property
+    def beats_refused(self) -> int:
+        """Return how many came from workers that had to register first."""
+        return self._hearing.beats_refused
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def run(self, deployment_id: str) -> DeploymentRun:
+        """Return the deployment's facts; raises NotFound."""
+        return self._book.run(deployment_id)
+
+    def deployments(self) -> list[Deployment]:
+        """Return every deployment, oldest first."""
+        return [run.shown() for run in self._book]
+
+    def view(self, deployment_id: str) -> DeploymentView:
+        """Return the deployment and how far it is."""
+        run = self.run(deployment_id)
+        return view_of(run, tally_of(run.parts, run.memo.failures, self.fleet.alive))
+
+    def progress(self, deployment_id: str) -> list[WorkerProgress]:
+        """Return each target's part."""
+        return list(progress_of(self.run(deployment_id), self.fleet.alive))
+
+    def plan(self, deployment_id: str) -> Plan:
+        """Return the newest plan; raises NotFound before there is one."""
+        plan = self.run(deployment_id).plan
+        if plan is None:
+            raise NotFound(
+                "the deployment has no plan yet",
+                got=deployment_id,
+                wanted="every target registered",
+                do="Ask again when it has left init.",
+            )
+        return plan
+
+    def switch_of(self, deployment_id: str) -> SwitchView:
+        """Return the newest switch to or from this deployment; raises NotFound where none was."""
+        view = self._switches.view(self.run(deployment_id))
+        if view is None:
+            raise NotFound(
+                "the deployment was never activated",
+                got=deployment_id,
+                do="Activate it once it is complete.",
+            )
+        return view
+
+    def is_calm(self, beat: Heartbeat) -> bool:
+        """Return whether nothing will have to be kept of a beat: it says only how far things are.
+
+        Where this is false there may be nothing to keep either.
+        """
+        return self._hearing.is_calm(beat)
+
+    def unstopped(self, deployment_id: str) -> list[str]:
+        """Return the living targets that may still publish a cancelled deployment."""
+        run = self.run(deployment_id)
+        return [
+            worker_id
+            for worker_id, part in run.parts.items()
+            if run.plan is not None
+            and part.receipt is None
+            and not part.stopped
+            and self.fleet.alive(worker_id)
+        ]
+
+    def recall(self, deployment_id: str, parts: Mapping[str, WorkerProgress]) -> None:
+        """Show what the progress store knows of workers that have not beaten to this process yet.
+
+        Nothing is decided by it: the next beat of each overwrites it.
+        """
+        run = self._book.find(deployment_id)
+        if run is not None:
+            run.recall(parts)
+
+    def known_key(self, key: str | None, body_digest: str) -> CreatedDeployment | None:
+        """Return what this idempotency key was answered; raises Conflict for another body."""
+        run = self._book.known_key(key, body_digest)
+        return None if run is None else _created(run.deployment)
+
+    # --- deployments -----------------------------------------------------------------------------
+
+    def _create(self, event: Create, now_s: float) -> list[Effect]:
+        call, manifest = event.call, event.manifest
+        known = self.known_key(event.key, event.body_digest)
+        if known is not None:
+            return [Answer(known)]
+        if len(self._book.ticking) >= self.patience.open_at_most:
+            raise ServiceUnavailable(
+                "too many deployments are under way",
+                got=len(self._book.ticking),
+                wanted=f"fewer than {self.patience.open_at_most}",
+                do="Call again once some have ended, or cancel what is not needed.",
+            )
+        if len(self._book) >= self.patience.open_at_most + self.patience.kept_at_most:
+            raise ServiceUnavailable(
+                "too many deployments are kept",
+                got=len(self._book),
+                wanted=f"fewer than {self.patience.open_at_most + self.patience.kept_at_most}",
+                do="Call again; closed ones are forgotten within seconds.",
+            )
+        if not call.allow_older:
+            targets = set(call.target_workers)
+            self._switches.require_not_older(call.version, call.model_id, targets)
+        deployment = new_deployment(event, self.fleet, self.patience)
+        memo = Memo(created_s=now_s, seed=call.seed, allow_older=call.allow_older)
+        run = DeploymentRun(deployment, manifest, memo, self.patience)
+        size = kept_bytes([*self._book, run])
+        if size > self.patience.kept_bytes_at_most:
+            raise ServiceUnavailable(
+                "the deployments that are kept take too much room",
+                got=f"{size} bytes",
+                wanted=f"at most {self.patience.kept_bytes_at_most}",
+                do="Call again once some have ended, or name fewer workers or pieces.",
+            )
+        self._follow(run, now_s, announced=True)
+        effects: list[Effect] = [KeepDeployment(deployment, run.memo, manifest)]
+        if event.key is not None:
+            key = KeepKey(event.key, event.body_digest, event.deployment_id)
+            self._book.keep_key(key)
+            effects.append(key)
+        data: dict[str, object] = {
+            "model_id": call.model_id,
+            "version": call.version,
+            "targets": len(call.target_workers),
+            "topology": call.topology.value,
+        }
+        created = EventName.DEPLOYMENT_CREATED
+        effects.append(Observed(created, event.at, event.deployment_id, None, data))
+        effects += self._advance(run, event.at, now_s)
+        return [*effects, Answer(_created(run.deployment))]
+
+    def _cancel(self, event: Cancel) -> list[Effect]:
+        run = self.run(event.deployment_id)
+        if run.deployment.status is DeploymentStatus.COMPLETE:
+            raise Conflict(
+                "the deployment is complete already",
+                got=event.deployment_id,
+                do="Roll it back, or activate another version.",
+            )
+        if run.final:
+            self._book.announce(run, self.unstopped(event.deployment_id))
+            return [Answer(Success())]
+        reason = Failure(code="Cancelled", message="cancelled by a caller")
+        effects = turn(run, DeploymentStatus.CANCELLED, reason, event.at)
+        self._book.retime(run)
+        return [*effects, Answer(Success())]
+
+    def _raise_budget(self, event: RaiseBudget) -> list[Effect]:
+        if self._book.known_key(event.key, event.body_digest) is not None:
+            return [Answer(Success())]
+        run = self.run(event.deployment_id)
+        if run.final or not run.fused:
+            raise Conflict(
+                "this deployment has no origin budget to raise",
+                got=run.deployment.status.value if run.final else run.deployment.topology.value,
+                wanted="one that is under way and under the fuse",
+                where=event.deployment_id,
+                do="Begin another deployment: what is on the disks already is not read again.",
+            )
+        run.raise_budget(event.extra_bytes)
+        data: dict[str, object] = {
+            "extra_bytes": event.extra_bytes,
+            "extra_bytes_in_all": run.memo.extra_bytes,
+            "origin_bytes": run.origin_bytes,
+        }
+        name = EventName.BUDGET_RAISED
+        effects: list[Effect] = [
+            KeepDeployment(run.shown(), run.memo),
+            Observed(name, event.at, event.deployment_id, None, data),
+        ]
+        if event.key is not None:
+            key = KeepKey(event.key, event.body_digest, event.deployment_id)
+            self._book.keep_key(key)
+            effects.append(key)
+        return [*effects, Answer(Success())]
+
+    def _flow_told(self, event: FlowTold) -> list[Effect]:
+        run = self.run(event.deployment_id)
+        effects: list[Effect] = []
+        driver = event.flow_run_id
+        if driver is not None and driver != run.deployment.flow_run_id:
+            run.deployment = run.shown().model_copy(update={"flow_run_id": driver})
+            effects.append(KeepDeployment(run.deployment, run.memo))
+        told = Observed(event.name, event.at, event.deployment_id, None, dict(event.data))
+        return [*effects, told, Answer(Success())]
+
+    # --- time ------------------------------------------------------------------------------------
+
+    def _tick(self, event: Tick, now_s: float) -> list[Effect]:
+        gap_s = 0.0 if self._last_s is None else now_s - self._last_s
+        self._last_s = now_s
+        if gap_s > self.patience.lost_after_beats * self.fleet.beat_interval_s() / 2:
+            # Nobody listened meanwhile (frozen, suspended): their silence proves nothing.
+            self.fleet.forgive(gap_s, now_s)
+        effects: list[Effect] = []
+        for worker in self.fleet.lose_silent(now_s):
+            effects.append(KeepWorker(worker))
+            data: dict[str, object] = {"incarnation": worker.incarnation}
+            lost = EventName.WORKER_LOST
+            effects.append(Observed(lost, event.at, None, worker.worker_id, data))
+            for run in self._book.open_runs(worker.worker_id):
+                run.lost(worker.worker_id, now_s)
+        for deployment_id in sorted(self._book.ticking):
+            effects += self._advance(self._book.run(deployment_id), event.at, now_s)
+        many = len(self._book) > self.patience.kept_at_most
+        if now_s - self._pruned_s >= (LOOK_MANY_S if many else LOOK_S):
+            pruned = prune(self._book, self.patience, event.at, now_s)
+            if not pruned:  # else there may be more
+                self._pruned_s = now_s
+            effects += pruned
+            effects += prune_workers(self._book, self.fleet, event.at)
+        return effects
+
+    def _advance(self, run: DeploymentRun, at: float, now_s: float) -> list[Effect]:
+        if run.final:
+            return self._switches.advance(run, at, now_s)
+        effects = advance(run, self.fleet, self.patience, at, now_s)
+        self._book.retime(run)
+        return effects
+
+    def _follow(self, run: DeploymentRun, now_s: float, *, announced: bool) -> None:
+        self._book.add(run, announced=announced)
+        for worker_id in run.parts:
+            if not self.fleet.alive(worker_id):
+                run.lost(worker_id, now_s)
+
+
+def _restored(kept: KeptDeployment, patience: Patience) -> DeploymentRun:
+    deployment = kept.deployment
+    run = DeploymentRun(deployment, kept.manifest, kept.memo, patience)
+    if kept.plan is not None:
+        run.follow(kept.plan)
+    for receipt in kept.receipts:
+        part = run.parts[receipt.worker_id]
+        part.receipt, part.status = receipt, WorkerStatus.COMPLETE
+        part.pieces_held = deployment.total_pieces
+        part.bytes_held = deployment.total_bytes
+    return run
+
+
+def _created(deployment: Deployment) -> CreatedDeployment:
+    return CreatedDeployment(
+        deployment_id=deployment.deployment_id,
+        status=deployment.status,
+        estimated_time_seconds=deployment.predicted_seconds,
+    )

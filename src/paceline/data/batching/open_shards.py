@@ -1,0 +1,268 @@
+"""The shards that a stream has open: opened ahead on threads, closed when their group is over.
+
+Nothing is copied here: a shard's samples are views into the cached file where the format allows.
+A shard that cannot be read is put in quarantine and its pieces get weight 0. Knows no order.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.batching.rows import Ints
+from paceline.data.loading.samples import ShardSamples
+from paceline.data.snapshot import Shard
+from paceline.errors import CorruptData, DataRejected, InvalidInput
+
+# One open shard's framed token stream: separator, document, separator, …, document, separator.
+#
+# Where samples lie end to end as they were stored, their tokens are one array, and a batch is cut
+# out of it; where each is made when it is read (a transform), they are asked for one by one.
+#
+# Shape letters: D documents of a shard.
+
+Array = npt.NDArray[Any]
+
+
+class OpenShard:
+    """A shard's samples, and where each is; ``lengths`` are its index's, None: as they are stored.
+
+    ``flat`` is all tokens end to end, of document d the ``count_D[d]`` from ``first_D[d]`` on (none
+    for a sample of features only), or None. ``offsets_D1`` are places in the framed stream: of each
+    document's separator, and of the last one. Raises CorruptData where shard and index disagree.
+    """
+
+    def __init__(self, shard: Shard, samples: ShardSamples, lengths: Array | None) -> None:
+        self.shard = shard
+        self.samples = samples
+        self.bad: dict[int, str] = {}  # document → why
+        self.flat: Array | None = None
+        self.first_D = self.count_D = np.zeros(0, dtype=np.int64)
+        if (laid := samples.flat()) is not None:
+            self.flat, ends = laid
+            self.count_D = np.diff(ends, prepend=0)
+            self.first_D = ends - self.count_D
+        if lengths is None:
+            assert laid is not None, "only stored samples tell their own lengths"
+            lengths = self.count_D
+        elif len(samples) != len(lengths):
+            raise self._disagree(f"{len(samples)} samples", len(lengths))
+        elif laid is not None and np.any((self.count_D != lengths) & (self.count_D > 0)):
+            document = int(np.flatnonzero((self.count_D != lengths) & (self.count_D > 0))[0])
+            raise self._disagree(
+                f"{self.count_D[document]} tokens of sample {document}", int(lengths[document])
+            )
+        self.offsets_D1: Ints = np.concatenate(
+            [[0], np.cumsum(np.asarray(lengths, dtype=np.int64) + 1)]
+        )
+        if shard.tokens and int(self.offsets_D1[-1]) + 1 != shard.stream_bytes:
+            raise CorruptData(
+                "shard is not as long as the snapshot says",
+                got=f"{int(self.offsets_D1[-1]) + 1} tokens with separators",
+                wanted=shard.stream_bytes,
+                where=shard.sha256,
+            )
+
+    def expect(self, documents: Ints) -> None:
+        """Say which documents come next, in this order; begins with those that must be made."""
+        if self.flat is None:
+            self.samples.expect(list(dict.fromkeys(documents.tolist())))
+
+    def met(self, start_P: Ints, size: int) -> tuple[Ints, Ints]:
+        """Return, of stretches of ``size`` tokens of the framed stream, each document that each
+        one meets: the number of the stretch, and the document's."""
+        low = np.searchsorted(self.offsets_D1, start_P, side="right") - 1
+        high = np.searchsorted(self.offsets_D1[:-1], start_P + size, side="left")
+        count = high - low
+        within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+        return np.repeat(np.arange(len(start_P)), count), np.repeat(low, count) + within
+
+    def features(self, document: int) -> dict[str, Array] | None:
+        """Return the document's features, or None where it is bad."""
+        try:
+            return self.samples.features(document)
+        except CorruptData as error:
+            self.bad.setdefault(document, error.what)
+            return None
+
+    def tokens(self, document: int) -> Array | None:
+        """Return the document's tokens, none for one of features only; None where it is bad."""
+        try:
+            tokens = self.samples.tokens(document)
+        except CorruptData as error:
+            self.bad.setdefault(document, error.what)
+            return None
+        wanted = int(self.offsets_D1[document + 1] - self.offsets_D1[document]) - 1
+        if len(tokens) not in (0, wanted):  # 0: a sample of features only
+            raise InvalidInput(
+                "a transform changed a sample's length",
+                got=len(tokens),
+                wanted=f"{wanted}, as its shard's index says",
+                where=f"{self.shard.sha256}#{document}",
+                do="Change lengths when the snapshot is built; batches are planned from them.",
+            )
+        return tokens
+
+    def _disagree(self, got: str, wanted: int) -> CorruptData:
+        return CorruptData(
+            "shard and its index disagree", got=got, wanted=wanted, where=self.shard.sha256
+        )
+
+
+log = logging.getLogger(__name__)
+
+LENGTHS_AT_ONCE = 16  # small files, and a plan waits for all of a group's
+
+
+class Shards(Protocol):
+    """What a stream needs of a shard cache; its methods are called on several threads."""
+
+    quarantined: dict[str, str]  # sha256 of a shard, or sha256#sample → why
+
+    def lengths(self, shard: Shard) -> npt.NDArray[np.int32]: ...
+    def samples(self, shard: Shard) -> ShardSamples: ...
+    def prefetch(self, shards: Sequence[Shard]) -> None: ...
+
+
+class Reader:
+    """The open shards of one stream; close it. All but ``close`` is for one thread only.
+
+    Raises DataRejected once more than ``max_bad_share`` of the shards is in quarantine: of its own
+    ones, where this stream reads but a ``share`` of them. ``plans_lengths``: its plan is made from
+    lengths, so that each shard must agree with its index. Both are set before it is used.
+    """
+
+    def __init__(
+        self, shards: Sequence[Shard], cache: Shards, *, threads: int, max_bad_share: float
+    ) -> None:
+        self.shards = shards
+        self.share = 1.0
+        self.plans_lengths = True
+        self._cache = cache
+        self._max_bad_share = max_bad_share
+        self._digests = {each.sha256 for each in shards}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="data-open")
+        self._small = ThreadPoolExecutor(LENGTHS_AT_ONCE, thread_name_prefix="data-lengths")
+        self._lock = threading.Lock()
+        self._known: dict[int, Future[Array]] = {}  # lengths that plans are made from
+        self._open: dict[int, Future[OpenShard]] = {}
+        self._ready: dict[int, OpenShard | None] = {}  # of those, the ones that came out
+
+    def lengths(self, indexes: Sequence[int]) -> list[Array]:
+        """Return the lengths of each shard's documents; for the thread that plans ahead."""
+        return [each.result() for each in [self._lengths_of(index) for index in indexes]]
+
+    def expect(self, indexes: Sequence[int], planned: Collection[int] = ()) -> None:
+        """Open these shards ahead, in this order, and close all others; of the shards ``planned``
+        and of these, lengths are remembered."""
+        wanted = set(indexes)
+        remembered = wanted.union(planned)
+        with self._lock:
+            self._known = {each: its for each, its in self._known.items() if each in remembered}
+        for index in [each for each in self._open if each not in wanted]:
+            self._forget(index)
+        # What is being opened is named again: a cache lets go of what it is no longer told of.
+        coming = [each for each in indexes if not self._is_open(each)]
+        self._cache.prefetch([self.shards[each] for each in coming])
+        for index in indexes:
+            self._submit(index)
+
+    def get(self, index: int) -> OpenShard | None:
+        """Return the shard once it is open, or None where it is in quarantine."""
+        if index not in self._ready:
+            self._ready[index] = self._get(index)
+        return self._ready[index]
+
+    def close(self) -> None:
+        """Close every shard and end the threads."""
+        for index in list(self._open):
+            self._forget(index)
+        for pool in (self._small, self._pool):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _get(self, index: int) -> OpenShard | None:
+        try:
+            return self._submit(index).result()
+        except CorruptData as error:
+            shard = self.shards[index]
+            if shard.sha256 not in self._cache.quarantined:
+                self._cache.quarantined[shard.sha256] = error.what
+            self._refuse_if_too_many(error)
+            return None
+
+    def _is_open(self, index: int) -> bool:
+        return index in self._open and self._open[index].done()
+
+    def _submit(self, index: int) -> Future[OpenShard]:
+        if index not in self._open:
+            self._open[index] = self._pool.submit(self._opened, index)
+        return self._open[index]
+
+    def _opened(self, index: int) -> OpenShard:
+        shard = self.shards[index]
+        try:
+            samples = self._cache.samples(shard)
+            try:
+                return OpenShard(shard, samples, self._lengths_beside(index, samples))
+            except BaseException:
+                samples.close()
+                raise
+        except CorruptData:
+            log.warning("shard quarantined, going on without it shard=%s", shard.sha256[:12])
+            raise
+
+    def _lengths_of(self, index: int) -> Future[Array]:
+        with self._lock:
+            if index not in self._known:
+                self._known[index] = self._small.submit(self._lengths, self.shards[index])
+            return self._known[index]
+
+    def _lengths(self, shard: Shard) -> Array:
+        if shard.lengths_sha256 is not None:
+            return self._cache.lengths(shard)
+        with self._cache.samples(shard) as samples:
+            return _byte_lengths(samples)
+
+    def _lengths_beside(self, index: int, samples: ShardSamples) -> Array | None:
+        """Return the lengths that the plan is made from; None where it is made from none, and the
+        samples tell them."""
+        shard = self.shards[index]
+        if shard.lengths_sha256 is None:
+            return _byte_lengths(samples)
+        if not self.plans_lengths and shard.tokens and samples.flat() is not None:
+            return None
+        return self._lengths_of(index).result()
+
+    def _forget(self, index: int) -> None:
+        def close(done: Future[OpenShard]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                done.result().samples.close()
+
+        self._ready.pop(index, None)
+        future = self._open.pop(index)
+        future.cancel()
+        future.add_done_callback(close)
+
+    def _refuse_if_too_many(self, error: CorruptData) -> None:
+        bad = len(self._digests & set(self._cache.quarantined))
+        ours = self.share * len(self._digests)
+        # one bad shard of two or three is no reason to stop what has others
+        allowed = self._max_bad_share * ours
+        if bad > (allowed if self.share == 1.0 else max(1.0, allowed)):
+            raise DataRejected(
+                "too many data shards are corrupt",
+                got=f"{bad} of {ours:.0f}",
+                wanted=f"at most {self._max_bad_share:.0%}",
+                do="Build the snapshot again from its source.",
+            ) from error
+
+
+def _byte_lengths(samples: ShardSamples) -> Array:
+    """Return the lengths of a shard of version 1, which has no index and a token a byte."""
+    return np.array([len(samples.text_bytes(i)) for i in range(len(samples))], dtype=np.int64)

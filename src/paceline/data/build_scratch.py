@@ -1,0 +1,154 @@
+"""What building a snapshot must remember of everything it has seen, in a scratch file.
+
+Names of files in order, keys and contents met, features waiting for their sample: a source may have
+more of these than fit in memory. SQLite without durability: the file is gone with the build.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from paceline.data.formats.sample import Array
+from paceline.data.loading.batch import packed, unpacked
+from paceline.data.snapshot import Shard
+from paceline.errors import InvalidInput, SourceMissing
+from paceline.storage import ObjectStore, join_url
+
+PAGE = 1000  # names in memory at once
+CACHE_KIB = 32 * 1024  # of pages in memory
+
+
+class Catalog:
+    """A context manager; of one thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._base = sqlite3.connect(path, isolation_level=None)
+        self._base.executescript(
+            f"""
+            PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{CACHE_KIB};
+            CREATE TABLE files(rank BLOB, name TEXT, size INTEGER, PRIMARY KEY(rank, name))
+                WITHOUT ROWID;
+            CREATE TABLE seen(what BLOB PRIMARY KEY) WITHOUT ROWID;
+            CREATE TABLE features(key TEXT PRIMARY KEY, arrays BLOB);
+            BEGIN;
+            """
+        )
+
+    def __enter__(self) -> Catalog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._base.close()
+        self._path.unlink(missing_ok=True)
+
+    def add_file(self, rank: bytes, name: str, size: int) -> None:
+        """Remember a file of the source, to be read in the order of its rank."""
+        self._base.execute("INSERT INTO files VALUES (?, ?, ?)", (rank, name, size))
+
+    def files(self) -> Iterator[tuple[str, int]]:
+        """Yield each file's name and size, in order."""
+        last: tuple[bytes, str] = (b"", "")
+        page = "SELECT rank, name, size FROM files WHERE (rank, name) > (?, ?) ORDER BY 1, 2"
+        while rows := self._base.execute(f"{page} LIMIT {PAGE}", last).fetchall():
+            for _, name, size in rows:
+                yield name, size
+            last = rows[-1][:2]
+
+    def is_new(self, what: bytes) -> bool:
+        """Return whether ``what`` (a key, a digest) was not met before, and remember it."""
+        cursor = self._base.execute("INSERT OR IGNORE INTO seen VALUES (?)", (what,))
+        return cursor.rowcount == 1
+
+    def forget_seen(self) -> None:
+        """Forget what was met, for another pass."""
+        self._base.execute("DELETE FROM seen")
+
+    def put_features(self, key: str, arrays: Mapping[str, Array]) -> None:
+        """Keep the features of the sample called ``key``; more of one sample may follow, from
+        another file. Raises InvalidInput where one of them is there already."""
+        held = self._base.execute("SELECT arrays FROM features WHERE key = ?", (key,)).fetchone()
+        before = unpacked(held[0]) if held else {}
+        if twice := sorted(set(before) & set(arrays)):
+            raise InvalidInput(
+                "features of a sample are given twice",
+                got=f"{twice[0]!r} of {key!r}",
+                wanted="one row a key",
+                do="Remove the duplicate rows from the feature files.",
+            )
+        self._base.execute(
+            "INSERT INTO features(key, arrays) VALUES (?, ?) "
+            "ON CONFLICT(key) DO UPDATE SET arrays = excluded.arrays",
+            (key, packed({**before, **arrays})),
+        )
+
+    def features(self, key: str) -> dict[str, Array] | None:
+        """Return the features kept for ``key``, or None."""
+        held = self._base.execute("SELECT arrays FROM features WHERE key = ?", (key,)).fetchone()
+        return unpacked(held[0]) if held else None
+
+
+# Shards on their way to the store while the next ones are made; a bounded number of them.
+
+UPLOADS = 4  # at once
+
+
+class Uploads:
+    """Sends shards while the next ones are made; what is there already is not sent again."""
+
+    def __init__(self, url: str, store: ObjectStore) -> None:
+        self.uploaded = 0
+        self._url, self._store = url, store
+        self._pool = ThreadPoolExecutor(UPLOADS, thread_name_prefix="upload")
+        self._running: deque[Future[int]] = deque()
+
+    def __enter__(self) -> Uploads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def send(self, shard: Shard, path: Path, lengths: bytes) -> None:
+        """Upload the shard at ``path``, which is removed then, and its lengths; waits while four
+        are under way."""
+        self._running.append(self._pool.submit(self._send, shard, path, lengths))
+        while len(self._running) > UPLOADS:
+            self.uploaded += self._running.popleft().result()
+
+    def finish(self) -> None:
+        """Return when everything sent is there; raises what stopped any of it."""
+        while self._running:
+            self.uploaded += self._running.popleft().result()
+
+    def put(self, url: str, data: bytes) -> None:
+        """Write a small object unless exactly this is there."""
+        try:
+            if self._store.get_bytes(url, max_bytes=max(len(data), 1)) == data:
+                return
+        except (SourceMissing, InvalidInput):  # not there, or larger
+            pass
+        self._store.put_bytes(url, data)
+        self.uploaded += 1
+
+    def _send(self, shard: Shard, path: Path, lengths: bytes) -> int:
+        sent = 0
+        beside = join_url(self._url, "shards", shard.lengths_name)
+        if self._size(beside) != len(lengths):
+            self._store.put_bytes(beside, lengths)
+            sent += 1
+        target = join_url(self._url, "shards", shard.name)
+        if self._size(target) != shard.bytes:
+            self._store.upload_file(path, target, shard.sha256)
+            sent += 1
+        path.unlink()
+        return sent
+
+    def _size(self, url: str) -> int | None:
+        try:
+            return self._store.head(url).size
+        except SourceMissing:
+            return None

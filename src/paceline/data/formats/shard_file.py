@@ -1,0 +1,257 @@
+"""A shard on disk: a safetensors file whose tensors are the columns of its samples.
+
+``tokens``, ``text``, ``keys`` and ``feature.NAME`` hold all samples end to end; ``….ends`` (int64)
+say where each stops. Reading is a view into the file's memory: nothing is parsed or copied. Any
+safetensors reader opens it; we write and read it ourselves, so that its bytes (and digest) do not
+change with a library's version, and so that a column is a view and no copy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.formats.sample import Array
+from paceline.data.loading.samples import length_of
+from paceline.data.snapshot import Column, Vocabulary
+from paceline.errors import InvalidInput
+from paceline.schemas.base import parse_json
+
+LAYOUT = "paceline-samples-1"
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+_CODES = {
+    **{"bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16"},
+    **{"uint32": "U32", "int32": "I32", "uint64": "U64", "int64": "I64"},
+    **{"float16": "F16", "float32": "F32", "float64": "F64"},
+}
+_DTYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _CODES.items()}
+
+
+def column_of(name: str, array: Array) -> Column:
+    """Return the column that ``array`` belongs in: its first axis may differ between samples."""
+    shape = (None, *array.shape[1:]) if array.ndim else ()
+    return Column(name=name, dtype=array.dtype.name, shape=shape)
+
+
+class ColumnWriter:
+    """Gathers samples until they are a shard's worth; the same samples give the same bytes."""
+
+    def __init__(self, columns: Sequence[Column], token_dtype: str) -> None:
+        self._columns = tuple(columns)
+        self._token_dtype = np.dtype(token_dtype)
+        self._parts: dict[str, list[Array]] = {}
+        self._ends: dict[str, list[int]] = {}
+        self._lengths: list[int] = []
+        self.nbytes = self.text_bytes = self.tokens = 0
+        self._text_is_kept = False
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def add(
+        self,
+        key: str,
+        tokens: Array,
+        features: dict[str, Array],
+        text: bytes | None,
+        *,
+        text_bytes: int,
+    ) -> None:
+        """Add one sample; ``text`` is kept beside its tokens, ``text_bytes`` is only counted."""
+        self._put("keys", np.frombuffer(key.encode(), dtype=np.uint8))
+        self._put("tokens", tokens.astype(self._token_dtype, copy=False))
+        if text is not None:
+            self._text_is_kept = True
+            self._put("text", np.frombuffer(text, dtype=np.uint8))
+        for column in self._columns:
+            array = features[column.name]
+            name = f"feature.{column.name}"
+            if column.shape:
+                self._put(name, array)
+            else:
+                self._parts.setdefault(name, []).append(array.reshape(1))
+                self.nbytes += array.nbytes
+        self._lengths.append(length_of(tokens, features))
+        self.text_bytes += text_bytes
+        self.tokens += len(tokens)
+
+    def lengths(self) -> bytes:
+        """Return the file of lengths: int32, little endian, one a sample."""
+        return np.array(self._lengths, dtype="<i4").tobytes()
+
+    def write(self, path: Path) -> None:
+        """Write the shard."""
+        arrays: dict[str, Array] = {}
+        for name, parts in self._parts.items():
+            arrays[name] = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        for name, ends in self._ends.items():
+            arrays[f"{name}.ends"] = np.array(ends, dtype="<i8")
+        header: dict[str, Any] = {"__metadata__": {"layout": LAYOUT}}
+        # The widest first, so that every column is aligned to its own width.
+        order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+        at = 0
+        for name in order:
+            array = arrays[name]
+            header[name] = {
+                "dtype": _CODES[array.dtype.name],
+                "shape": list(array.shape),
+                "data_offsets": [at, at + array.nbytes],
+            }
+            at += array.nbytes
+        raw = json.dumps(header, separators=(",", ":")).encode()
+        raw += b" " * (-len(raw) % 8)
+        with path.open("wb") as file:
+            file.write(len(raw).to_bytes(8, "little"))
+            file.write(raw)
+            for name in order:
+                file.write(np.ascontiguousarray(arrays[name]).data)  # no copy of it
+
+    def _put(self, name: str, array: Array) -> None:
+        ends = self._ends.setdefault(name, [])
+        ends.append((ends[-1] if ends else 0) + len(array))
+        self._parts.setdefault(name, []).append(array)
+        self.nbytes += array.nbytes + 8
+
+
+class ColumnSamples:
+    """The samples of a shard as views into ``buffer``; see ``samples.ShardSamples``.
+
+    Raises ValueError, with the reason, for a file that is not a shard of this schema.
+    """
+
+    def __init__(
+        self,
+        buffer: Any,
+        samples: int,
+        vocabulary: Vocabulary,
+        columns: Sequence[Column],
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self._on_close = on_close
+        self._arrays = _columns_in(buffer)
+        self._samples = samples
+        self._columns = tuple(columns)
+        wanted = ["keys", "tokens", *(f"feature.{each.name}" for each in self._columns)]
+        self._text = "text" if "text" in self._arrays else None
+        if self._text is None and vocabulary.kind == "bytes":
+            self._text = "tokens"
+        for name in [*wanted, *(["text"] if "text" in self._arrays else [])]:
+            self._check(name)
+        for column in self._columns:
+            array = self._arrays[f"feature.{column.name}"]
+            if array.dtype.name != column.dtype or array.shape[1:] != column.shape[1:]:
+                got = f"{array.dtype.name}{list(array.shape[1:])}"
+                raise ValueError(f"column {column.name!r} is {got}, not {column.dtype}")
+        tokens = self._arrays["tokens"]
+        if tokens.ndim != 1 or tokens.dtype.kind != "u":
+            raise ValueError(f"tokens are {tokens.dtype.name} with {tokens.ndim} axes")
+        # 1 ms a million tokens; a byte cannot leave a vocabulary of 256
+        if len(tokens) and np.iinfo(tokens.dtype).max >= vocabulary.vocab_size:
+            largest = int(tokens.max())
+            if largest >= vocabulary.vocab_size:
+                size = vocabulary.vocab_size
+                raise ValueError(f"token {largest} is outside the vocabulary of {size}")
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def key(self, i: int) -> str:
+        """Return what names the sample within its snapshot."""
+        return bytes(self._cut("keys", i)).decode("utf-8", errors="replace")
+
+    def tokens(self, i: int) -> Array:
+        """Return the sample's tokens, a view."""
+        return self._cut("tokens", i)
+
+    def features(self, i: int) -> dict[str, Array]:
+        """Return the sample's arrays, views."""
+        return {
+            each.name: (
+                self._cut(f"feature.{each.name}", i)
+                if each.shape
+                else self._arrays[f"feature.{each.name}"][i]
+            )
+            for each in self._columns
+        }
+
+    def text_bytes(self, i: int) -> bytes:
+        """Return the sample's text; raises InvalidInput where the snapshot keeps none here."""
+        if self._text is None:
+            raise InvalidInput(
+                "these samples keep no text, only its tokens",
+                got="a shard of the training split, or samples that never had text",
+                wanted="a shard of the held-out split of a tokenised snapshot",
+            )
+        return self._cut(self._text, i).tobytes()
+
+    def flat(self) -> tuple[Array, npt.NDArray[np.int64]]:
+        """Return all tokens end to end, and where each sample stops: views."""
+        return self._arrays["tokens"], self._arrays["tokens.ends"]
+
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Return each sample's length, as the file of lengths has it."""
+        found = [length_of(self.tokens(i), self.features(i)) for i in range(len(self))]
+        return np.array(found, dtype=np.int32)
+
+    def expect(self, samples: Sequence[int]) -> None:
+        """Do nothing: they are here."""
+
+    def close(self) -> None:
+        """Let the cache have the file's place; its memory goes with the last view."""
+        if self._on_close is not None:
+            self._on_close()
+
+    def __enter__(self) -> ColumnSamples:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _cut(self, name: str, i: int) -> Array:
+        ends = self._arrays[f"{name}.ends"]
+        return self._arrays[name][int(ends[i - 1]) if i else 0 : int(ends[i])]
+
+    def _check(self, name: str) -> None:
+        array, ends = self._arrays.get(name), self._arrays.get(f"{name}.ends")
+        if array is None:
+            raise ValueError(f"no column {name!r}")
+        if ends is None:
+            ok = name.startswith("feature.") and array.shape == (self._samples,)
+        else:
+            ok = ends.dtype == np.int64 and ends.shape == (self._samples,) and array.ndim > 0
+            # a hundred thousand ends take 0.1 ms; they are what keeps each view inside its column
+            ok = ok and int(ends[-1]) == len(array) and int(ends[0]) >= 0
+            ok = ok and bool(np.all(ends[1:] >= ends[:-1]))
+        if not ok:
+            raise ValueError(f"column {name!r} does not hold {self._samples} samples")
+
+
+def _columns_in(buffer: Any) -> dict[str, Array]:
+    """Return each tensor of a safetensors file as a read-only view."""
+    view = memoryview(buffer).cast("B").toreadonly()
+    if len(view) < 8:
+        raise ValueError("shorter than a header")
+    size = int.from_bytes(view[:8], "little")
+    if not 2 <= size <= min(MAX_HEADER_BYTES, len(view) - 8):
+        raise ValueError(f"a header of {size} bytes")
+    try:
+        header = parse_json(bytes(view[8 : 8 + size]))
+        if header.pop("__metadata__", {}).get("layout") != LAYOUT:
+            raise ValueError(f"not of the layout {LAYOUT}")
+        body = view[8 + size :]
+        found: dict[str, Array] = {}
+        for name, entry in header.items():
+            start, stop = entry["data_offsets"]
+            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+            if not 0 <= start <= stop <= len(body):
+                raise ValueError(f"column {name!r} leaves the file")
+            array = np.frombuffer(body[start:stop], dtype=dtype)
+            found[name] = array.reshape(shape)
+    except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"its header is malformed: {error!r}"[:200]) from error
+    return found

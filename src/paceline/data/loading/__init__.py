@@ -1,0 +1,1 @@
+"""Streaming a snapshot to ranks: shards fetched, cached, transformed, batched and prefetched."""

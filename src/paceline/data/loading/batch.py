@@ -1,0 +1,156 @@
+"""One rank's share of one global batch: what a stream hands over and the loop takes apart.
+
+Shape letters: B rows of this share, T tokens of a row, D documents of a row at most.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.formats.sample import Array
+from paceline.errors import InvalidInput
+
+Tokens = npt.NDArray[Any]  # uint8, uint16 or int32, as the shards have them
+
+PADDING = -1  # in ``documents_BT``: no document's
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of a global batch; arrays are this batch's own, free to be changed.
+
+    ``weights_BT`` is 0 for padding and for the samples of a shard in quarantine, else 1. The step's
+    gradient is that of (the sum over the global batch of weighted losses) / ``global_tokens``.
+    """
+
+    step: int  # number of the global batch in its stream, from 0
+    inputs_BT: Tokens  # noqa: N815 - tensors carry shape letters
+    targets_BT: Tokens  # noqa: N815
+    weights_BT: npt.NDArray[np.float32]  # noqa: N815
+    rows: range  # this share's rows within the global batch
+    # Σ weights over the whole global batch as planned (quarantine is found later, maybe on some
+    # ranks only): every rank knows it without asking the others.
+    global_tokens: float
+    documents_BT: npt.NDArray[np.int32] | None = None  # noqa: N815 - None: no masks
+    positions_BT: npt.NDArray[np.int32] | None = None  # noqa: N815 - None: 0 … T - 1
+    # The row goes on where the same row of the batch before stopped; else its state starts anew.
+    carries_B: npt.NDArray[np.bool_] | None = None  # noqa: N815
+    # name → (B, T, …) for features of tokens; else (B, D, …): those of document d of row b, d as in
+    # documents_BT (0 where that is None)
+    features: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()  # what was passed over up to here: shards, or samples of shards
+
+    def split(self, parts: int) -> list[Batch]:
+        """Return exactly ``parts`` parts, by rows, for accumulation and pipelines.
+
+        Where there are fewer rows than parts, the rest are one row each, of weight 0: ranks with
+        uneven shares must pass through the model equally often.
+        """
+        if parts < 1:
+            raise InvalidInput("batch split in no parts", got=parts, wanted="at least 1")
+        rows = len(self.rows)
+        filled = min(parts, rows)
+        edges = [rows * part // filled for part in range(filled + 1)]
+        found = [self._of(slice(*edges[part : part + 2])) for part in range(filled)]
+        if filled < parts:
+            last = self._of(slice(rows - 1, rows))
+            empty = replace(last, weights_BT=np.zeros_like(last.weights_BT))
+            found += [empty] * (parts - filled)
+        return found
+
+    def _of(self, part: slice) -> Batch:
+        def cut(array: npt.NDArray[Any] | None) -> Any:
+            return None if array is None else array[part]
+
+        return replace(
+            self,
+            inputs_BT=self.inputs_BT[part],
+            targets_BT=self.targets_BT[part],
+            weights_BT=self.weights_BT[part],
+            documents_BT=cut(self.documents_BT),
+            positions_BT=cut(self.positions_BT),
+            carries_B=cut(self.carries_B),
+            features={name: array[part] for name, array in self.features.items()},
+            rows=self.rows[part],
+        )
+
+
+# Where a stream stands: small JSON that means the same to any number of ranks.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """The next global batch: its number, and the row it starts with.
+
+    What makes rows and batches is named too, so that a position is refused by another stream.
+    """
+
+    batching: str
+    context: int
+    global_batch: int
+    seed: int
+    columns: int = 1  # that the rows of a batch are read in; positions kept before had none
+    batch: int = 0
+    epoch: int = 0
+    group: int = 0  # of shards, within the epoch
+    item: int = 0  # row within the group
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return asdict(self)
+
+    def resumed(self, kept: Mapping[str, Any] | None) -> Position:
+        """Return the position that ``to_json`` gave, or this one where there is none.
+
+        Raises InvalidInput for one that is malformed or of a stream with other settings.
+        """
+        if kept is None:
+            return self
+        kept = {"columns": 1, **kept}
+        names = {each.name for each in fields(self)}
+        numbers = names - {"batching"}
+        if set(kept) != names or any(
+            type(kept[name]) is not int or (name != "seed" and kept[name] < 0) for name in numbers
+        ):
+            raise InvalidInput(
+                "not a position in a data stream", got=dict(kept), wanted=f"{sorted(names)}"
+            )
+        for name in ("batching", "context", "global_batch", "seed", "columns"):
+            if kept[name] != getattr(self, name):
+                raise InvalidInput(
+                    f"position is of a stream with another {name}",
+                    got=kept[name],
+                    wanted=getattr(self, name),
+                    do="Resume with the settings the job began with, or start a new job.",
+                )
+        return Position(**kept)
+
+
+# Named arrays of numbers as bytes, and back: for a scratch file, for a pipe. Not a file format.
+
+
+def packed(arrays: Mapping[str, Array]) -> bytes:
+    """Return ``arrays`` in one piece; the same arrays give the same bytes."""
+    names = sorted(arrays)
+    head = json.dumps([[each, arrays[each].dtype.name, arrays[each].shape] for each in names])
+    raw = head.encode()
+    return b"".join(
+        [len(raw).to_bytes(4, "little"), raw, *(arrays[each].tobytes() for each in names)]
+    )
+
+
+def unpacked(raw: bytes) -> dict[str, Array]:
+    """Return what was packed, as read-only views into ``raw``."""
+    end = 4 + int.from_bytes(raw[:4], "little")
+    found, at = {}, end
+    for name, dtype, shape in json.loads(raw[4:end]):
+        count = int(np.prod(shape, dtype=np.int64))
+        found[name] = np.frombuffer(raw, dtype, count, at).reshape(shape)
+        at += found[name].nbytes
+    return found

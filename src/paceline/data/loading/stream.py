@@ -1,0 +1,361 @@
+"""The training stream: one rank's share of batch after batch, made ahead of time on a thread.
+
+What comes when is a Plan's (``paceline.data.batching``), a pure function of (seed, epoch, group);
+the position counts global batches, so that it means the same to any number of ranks. Rank ``r`` of
+``n`` takes rows ``[G·r/n, G·(r+1)/n)`` of each global batch of ``G`` rows. Each sample comes once
+an epoch, or is listed as skipped (I9). The last batch of an epoch goes on into the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.config import DataSettings
+from paceline.data.batching import BucketedPlan, CarriedPlan, PackedPlan, Plan, Rows, WindowPlan
+from paceline.data.batching.fill import Filler
+from paceline.data.batching.open_shards import Reader, Shards
+from paceline.data.batching.prefetch import Ahead, Outlines
+from paceline.data.batching.rows import Lengths, identity
+from paceline.data.loading.batch import Batch, Position
+from paceline.data.loading.columns import columns_by, columns_read
+from paceline.data.loading.ordering import opened_at_once
+from paceline.data.snapshot import (
+    BYTES,
+    Column,
+    Shard,
+    Snapshot,
+    Split,
+    Vocabulary,
+    require_batching,
+)
+from paceline.errors import InvalidInput, NotReady
+
+log = logging.getLogger(__name__)
+
+CLOSE_DEADLINE_S = 60.0  # for the batch in hand: a user's transform may hang
+NEXT_DEADLINE_S = 1800.0  # for one batch: the guard's deadline of a step ends the rank long before
+MOST_AT_ONCE = 32  # batches that are made at once, where they are small
+Transform = Callable[[Batch], Batch]
+Batching = Callable[[Sequence[Shard], Lengths], Plan]
+
+
+class Stream(Protocol):
+    """What a training loop needs; a context manager, for it owns threads."""
+
+    context: int
+    global_batch: int
+    data_wait_s: float
+    quarantined: dict[str, str]
+
+    @property
+    def position(self) -> dict[str, Any]: ...
+    def next(self) -> Batch: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Stream: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+def open_stream(
+    snapshot: Snapshot,
+    split: Split,
+    cache: Shards,
+    settings: DataSettings,
+    *,
+    context: int,
+    global_batch: int,
+    seed: int,
+    rank: int = 0,
+    world_size: int = 1,
+    position: Mapping[str, Any] | None = None,
+    skip: Collection[int] = (),
+    transform: Transform | None = None,
+    readers: int = 1,
+    outlines: Outlines | None = None,
+) -> PlannedStream:
+    """Return the stream of one split of ``snapshot``; ``rank`` and ``world_size`` count data ranks.
+
+    ``position`` is what an earlier stream's ``position`` was, on any number of ranks; ``skip`` are
+    numbers of global batches to pass over; ``transform`` runs on each batch, off the training
+    thread. ``readers``: how many with a disk each the job began with (see ``data.columns``);
+    ``outlines``: what they share, so that each needs only its own part's lengths.
+    Raises InvalidInput for a position of other settings or more ranks than rows, InvalidSnapshot
+    for too little data.
+    """
+    require_batching(settings.batching, [each.name for each in snapshot.columns])
+    columns = settings.columns
+    if not columns and position is not None:  # what it was begun with, whatever is usual by now
+        kept = position.get("columns", 1)
+        columns = kept if type(kept) is int and 0 < kept <= global_batch else 0
+    return PlannedStream(
+        batching(
+            settings,
+            context=context,
+            global_batch=global_batch,
+            seed=seed,
+            columns=columns,
+            readers=readers,
+        ),
+        snapshot.of_split(split),
+        cache,
+        vocabulary=snapshot.vocabulary,
+        columns=snapshot.columns,
+        token_features=settings.token_features,
+        rank=rank,
+        world_size=world_size,
+        position=position,
+        skip=skip,
+        transform=transform,
+        prefetch_batches=settings.prefetch_batches,
+        prefetch_shards=opened_at_once(
+            settings.prefetch_shards, [each.bytes for each in snapshot.of_split(split)]
+        ),
+        max_bad_share=settings.max_bad_share,
+        outlines=outlines,
+    )
+
+
+def batching(
+    settings: DataSettings,
+    *,
+    context: int,
+    global_batch: int,
+    seed: int,
+    columns: int | None = None,
+    readers: int = 1,
+) -> Batching:
+    """Return what makes the plan that ``settings.batching`` names, its rows read in ``columns``
+    (0: as many as suit the data and its ``readers``; None: as ``settings`` say)."""
+    kinds: dict[str, Callable[..., Plan]]
+    kinds = {"packed": PackedPlan, "bucketed": BucketedPlan, "carried": CarriedPlan}
+    if columns is not None:
+        settings = settings.model_copy(update={"columns": columns})
+
+    def plan(shards: Sequence[Shard], lengths: Lengths) -> Plan:
+        sizes = [each.stream_bytes for each in shards]
+        found = columns_by(settings, shards, context, global_batch, readers)
+        if settings.batching == "windows":
+            return WindowPlan(sizes, context, global_batch, seed, columns=found)
+        return kinds[settings.batching](
+            sizes,
+            lengths,
+            context,
+            global_batch,
+            seed,
+            columns=found,
+            documents=[each.samples for each in shards],
+        )
+
+    return plan
+
+
+class PlannedStream:
+    """A Stream of the batches of a Plan, its tokens read through a cache of shards.
+
+    ``next`` raises DataRejected when too many shards are bad, and whatever reading raised.
+    """
+
+    def __init__(
+        self,
+        batching: Batching,
+        shards: Sequence[Shard],
+        cache: Shards,
+        *,
+        vocabulary: Vocabulary = BYTES,
+        columns: Sequence[Column] = (),
+        token_features: Collection[str] = (),
+        rank: int = 0,
+        world_size: int = 1,
+        position: Mapping[str, Any] | None = None,
+        skip: Collection[int] = (),
+        transform: Transform | None = None,
+        prefetch_batches: int = 4,
+        prefetch_shards: int = 4,
+        max_bad_share: float = 0.5,
+        outlines: Outlines | None = None,
+    ) -> None:
+        self._reader = Reader(shards, cache, threads=prefetch_shards, max_bad_share=max_bad_share)
+        plan = self.plan = batching(shards, self._reader.lengths)
+        if not 1 <= world_size <= plan.global_batch:
+            raise InvalidInput(
+                "more ranks than samples in a batch",
+                got=f"{world_size} ranks, {plan.global_batch} sequences",
+                wanted="at least one sequence for each rank",
+                do="Raise training.batch_sequences or lower training.ranks.",
+            )
+        self.shards = shards
+        self.context = plan.context
+        self.global_batch = plan.global_batch
+        self.quarantined = cache.quarantined
+        self.data_wait_s = 0.0
+        size = plan.global_batch
+        self.rows = range(size * rank // world_size, size * (rank + 1) // world_size)
+        self.columns = columns_read(self.rows, size, plan.columns)
+        self._reader.share = len(self.columns) / plan.columns
+        self._reader.plans_lengths = plan.needs_lengths
+        # A batch that is passed over is listed with everybody's samples: those need all lengths.
+        self._outlines = None if skip else outlines
+        self._ahead = Ahead(plan, self.rows, self._rows)
+        self._filler = Filler(
+            vocabulary, columns, lambda index: shards[index].sha256, token_features
+        )
+        self._skip = frozenset(skip)
+        self._transform = transform
+        self._position = Position(**identity(plan)).resumed(position)
+        self._queue: queue.Queue[tuple[Batch, Position] | BaseException] = queue.Queue(
+            maxsize=prefetch_batches
+        )
+        self._stop = threading.Event()
+        self._error: BaseException | None = None  # what ended the thread
+        self._thread: threading.Thread | None = None
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Return where the batch after the last one handed over starts."""
+        return self._position.to_json()
+
+    def start(self) -> None:
+        """Begin with the first batches now, while whoever wants them is not ready yet."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._produce, name="data-stream", daemon=True)
+            self._thread.start()
+
+    def next(self) -> Batch:
+        """Return the next batch; the time spent waiting for it is added to ``data_wait_s``."""
+        if self._error is not None:
+            raise self._error
+        self.start()
+        started = time.perf_counter()
+        try:
+            got = self._queue.get(timeout=NEXT_DEADLINE_S)
+        except queue.Empty as error:
+            raise NotReady("no batch of data came", wanted=f"one in {NEXT_DEADLINE_S} s") from error
+        finally:
+            self.data_wait_s += time.perf_counter() - started
+        if isinstance(got, BaseException):
+            self._error = got
+            raise got
+        batch, self._position = got
+        return batch
+
+    def make(self, position: Position) -> tuple[Batch, Position]:
+        """Return this rank's share of the batch at ``position``, and the position after it."""
+        return self._some(position, 1)[0]
+
+    def close(self) -> None:
+        """Stop the thread that makes batches ahead."""
+        self._stop.set()
+        if self._outlines is not None:
+            self._outlines.stop()
+        until_s = time.monotonic() + CLOSE_DEADLINE_S
+        if self._thread is not None:
+            while self._thread.is_alive():
+                if time.monotonic() > until_s:  # it ends with the process
+                    log.warning("the thread that makes batches does not end, left behind")
+                    break
+                try:
+                    self._queue.get_nowait()
+                except queue.Empty:
+                    self._thread.join(0.02)
+        self._ahead.close()
+        self._reader.close()
+
+    def __enter__(self) -> PlannedStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _produce(self) -> None:
+        position = self._position
+        at_once = 1  # the first batch is wanted soon
+        try:
+            while not self._stop.is_set():
+                for batch, after in self._some(position, at_once):
+                    self._put((batch, after))
+                    position = after
+                at_once = min(2 * at_once, MOST_AT_ONCE)
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that asked
+            self._put(error)
+
+    def _put(self, item: tuple[Batch, Position] | BaseException) -> None:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return
+
+    def _some(self, position: Position, most: int) -> list[tuple[Batch, Position]]:
+        """Return this rank's shares of at least one and at most so many batches from ``position``
+        on, each with the position after it: of more than one, all are of one group."""
+        self._look_ahead(position)
+        passed: list[str] = []
+        while position.batch in self._skip:
+            taken, after = self._ahead.take(position)
+            passed.append(self._listed(position.batch, taken))
+            position = after
+        planned = self._ahead.next(position, most, self._skip)
+        filled = self._filler.fill(
+            [each.share for each in planned], len(self.rows), self._reader.get
+        )
+        found = []
+        for number, (plan, arrays) in enumerate(zip(planned, filled, strict=True)):
+            batch = Batch(
+                step=position.batch + number,
+                inputs_BT=arrays.inputs_BT,
+                targets_BT=arrays.targets_BT,
+                weights_BT=arrays.weights_BT,
+                rows=self.rows,
+                global_tokens=plan.tokens,
+                documents_BT=arrays.documents_BT,
+                positions_BT=arrays.positions_BT,
+                carries_B=arrays.carries_B,
+                features=arrays.features,
+                skipped=tuple(sorted(arrays.skipped)),
+            )
+            if passed and not number:
+                batch = replace(batch, skipped=(*batch.skipped, *passed))
+                if batch.carries_B is not None:  # the model has not seen what these rows go on from
+                    batch = replace(batch, carries_B=np.zeros_like(batch.carries_B))
+            found.append((batch if self._transform is None else self._transform(batch), plan.after))
+        return found
+
+    def _listed(self, number: int, taken: list[tuple[Rows, int, int]]) -> str:
+        """Return the samples of a batch that is passed over, by shard."""
+        found: dict[int, list[str]] = {}
+        for rows, start, stop in taken:
+            pieces = slice(int(rows.first_R1[start]), int(rows.first_R1[stop]))
+            starts, lengths = rows.start_P[pieces].tolist(), rows.length_P[pieces].tolist()
+            names = [f"{at}:{at + length}" for at, length in zip(starts, lengths, strict=True)]
+            for shard, name in zip(rows.shard_P[pieces].tolist(), names, strict=True):
+                found.setdefault(shard, []).append(name)
+        listed = [f"{self.shards[each].sha256}[{','.join(found[each])}]" for each in sorted(found)]
+        return f"batch {number}: {' '.join(listed)}"
+
+    def _rows(self, epoch: int, group: int) -> Rows:
+        """Return a group's rows; of columns that we do not read, as much as has to be known."""
+        if self._outlines is None:
+            return self.plan.rows(epoch, group)
+        return self._outlines.rows(self.plan, epoch, group, self.columns)
+
+    def _look_ahead(self, position: Position) -> None:
+        """Plan this group and the next, open their shards, and let go of all others."""
+        if not (keys := self._ahead.look(position)):
+            return
+        indexes = [int(each) for key in keys for each in self.plan.shards(*key, self.columns)]
+        planned = [int(each) for key in keys for each in self.plan.shards(*key)]
+        self._reader.expect(list(dict.fromkeys(indexes)), planned)

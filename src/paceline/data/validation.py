@@ -1,0 +1,406 @@
+"""Is this snapshot fit to train on? Great Expectations over one row a sample, whatever its format.
+
+A corrupt shard is put in quarantine and reported (``needs_review``); validation goes on with the
+rest unless too much of the data is bad. Knows the rules, not what is done about a refusal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.data.loading.samples import Array, ShardSamples, length_of
+from paceline.data.loading.shards import ShardCache
+from paceline.data.snapshot import Shard, Snapshot, assign_splits, in_held_out
+from paceline.errors import CorruptData, DataRejected
+from paceline.storage import ObjectStore
+
+log = logging.getLogger(__name__)
+
+MAX_QUARANTINED_SHARE = 0.25  # of the snapshot's bytes
+EXAMPLES = 3
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """What was checked and what came out; plain data, ready for JSON."""
+
+    snapshot_digest: str
+    passed: bool
+    needs_review: bool  # passed, but somebody should look: shards are in quarantine
+    documents: int
+    total_bytes: int
+    checks: list[dict[str, Any]] = field(default_factory=list)  # name, passed, got, examples
+    quarantined: list[dict[str, Any]] = field(default_factory=list)  # shard, split, bytes, reason
+    columns: list[dict[str, Any]] = field(default_factory=list)  # kind, lengths, least, greatest…
+    samples_left_out: int = 0  # more than anybody looks at: whole shards were passed over, evenly
+    seconds: float = 0.0
+
+    @property
+    def failures(self) -> list[str]:
+        """Return one line for each failed check."""
+        return [f"{each['name']}: {each['got']}" for each in self.checks if not each["passed"]]
+
+    @property
+    def frame(self) -> Any:
+        """Return the checks as a pandas DataFrame."""
+        import pandas as pd
+
+        return pd.DataFrame(self.checks, columns=["name", "passed", "got", "examples"])
+
+    @property
+    def columns_frame(self) -> Any:
+        """Return the figures of each column as a pandas DataFrame."""
+        import pandas as pd
+
+        return pd.DataFrame(self.columns)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON-able data."""
+        return asdict(self)
+
+
+def validate_snapshot(
+    snapshot: Snapshot,
+    store: ObjectStore,
+    cache_dir: Path,
+    *,
+    purpose: str | None = None,
+    project: str | None = None,
+    max_quarantined_share: float = MAX_QUARANTINED_SHARE,
+) -> ValidationReport:
+    """Return the report on the samples of ``snapshot``.
+
+    Raises InvalidSnapshot where it is labelled for another ``purpose`` or ``project``; a snapshot
+    that fails its checks is a report with ``passed=False`` (``require_valid`` raises on it).
+    """
+
+    started = time.monotonic()
+    with ShardCache(snapshot, store, cache_dir, ahead=4, purpose=purpose, project=project) as cache:
+        table = read_table(snapshot, cache)
+    quarantined = table.quarantined
+    bad_bytes = sum(each["bytes"] for each in quarantined)
+    bad_share = bad_bytes / sum(each.bytes for each in snapshot.shards)
+    checks = [
+        {
+            "name": "share of bytes in quarantine",
+            "passed": bad_share <= max_quarantined_share,
+            "got": f"{bad_share:.1%}, at most {max_quarantined_share:.0%} wanted",
+            "examples": [each["shard"] for each in quarantined[:EXAMPLES]],
+        }
+    ]
+    if len(table):
+        checks += _expectations(table, snapshot)
+    passed = bool(len(table)) and all(each["passed"] for each in checks)
+    report = ValidationReport(
+        snapshot_digest=snapshot.digest,
+        passed=passed,
+        needs_review=bool(quarantined),
+        documents=len(table),
+        total_bytes=sum(table.columns["n_bytes"]),
+        checks=checks,
+        quarantined=quarantined,
+        columns=[each.to_dict() for each in table.figures.values()],
+        samples_left_out=table.samples_left_out,
+        seconds=round(time.monotonic() - started, 3),
+    )
+    log.info(
+        "snapshot validated digest=%s passed=%s documents=%d quarantined=%d",
+        snapshot.digest[:12],
+        passed,
+        len(table),
+        len(quarantined),
+    )
+    return report
+
+
+def require_valid(report: ValidationReport) -> ValidationReport:
+    """Return ``report``; raises DataRejected naming every failed check."""
+    if not report.passed:
+        raise DataRejected(
+            "data snapshot failed its validation",
+            got="; ".join(report.failures) or "no readable document",
+            where=f"snapshot {report.snapshot_digest[:16]}",
+            do="Fix the source and build the snapshot again.",
+        )
+    return report
+
+
+def _expectations(table: Table, snapshot: Snapshot) -> list[dict[str, Any]]:
+    os.environ["GX_ANALYTICS_ENABLED"] = "false"  # read at import; nothing leaves this machine
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it imports a module that Python 3.11 deprecates
+        import great_expectations as gx
+        import great_expectations.expectations as gxe
+    import pandas as pd
+
+    from paceline.data.formats.sample import MAX_SAMPLE_BYTES
+
+    record = snapshot.record
+    low, high = _share_bounds(record.held_out_share, len(table))
+    known = ["train", "held-out"]
+    wanted: list[tuple[str, Any]] = [
+        ("key is present", gxe.ExpectColumnValueLengthsToBeBetween(column="key", min_value=1)),
+        ("key is unique", gxe.ExpectColumnValuesToBeUnique(column="key")),
+        (
+            "sample size is in range",
+            gxe.ExpectColumnValuesToBeBetween(
+                column="n_bytes", min_value=1, max_value=MAX_SAMPLE_BYTES
+            ),
+        ),
+        ("no sample is empty", gxe.ExpectColumnValuesToBeBetween(column="length", min_value=1)),
+        (
+            "lengths are those of the index",
+            gxe.ExpectColumnPairValuesToBeEqual(column_A="length", column_B="length_in_file"),
+        ),
+        ("text is UTF-8", gxe.ExpectColumnValuesToBeInSet(column="is_text", value_set=[True])),
+        (
+            "every number is finite",
+            gxe.ExpectColumnValuesToBeInSet(column="is_finite", value_set=[True]),
+        ),
+        ("split is known", gxe.ExpectColumnValuesToBeInSet(column="split", value_set=known)),
+        (
+            "split is the one its key draws",
+            gxe.ExpectColumnPairValuesToBeEqual(column_A="split", column_B="split_of_key"),
+        ),
+        (
+            "no sample is in both splits or twice in one",
+            gxe.ExpectColumnValuesToBeUnique(column="content"),
+        ),
+        (
+            "both splits are there",
+            gxe.ExpectColumnDistinctValuesToContainSet(column="split", value_set=known),
+        ),
+        (
+            "held-out share is as asked",
+            gxe.ExpectColumnMeanToBeBetween(column="held_out", min_value=low, max_value=high),
+        ),
+        (
+            "purpose is the snapshot's",
+            gxe.ExpectColumnValuesToBeInSet(column="purpose", value_set=[snapshot.purpose]),
+        ),
+    ]
+    if not table.is_partial:
+        wanted.append(
+            ("all samples are there", gxe.ExpectTableRowCountToEqual(value=record.documents))
+        )
+    names = {}
+    for number, (name, expectation) in enumerate(wanted):
+        expectation.meta = {"check": number}
+        names[number] = name
+    context = gx.get_context(mode="ephemeral")
+    context.variables.progress_bars = {"globally": False, "metric_calculations": False}
+    batch = (
+        context.data_sources.add_pandas("snapshot")
+        .add_dataframe_asset("documents")
+        .add_batch_definition_whole_dataframe("all")
+    )
+    suite = gx.ExpectationSuite(name="snapshot", expectations=[each for _, each in wanted])
+    definition = gx.ValidationDefinition(
+        name="snapshot", data=batch, suite=context.suites.add(suite)
+    )
+    context.validation_definitions.add(definition)
+    result = definition.run(batch_parameters={"dataframe": pd.DataFrame(table.columns)})
+    checks = []
+    for each in sorted(
+        result.results, key=lambda found: int(found.expectation_config.meta["check"])
+    ):
+        details = dict(each.result or {})
+        checks.append(
+            {
+                "name": names[int(each.expectation_config.meta["check"])],
+                "passed": bool(each.success),
+                "got": _got(details, each.exception_info),
+                "examples": [
+                    str(value)
+                    for value in (details.get("partial_unexpected_list") or [])[:EXAMPLES]
+                ],
+            }
+        )
+    return checks
+
+
+def _share_bounds(share: float, documents: int) -> tuple[float, float]:
+    """Return which held-out shares chance allows: five standard deviations and a file."""
+    spread = 5 * (share * (1 - share) / documents) ** 0.5 + 1 / documents
+    return max(0.0, share - spread), min(1.0, share + spread)
+
+
+def _got(details: dict[str, Any], exception: Any) -> str:
+    if "unexpected_count" in details:
+        return f"{details['unexpected_count']} of {details.get('element_count')} rows differ"
+    if "observed_value" in details:
+        return f"observed {details['observed_value']}"
+    return f"could not be checked: {exception}"[:300]
+
+
+# A snapshot as a table: one row a sample, with what can be judged of it and nothing else.
+#
+# Column by column, so that a row costs about a hundred bytes; of a snapshot with more samples than
+# ``MAX_ROWS``, whole shards are left out, evenly, and the table says so. Knows no expectations.
+
+MAX_ROWS = 500_000
+COLUMNS = (
+    *("key", "content", "split", "purpose", "length", "length_in_file", "n_tokens", "n_bytes"),
+    *("is_text", "is_finite"),
+)
+
+
+@dataclass
+class Figures:
+    """What a column's numbers look like, over all samples read."""
+
+    name: str
+    kind: str
+    samples: int = 0
+    shortest: int = 0
+    longest: int = 0
+    least: float = float("inf")
+    greatest: float = float("-inf")
+    total: float = 0.0
+    count: int = 0
+    not_finite: int = 0
+
+    def add(self, array: Array) -> None:
+        """Take one sample's array into account."""
+        length = len(array) if array.ndim else 1
+        self.shortest = length if not self.samples else min(self.shortest, length)
+        self.longest = max(self.longest, length)
+        self.samples += 1
+        finite = array
+        if array.dtype.kind == "f":
+            finite = array[np.isfinite(array)] if array.ndim else array.reshape(1)
+            finite = finite[np.isfinite(finite)].astype(np.float64)
+            self.not_finite += array.size - finite.size
+        if finite.size:
+            self.least = min(self.least, float(finite.min()))
+            self.greatest = max(self.greatest, float(finite.max()))
+            self.total += float(finite.sum(dtype=np.float64))
+            self.count += int(finite.size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as plain data; a column without numbers has none."""
+        return {
+            "column": self.name,
+            "kind": self.kind,
+            "samples": self.samples,
+            "shortest": self.shortest,
+            "longest": self.longest,
+            "least": self.least if self.count else None,
+            "greatest": self.greatest if self.count else None,
+            "mean": self.total / self.count if self.count and np.isfinite(self.total) else None,
+            "not_finite": self.not_finite,
+        }
+
+
+@dataclass
+class Table:
+    """The rows, by column; which shards are in quarantine; the figures of each column."""
+
+    columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
+    quarantined: list[dict[str, Any]] = field(default_factory=list)
+    figures: dict[str, Figures] = field(default_factory=dict)
+    samples_left_out: int = 0  # too many to look at
+
+    def __len__(self) -> int:
+        return len(self.columns["key"])
+
+    @property
+    def is_partial(self) -> bool:
+        """Return whether some samples are not in it."""
+        return bool(self.quarantined or self.samples_left_out)
+
+
+def read_table(snapshot: Snapshot, cache: ShardCache, max_rows: int = MAX_ROWS) -> Table:
+    """Return the table of ``snapshot``; a corrupt shard is in its quarantine, not an error."""
+    table = Table()
+    table.figures["tokens"] = Figures("tokens", snapshot.vocabulary.kind)
+    for column in snapshot.columns:
+        axes = "".join(f"[{'any' if each is None else each}]" for each in column.shape)
+        table.figures[column.name] = Figures(column.name, f"{column.dtype}{axes}")
+    shards = snapshot.shards
+    step = -(-snapshot.record.documents // max_rows)
+    looked_at = [each for number, each in enumerate(shards) if number % step == 0]
+    if {each.split for each in looked_at} != {each.split for each in shards}:
+        looked_at.append(shards[-1])  # the last is of the second split
+    table.samples_left_out = snapshot.record.documents - sum(each.samples for each in looked_at)
+    for number, shard in enumerate(looked_at):
+        cache.prefetch(looked_at[number : number + 8])
+        try:
+            lengths = cache.lengths(shard)
+            with cache.samples(shard) as samples:
+                _add(table, snapshot, shard, samples, lengths)
+        except CorruptData as error:
+            table.quarantined.append(
+                {
+                    "shard": shard.sha256,
+                    "split": shard.split,
+                    "bytes": shard.bytes,
+                    "documents": shard.samples,
+                    "reason": str(error.got),
+                }
+            )
+    _draw_splits(table, snapshot)
+    return table
+
+
+def _add(
+    table: Table, snapshot: Snapshot, shard: Shard, samples: ShardSamples, lengths: Array
+) -> None:
+    rows: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    has_text = snapshot.vocabulary.kind == "bytes" and shard.text_bytes > 0
+    for i in range(len(samples)):
+        tokens, features = samples.tokens(i), samples.features(i)
+        digest = hashlib.sha256(tokens.tobytes())
+        finite = True
+        table.figures["tokens"].add(tokens)
+        n_bytes = tokens.nbytes
+        for name in sorted(features):
+            array = features[name]
+            digest.update(f"\0{name}\0{array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+            n_bytes += array.nbytes
+            table.figures[name].add(array)
+            if array.dtype.kind == "f":
+                finite = finite and bool(np.isfinite(array).all())
+        rows["key"].append(samples.key(i))
+        rows["content"].append(digest.hexdigest())
+        rows["length"].append(length_of(tokens, features))
+        rows["length_in_file"].append(int(lengths[i]) if i < len(lengths) else -1)
+        rows["n_tokens"].append(len(tokens))
+        rows["n_bytes"].append(n_bytes)
+        rows["is_text"].append(not has_text or _is_text(samples.text_bytes(i)))
+        rows["is_finite"].append(finite)
+    rows["split"] = [shard.split] * len(samples)
+    rows["purpose"] = [snapshot.purpose] * len(samples)
+    for name, values in rows.items():
+        table.columns[name] += values
+
+
+def _is_text(text: bytes) -> bool:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in text
+
+
+def _draw_splits(table: Table, snapshot: Snapshot) -> None:
+    """Add the split that each key draws. Of few samples one was moved to fill a split; without all
+    keys nobody knows which."""
+    record, keys = snapshot.record, table.columns["key"]
+    share, seed = record.held_out_share, record.seed
+    if table.is_partial or not keys:
+        held_out = {each for each in keys if in_held_out(each, share, seed)}
+    else:
+        held_out = assign_splits(sorted(set(keys)), share, seed)
+    table.columns["split_of_key"] = ["held-out" if each in held_out else "train" for each in keys]
+    table.columns["held_out"] = [float(each == "held-out") for each in table.columns["split"]]

@@ -1,0 +1,126 @@
+"""Which bytes every model is judged on: prefixes of many held-out documents, the same for all.
+
+Many short prefixes rather than a few whole documents, because intervals come from resampling
+documents. Deterministic in the documents and the budget alone; knows no model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import InvalidSnapshot
+
+SHORTEST_PREFIX_BYTES = 1024  # below this, fewer documents are taken instead of shorter prefixes
+
+
+@dataclass(frozen=True)
+class HeldOutDocument:
+    """The prefix of one document that is scored, and the size of the whole of it."""
+
+    path: str
+    text: bytes
+    size: int
+
+
+def choose(documents: Iterable[tuple[str, bytes]], budget_bytes: int) -> list[HeldOutDocument]:
+    """Return about ``budget_bytes`` (never more) as prefixes of as many documents as sensible.
+
+    Raises InvalidSnapshot where no document has any bytes.
+    """
+    whole = sorted((path, text) for path, text in documents if text)
+    if not whole:
+        raise InvalidSnapshot("nothing is held out", got="no bytes", wanted="a held-out split")
+    most = max(1, budget_bytes // SHORTEST_PREFIX_BYTES)
+    if len(whole) > most:
+        whole = sorted(sorted(whole, key=_draw)[:most])
+    cap = _water_level([len(text) for _, text in whole], budget_bytes)
+    return [HeldOutDocument(path, text[:cap], len(text)) for path, text in whole]
+
+
+def _draw(document: tuple[str, bytes]) -> bytes:
+    return hashlib.sha256(document[0].encode()).digest()  # a fair draw that needs no seed
+
+
+def _water_level(sizes: Sequence[int], budget: int) -> int:
+    """Return the cap at which documents cut to it add up to at most ``budget``."""
+    remaining = budget
+    for taken, size in enumerate(ordered := sorted(sizes)):
+        share = remaining // (len(ordered) - taken)
+        if size > share:
+            return max(1, share)
+        remaining -= size
+    return max(ordered)
+
+
+# Where a model is weak: figures by document size, by directory, and its worst documents.
+
+Reals = NDArray[np.float64]
+
+MOST_DIRECTORIES = 8
+WORST_DOCUMENTS = 5
+WATCHED = "candidate"
+
+
+def slice_rows(
+    bits: Mapping[str, Reals], documents: Sequence[HeldOutDocument]
+) -> tuple[dict[str, object], ...]:
+    """Return rows {slice, name, documents, bytes, bits_per_byte: {model: figure}}."""
+    rows = [
+        _row("size", name, members, bits, documents) for name, members in _by_size(documents)
+    ] + [
+        _row("directory", name, members, bits, documents)
+        for name, members in _by_directory(documents)
+    ]
+    if WATCHED in bits:
+        sizes = np.array([len(each.text) for each in documents])
+        worst = np.argsort(-bits[WATCHED] / sizes, kind="stable")[:WORST_DOCUMENTS]
+        rows += [
+            _row("worst document", documents[each].path, [int(each)], bits, documents)
+            for each in worst
+        ]
+    return tuple(rows)
+
+
+def _row(
+    slice_name: str,
+    name: str,
+    members: Sequence[int],
+    bits: Mapping[str, Reals],
+    documents: Sequence[HeldOutDocument],
+) -> dict[str, object]:
+    scored_bytes = sum(len(documents[each].text) for each in members)
+    chosen = list(members)
+    return {
+        "slice": slice_name,
+        "name": name,
+        "documents": len(chosen),
+        "bytes": scored_bytes,
+        "bits_per_byte": {
+            model: float(bits_D[chosen].sum() / scored_bytes) for model, bits_D in bits.items()
+        },
+    }
+
+
+def _by_size(documents: Sequence[HeldOutDocument]) -> Iterable[tuple[str, list[int]]]:
+    order = sorted(range(len(documents)), key=lambda each: documents[each].size)
+    for members in (quarter.tolist() for quarter in np.array_split(np.array(order), 4)):
+        if members:
+            first, last = documents[members[0]].size, documents[members[-1]].size
+            yield f"{first} to {last} bytes", members
+
+
+def _by_directory(documents: Sequence[HeldOutDocument]) -> Iterable[tuple[str, list[int]]]:
+    groups: dict[str, list[int]] = defaultdict(list)
+    for number, each in enumerate(documents):
+        top, separator, _ = each.path.lstrip("/").partition("/")
+        groups[top if separator else "."].append(number)
+    ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+    yield from ranked[:MOST_DIRECTORIES]
+    if rest := [each for _, members in ranked[MOST_DIRECTORIES:] for each in members]:
+        yield "(others)", sorted(rest)

@@ -1,0 +1,132 @@
+"""How far a publish is: bytes and files of its two stages, told now and then by whoever works."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TypeVar
+
+from paceline.errors import Cancelled
+
+DIGEST, UPLOAD = "digest", "upload"
+TELL_S = 0.2
+RATE_OVER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """How far ``stage`` is."""
+
+    stage: str
+    done_bytes: int
+    total_bytes: int
+    done_files: int
+    total_files: int
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing of the stage is left."""
+        return self.done_files >= self.total_files
+
+    @property
+    def share(self) -> float:
+        """Return which part of its bytes is done, 0 to 1."""
+        return self.done_bytes / self.total_bytes if self.total_bytes else 1.0
+
+
+Tell = Callable[[Moved], None]
+
+
+def nobody(_moved: Moved) -> None:
+    """Tell nobody."""
+
+
+class Account:
+    """Counts one stage; several threads add. ``tell`` hears of it every TELL_S at most, one call at
+    a time, and of the end.
+    """
+
+    def __init__(self, stage: str, total_bytes: int, total_files: int, tell: Tell) -> None:
+        self._lock = threading.Lock()
+        self._tell = tell
+        self._now = Moved(stage, 0, total_bytes, 0, total_files)
+        self._told_s = float("-inf")
+
+    def moved(self, count: int) -> None:
+        """Add bytes; those that move a second time are not more than there are."""
+        self._add(count, 0)
+
+    def ended_file(self) -> None:
+        """Add a file that is whole."""
+        self._add(0, 1)
+
+    def _add(self, count: int, files: int) -> None:
+        with self._lock:
+            was = self._now
+            self._now = now = Moved(
+                was.stage,
+                min(was.done_bytes + count, was.total_bytes),
+                was.total_bytes,
+                was.done_files + files,
+                was.total_files,
+            )
+            if now.is_over or time.monotonic() - self._told_s >= TELL_S:
+                self._told_s = time.monotonic()
+                self._tell(now)
+
+
+class Pace:
+    """Words for how far a stage is: bytes, the rate of the last seconds, files."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._past: deque[tuple[float, int]] = deque()  # (when, bytes done) of the last seconds
+
+    def said(self, moved: Moved, now_s: float) -> str:
+        """Return ``moved`` as one line; ``now_s`` never goes back."""
+        if moved.stage != self._stage:
+            self._stage, self._past = moved.stage, deque([(now_s, 0)])
+        self._past.append((now_s, moved.done_bytes))
+        while len(self._past) > 2 and now_s - self._past[0][0] > RATE_OVER_S:
+            self._past.popleft()
+        (then_s, then), (_, now) = self._past[0], self._past[-1]
+        rate = f", {in_units((now - then) / (now_s - then_s))}/s" if now_s > then_s else ""
+        files = f"{moved.done_files} of {moved.total_files} files"
+        return f"{in_units(moved.done_bytes)} of {in_units(moved.total_bytes)}{rate}, {files}"
+
+
+def in_units(count: float) -> str:
+    """Return a number of bytes as people read it: ``12.3 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+# Threads that work on one publish: the first error ends all of them, and so does whoever asks.
+
+T = TypeVar("T")
+
+
+def results(
+    pool: ThreadPoolExecutor, running: Sequence[Future[T]], stopping: threading.Event
+) -> list[T]:
+    """Return what each of ``running`` gave, or raise the first error as soon as there is one.
+
+    Then ``stopping`` is set, and they have ended; they raise Cancelled where somebody else set it.
+    """
+    try:
+        ended, _ = wait(running, return_when=FIRST_EXCEPTION)
+        errors = [error for each in ended if (error := each.exception()) is not None]
+        for error in sorted(errors, key=lambda each: isinstance(each, Cancelled)):
+            raise error
+    except BaseException:
+        stopping.set()  # else Ctrl-C, or who failed, would wait for files of a hundred gigabytes
+        pool.shutdown(wait=True, cancel_futures=True)
+        raise
+    return [each.result() for each in running]

@@ -1,0 +1,177 @@
+"""A worker as a planner sees it, and what its plan costs between racks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import accumulate, pairwise
+
+from paceline.manifest import Manifest
+from paceline.schemas.plan import Labels, Plan, Source
+
+
+class Standing(StrEnum):
+    """What a worker may be counted on for."""
+
+    LINE = "line"  # feeds others as its place has it
+    TAIL = "tail"  # slow, or back with a gap: it is fed, and nobody waits behind it
+    QUARANTINED = "quarantined"  # sends corrupt bytes: it is fed, and nobody is told to ask it
+    GONE = "gone"  # dead: it keeps its place, so that the others keep theirs, and takes no part
+
+
+@dataclass(frozen=True, slots=True)
+class PlanWorker:
+    """One target: where it stands, how fast it is, what it holds already."""
+
+    worker_id: str
+    labels: Labels
+    address: str  # "host:port" of its peer port
+    link_mbit: float
+    complete: bool = False  # holds and shows the whole version
+    held_pieces: int = 0
+    held_chunks: frozenset[int] = frozenset()
+    standing: Standing = Standing.LINE
+    disk_mbit: float | None = None  # what its disk writes; None: never the bound
+
+    @property
+    def source(self) -> Source:
+        """Return this worker as a source of pieces."""
+        return Source(kind="worker", worker_id=self.worker_id, address=self.address)
+
+
+def rack_of(worker: PlanWorker) -> tuple[str, str]:
+    """Return what names the worker's rack: racks of two zones are two, whatever they are called."""
+    return (worker.labels.zone, worker.labels.rack)
+
+
+def cross_rack_bytes(plan: Plan, workers: Iterable[PlanWorker], manifest: Manifest) -> int:
+    """Return how many bytes ``plan`` moves between racks when nobody holds anything yet.
+
+    Bytes from the origin come through the external link and cross no rack here.
+    """
+    racks = {worker.worker_id: rack_of(worker) for worker in workers}
+    ends = [0]
+    for chunk in manifest.chunks:
+        ends.append(ends[-1] + chunk.size)
+    return sum(
+        ends[lane.last_chunk + 1] - ends[lane.first_chunk]
+        for each in plan.workers
+        for lane in each.lanes
+        if lane.source.worker_id and racks[lane.source.worker_id] != racks[each.worker_id]
+    )
+
+
+# What is moved, as planners see it: sizes of chunks, stripes of them, and who lacks how much.
+#
+# A stripe is a run of chunks that travels along a tree of its own. Knows no digests and no files.
+
+# Four stripes: a worker has at most four sources and four readers, and trees of 10,000 workers are
+# seven deep; more of them make trees no shallower that matters, and streams thinner.
+STRIPES = 4
+# The longest stripe against the mean is what a link sends too much. 501 chunks in four stripes are
+# 0.6 % uneven, in three even; below this, more stripes are better than evener ones.
+EVEN_ENOUGH = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """Chunks ``first`` to ``last``, both inclusive, and their bytes."""
+
+    first: int
+    last: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """One model version: ``sizes`` are the bytes of its chunks, in order."""
+
+    sizes: tuple[int, ...]
+    piece_bytes: int
+    pieces: int
+    total: int = field(init=False)
+    ends: tuple[int, ...] = field(init=False)  # ends[n] bytes stand before chunk n
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ends", (0, *accumulate(self.sizes)))
+        object.__setattr__(self, "total", self.ends[-1])
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Cargo:
+        """Return the sizes of ``manifest``."""
+        sizes = tuple(chunk.size for chunk in manifest.chunks)
+        return cls(sizes, manifest.piece_bytes, manifest.piece_count)
+
+    @classmethod
+    def even(cls, total_bytes: int, piece_bytes: int, chunk_bytes: int) -> Cargo:
+        """Return a model that nobody has published yet: chunks of one size, the last one shorter.
+
+        ``chunk_bytes`` 0 cuts it so fine that stripes come out even.
+        """
+        chunk = chunk_bytes or max(1, total_bytes // (64 * STRIPES))
+        sizes = [chunk] * (total_bytes // chunk)
+        if rest := total_bytes - sum(sizes):
+            sizes.append(rest)
+        return cls(tuple(sizes or [0]), piece_bytes, -(-total_bytes // piece_bytes))
+
+    def size_of(self, first: int, last: int) -> int:
+        """Return the bytes of chunks ``first`` to ``last``, both inclusive."""
+        return self.ends[last + 1] - self.ends[first]
+
+    def stripes(self, count: int) -> list[Stripe]:
+        """Return the model as ``count`` runs of chunks, as even in bytes as chunks allow."""
+        edges = [0]
+        for number in range(1, count):
+            wanted = self.total * number / count
+            least, most = edges[-1] + 1, len(self.sizes) - (count - number)
+            edge = least
+            while edge < most and abs(self.ends[edge + 1] - wanted) <= abs(
+                self.ends[edge] - wanted
+            ):
+                edge += 1
+            edges.append(edge)
+        edges.append(len(self.sizes))
+        return [
+            Stripe(first, stop - 1, self.size_of(first, stop - 1))
+            for first, stop in pairwise(edges)
+        ]
+
+    def stripe_count(self, workers: int) -> int:
+        """Return how many stripes to cut for so many workers: four, fewer where chunks or workers
+        are few or where fewer come out evener.
+        """
+        most = min(STRIPES, workers, len(self.sizes))
+        if most < 2 or not self.total:
+            return 1
+        uneven = {
+            count: max(stripe.size for stripe in self.stripes(count)) * count / self.total
+            for count in range(2, most + 1)
+        }
+        least = min(uneven.values())
+        return max(count for count in uneven if uneven[count] <= least + EVEN_ENOUGH)
+
+    def missing(self, worker: PlanWorker, stripes: Sequence[Stripe]) -> list[int]:
+        """Return how many bytes of each stripe ``worker`` lacks.
+
+        Pieces held beyond whole chunks are spread evenly over what is missing.
+        """
+        if worker.complete:
+            return [0] * len(stripes)
+        lacking = [stripe.size for stripe in stripes]
+        if worker.held_chunks:
+            lasts = [stripe.last for stripe in stripes]
+            at = 0
+            for chunk in sorted(worker.held_chunks):
+                while at < len(lasts) and lasts[at] < chunk:
+                    at += 1
+                if at < len(lasts) and chunk >= 0:
+                    lacking[at] -= self.sizes[chunk]
+        held = min(worker.held_pieces, self.pieces)
+        if held and (left := sum(lacking)):
+            by_pieces = self.total - self.total * held // self.pieces
+            if by_pieces < left:
+                if len(lacking) == 1:
+                    return [by_pieces]
+                return [size * by_pieces // left for size in lacking]
+        return lacking

@@ -1,0 +1,122 @@
+"""How long a session waits for what, from the expected time of a piece; every wait ends (I12).
+
+Pure arithmetic over times that somebody else keeps.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from paceline.relay.protocol.limits import PieceMap, SessionLimits
+from paceline.relay.protocol.source_selection import Feed, Work
+from paceline.schemas.plan import Source
+
+PIECE_TIMES = 20  # a piece deadline is this many piece times of the plan
+SPARE_TIMES = 2  # in which a spare that has our pieces moves bytes, others being served too
+
+
+class Patience:
+    """Deadlines under ``piece_deadline_s``, which comes with each plan."""
+
+    def __init__(self, limits: SessionLimits, piece_bytes: int, random: Random) -> None:
+        self._limits = limits
+        self._piece_bytes = piece_bytes
+        self._random = random
+        self.piece_deadline_s = 1.0
+        self.is_first_plan = True
+
+    def silence_s(self, source: Source) -> float:
+        """Return how long a source may say nothing while it owes us pieces."""
+        if source.kind == "origin":
+            return max(self._limits.origin_deadline_s, self.piece_deadline_s)
+        return self.piece_deadline_s
+
+    def silent_at_s(self, feed: Feed) -> float:
+        """Return when this stream counts as lost unless it is heard of."""
+        return max(feed.heard_s + self.silence_s(feed.source), feed.vouched_s)
+
+    def hurry_s(self, work: Work) -> float:
+        """Return how long a spare may have nothing for ``work`` while others are left to try.
+
+        Jittered: of two orphans that wait for each other one leaves first and reads on elsewhere,
+        and the other one then has a source.
+        """
+        piece_s = self.piece_deadline_s / PIECE_TIMES
+        if work.expected_bytes_s > 0:
+            piece_s = max(piece_s, self._piece_bytes / work.expected_bytes_s)
+        least_s = max(self._limits.spare_standstill_s, SPARE_TIMES * piece_s)
+        return least_s * (1 + self._random.random())
+
+    def standstill_s(self) -> float:
+        """Return how long the source that the plan names may live and have nothing for us."""
+        limits = self._limits
+        return max(limits.standstill_min_s, limits.standstill_factor * self.piece_deadline_s)
+
+    def standstill_at_s(self, work: Work, feed: Feed | None) -> float:
+        """Return when the source of ``work`` counts as having nothing for it.
+
+        Long for the source that the plan names: in a plan that is just starting the whole line
+        waits for its head. Short for a spare (or a planned one that was given up before) while
+        others are left to try: one that has our pieces sends at once, and one that is behind us
+        would hold us up for as long as it is.
+        """
+        wait_s = self.standstill_s()
+        if self.is_first_plan and not work.held:
+            wait_s = max(wait_s, self._limits.start_s)
+        if feed is None:
+            return work.progress_s + wait_s
+        if feed.source.kind == "origin":
+            wait_s += self.silence_s(feed.source)
+        at_s = work.progress_s + wait_s
+        if work.hurry_s > 0:
+            at_s = min(at_s, max(work.progress_s, feed.moved_s) + work.hurry_s)
+        return max(at_s, feed.vouched_s)
+
+    def aside_ends_s(self, feed: Feed | None, asked_s: float) -> float:
+        """Return until when to wait for pieces asked on the side: they may be sent after others."""
+        if feed is None:
+            return asked_s + self.piece_deadline_s
+        silence_s = self.silence_s(feed.source)
+        moved_s = min(feed.moved_s, asked_s + 3 * silence_s)
+        vouched_s = min(feed.vouched_s, asked_s + 4 * silence_s)
+        return max(asked_s + silence_s, moved_s + silence_s, vouched_s)
+
+    def late_at_s(self, work: Work, asked_s: float) -> float:
+        """Return when pieces that were asked for at ``asked_s`` are late.
+
+        A source at its planned rate sends a window in a second; twice that is late. Where no rate
+        is planned, one that has sent nothing for as long as a piece may take.
+        """
+        if work.expected_bytes_s > 0:
+            drains_s = work.window_bytes / work.expected_bytes_s
+            return asked_s + max(self.piece_deadline_s, 2 * drains_s)
+        return max(asked_s, work.progress_s) + self.piece_deadline_s
+
+
+# How much of a work may be in flight at once: few requests, never an empty pipe.
+
+
+def size_window(
+    work: Work, feed: Feed | None, sharing: int, limits: SessionLimits, pieces: PieceMap
+) -> None:
+    """Decide how much of ``work`` may be in flight in ``feed``: what a second brings at the planned
+    rate, within the source's window, which ``sharing`` works share. A larger one keeps no pipe
+    fuller, and is asked again when the source dies or turns out to be slow.
+    """
+    most, rate = limits.window_bytes, work.expected_bytes_s
+    if rate > 0:
+        at_origin = feed is not None and feed.source.kind == "origin"
+        window_s = limits.origin_window_s if at_origin else limits.window_s
+        most = min(most, int(rate * window_s))
+    several = max(1, limits.least_window_pieces // sharing) * pieces.piece_bytes
+    work.window_bytes = max(several, most // sharing)
+    away = work.away is not None and work.away.absent
+    most_pieces = min(limits.window_pieces, limits.away_pieces) if away else limits.window_pieces
+    work.window_pieces = max(1, most_pieces // sharing)
+
+
+def is_half_full(work: Work) -> bool:
+    """Return whether more than half of the window is in flight: then nothing more is asked yet."""
+    return work.asked_pieces > 0 and (
+        work.asked_bytes > work.window_bytes // 2 or work.asked_pieces > work.window_pieces // 2
+    )

@@ -1,0 +1,406 @@
+"""Which pieces are here, which are on their way and from whom, and which nobody was asked for.
+
+The books of the lanes in force: works (what is wanted), feeds (what is asked of whom), and what is
+asked on the side: repairs, a hedge, probes. Who is asked, and when somebody else is, ``pulling``
+decides.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from paceline.relay.protocol.deadlines import Patience
+from paceline.relay.protocol.extents import Extent, Extents
+from paceline.relay.protocol.limits import PieceMap, SessionLimits
+from paceline.relay.protocol.recovery import Repairs
+from paceline.relay.protocol.source_selection import Feed, Work
+from paceline.schemas.plan import Source, WorkerLanes
+
+# The lanes of one plan as works: disjoint runs that tile the model, each with its candidates.
+#
+# Plain state and look-ups; who is asked when is decided in ``pulling``.
+
+
+class Works:
+    """Every work of a session, in the order of their pieces; empty where no lane names a source."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._all = sorted(works, key=lambda work: work.extent.first)
+        self._starts = [work.extent.first for work in self._all]
+
+    @classmethod
+    def of(cls, lanes: WorkerLanes, pieces: PieceMap) -> Works:
+        """Return the works of ``lanes``. What no lane names may come from any of their sources:
+        marks may be fewer than the plan knew, and a held piece may rot.
+        """
+        works: list[Work] = []
+        covered = Extents()
+        sources: dict[str, Source] = {}
+        for lane in lanes.lanes:
+            candidates = _others((lane.source, *lane.spares), lanes.worker_id)
+            sources |= {each.key: each for each in candidates}
+            extent = pieces.chunk_range(lane.first_chunk, lane.last_chunk)
+            if candidates and extent.size:
+                for run in list(covered.gaps(extent)):
+                    works.append(Work(run, candidates, lane.expected_bytes_s))
+                    covered.add(run)
+        if sources:
+            last_origin = tuple(sorted(sources.values(), key=lambda each: each.kind == "origin"))
+            rest = covered.gaps(Extent(0, pieces.count))
+            works += [Work(run, last_origin) for run in rest]
+        return cls(works)
+
+    def __iter__(self) -> Iterator[Work]:
+        return iter(self._all)
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def parts(self, extent: Extent) -> Iterator[tuple[Work, Extent]]:
+        """Yield the works that ``extent`` touches, each with its part of it."""
+        first, stop = extent
+        for at in range(max(0, bisect_right(self._starts, first) - 1), len(self._all)):
+            work = self._all[at]
+            begin, end = work.extent
+            if begin >= stop:
+                return
+            if first >= begin and stop <= end:
+                yield work, extent
+                return
+            if first < end:
+                yield work, Extent(max(first, begin), min(stop, end))
+
+    def sharing(self, work: Work) -> int:
+        """Return how many works want pieces from this work's source, itself included."""
+        others = (each for each in self._all if each is not work and each.active == work.active)
+        return 1 + sum(each.wanting > 0 for each in others)
+
+
+def _others(candidates: tuple[Source, ...], worker_id: str) -> tuple[Source, ...]:
+    """Return the candidates without duplicates and without the worker itself; origins come last
+    among the spares.
+    """
+    unique = {each.key: each for each in reversed(candidates) if each.worker_id != worker_id}
+    ordered = list(reversed(unique.values()))
+    return (*ordered[:1], *sorted(ordered[1:], key=lambda each: each.kind == "origin"))
+
+
+# The last pieces asked twice: which are late, and how many may be (A10).
+#
+# At the end of a transfer one slow source would hold everything up. Once nothing is left to ask
+# for, the oldest pieces in flight are asked of a spare too; who sends first wins, the other copy is
+# dropped. It asks nothing itself.
+
+
+@dataclass(slots=True, eq=False)
+class Hedge:
+    """Pieces that a second source was asked for while the first still owes them."""
+
+    key: str
+    pieces: Extents
+    asked_s: float
+
+
+class Hedging:
+    """The hedge under way, if any, and what is left of this plan's allowance."""
+
+    def __init__(self, limits: SessionLimits, pieces: PieceMap, patience: Patience) -> None:
+        self._limits = limits
+        self._pieces = pieces
+        self._patience = patience
+        self._left = 0  # pieces
+        self.hedge: Hedge | None = None
+        self.due_s: float | None = None  # when the oldest piece in flight is late, at the end
+
+    def begin(self) -> None:
+        """Start a new plan: a small share of all pieces may be asked twice in it."""
+        self.hedge = self.due_s = None
+        share = int(self._pieces.count * self._limits.hedge_share)
+        self._left = max(self._limits.least_hedges, share)
+
+    @property
+    def is_possible(self) -> bool:
+        """Return whether another hedge may be made now."""
+        return self.hedge is None and self._left > 0
+
+    def oldest(self, feeds: Iterable[Feed], works: Works) -> tuple[Work, Extent] | None:
+        """Return the pieces in flight from a worker that are late first; sets ``due_s``.
+
+        Not those from the origin: it retries by itself, and nobody else has them.
+        """
+        due: list[tuple[float, Work, Extent]] = []
+        for feed in feeds:
+            if feed.source.kind == "worker" and (oldest := feed.oldest()) is not None:
+                asked_s, run = oldest
+                work, part = next(works.parts(run))
+                due.append((self._patience.late_at_s(work, asked_s), work, part))
+        if not due:
+            return None
+        self.due_s, work, part = min(due, key=lambda each: each[0])
+        return work, part
+
+    def start(self, key: str, run: Extent, now_s: float) -> Extent:
+        """Begin to hedge the first pieces of ``run`` at ``key``; return them."""
+        most = min(self._limits.hedge_pieces, self._left)
+        fits = self._pieces.fitting(run, self._limits.window_bytes, most)
+        extent = Extent(run.first, max(fits.stop, run.first + 1))
+        self._left -= extent.size
+        self.hedge = Hedge(key, Extents([extent]), now_s)
+        return extent
+
+    def arrived(self, extent: Extent) -> None:
+        """Take note that pieces are here, or will not come from the hedge."""
+        if self.hedge is not None:
+            self.hedge.pieces.remove(extent)
+            if not self.hedge.pieces:
+                self.hedge = None
+
+
+class Flights:
+    """A piece is verified, in flight from one source, asked on the side, or wanted."""
+
+    def __init__(
+        self, pieces: PieceMap, verified: Extents, repairs: Repairs, hedging: Hedging
+    ) -> None:
+        self._pieces = pieces
+        self._verified = verified  # the session's own set; kept here once there are lanes
+        self._repairs = repairs
+        self._hedging = hedging
+        self._streams = 0
+        self.works = Works([])
+        self.feeds: dict[str, Feed] = {}
+
+    # ── lanes and streams ────────────────────────────────────────────────────────────────────────
+
+    def follow(self, works: Works, now_s: float) -> None:
+        """Go over to new works; what is in flight in the feeds that stay is kept with them."""
+        self.works = works
+        for work in works:
+            self._settle(work, now_s)
+        for feed in self.feeds.values():
+            feed.aside = Extents()
+            for repair in self._repairs:
+                if repair.asked == feed.source.key:
+                    for run in repair.pieces:
+                        feed.aside.add(run)
+
+    def _settle(self, work: Work, now_s: float) -> None:
+        """Count what of ``work`` is here, on its way, or under repair."""
+        held = list(self._verified.common(work.extent))
+        work.missing = work.extent.size - sum(run.size for run in held)
+        for run in (*held, *self._repairs.pieces.common(work.extent)):
+            work.taken.add(run)
+        for key, feed in self.feeds.items():
+            for run in list(feed.in_flight.common(work.extent)):
+                if work.is_first_choice(key):
+                    work.taken.add(run)
+                    work.asked_pieces += run.size
+                    work.asked_bytes += self._pieces.bytes_of(run)
+                else:
+                    feed.in_flight.remove(run)  # it goes on with other lanes, no more with this
+        if work.candidates[0].key in self.feeds:
+            work.active = work.candidates[0].key
+        work.progress_s = now_s
+
+    @property
+    def origin_flying_bytes(self) -> int:
+        """Return how much is on its way from the origin."""
+        origins = [feed for feed in self.feeds.values() if feed.source.kind == "origin"]
+        runs = (run for feed in origins for asked in (feed.in_flight, feed.aside) for run in asked)
+        return sum(map(self._pieces.bytes_of, runs))
+
+    def feed(self, key: str, stream: int) -> Feed | None:
+        """Return the stream, or None where it was given up already."""
+        feed = self.feeds.get(key)
+        return feed if feed is not None and feed.stream == stream else None
+
+    def feed_of(self, work: Work) -> Feed | None:
+        """Return the stream that ``work`` reads from now."""
+        return None if work.active is None else self.feeds.get(work.active)
+
+    def open(self, source: Source, now_s: float) -> Feed:
+        """Return the stream from ``source``, a new one where there is none."""
+        feed = self.feeds.get(source.key)
+        if feed is None:
+            self._streams += 1
+            feed = Feed(source, self._streams, now_s, now_s)
+            self.feeds[source.key] = feed
+        return feed
+
+    def close(self, feed: Feed) -> None:
+        """Forget a stream; what was in flight is wanted again."""
+        key = feed.source.key
+        del self.feeds[key]
+        for run in list(feed.in_flight):
+            self.want_again(feed, run)
+        for repair in self._repairs:
+            if repair.asked == key:
+                self._repairs.unanswered(repair)
+        if self._hedging.hedge is not None and self._hedging.hedge.key == key:
+            self._hedging.hedge = None
+        for work in self.works:
+            if work.active == key:
+                work.active = None
+            if work.away is not None and work.is_first_choice(key):
+                self.end_probe(work, takes_over=False)
+
+    def is_idle(self, feed: Feed) -> bool:
+        """Return whether nothing is asked of ``feed``, nor will be."""
+        key = feed.source.key
+        return not feed.waiting and not any(
+            work.active == key and work.wanting for work in self.works
+        )
+
+    # ── asking ───────────────────────────────────────────────────────────────────────────────────
+
+    def ask(self, feed: Feed, extent: Extent, now_s: float, *, aside: bool = False) -> None:
+        """Count ``extent`` as asked of ``feed``; ``aside`` for a repair, a hedge or a probe."""
+        if not feed.waiting:
+            feed.heard_s = now_s
+        if aside:
+            feed.aside.add(extent)
+            return
+        for work, part in self.works.parts(extent):
+            if not work.asked_pieces:
+                work.progress_s = now_s
+            self._fly(feed, work, part, now_s)
+
+    def _fly(self, feed: Feed, work: Work, part: Extent, asked_s: float) -> None:
+        """Count ``part`` of ``work`` as in flight in ``feed``."""
+        work.taken.add(part)
+        work.asked_pieces += feed.in_flight.add(part)
+        work.asked_bytes += self._pieces.bytes_of(part)
+        feed.asked.append((asked_s, part))
+
+    def want_again(self, feed: Feed, extent: Extent) -> None:
+        """Take ``extent`` out of flight; what a hedge has asked elsewhere is in flight there."""
+        hedge = self._hedging.hedge
+        other = self.feeds.get(hedge.key) if hedge is not None else None
+        for work, part in self.works.parts(extent):
+            self.drop_from(feed, work, part)
+            work.taken.remove(part)
+            if hedge is None or other is None or other is feed:
+                continue
+            for run in list(hedge.pieces.common(part)):
+                self._hedging.arrived(run)
+                other.aside.remove(run)
+                self._fly(other, work, run, hedge.asked_s)
+                work.active, work.progress_s = hedge.key, hedge.asked_s
+
+    def leave(self, work: Work, key: str) -> None:
+        """Ask nothing more of ``key`` for ``work``, and want again what is in flight from there."""
+        if (feed := self.feeds.get(key)) is not None:
+            for run in list(feed.in_flight.common(work.extent)):
+                self.want_again(feed, run)
+        work.active = None if work.active == key else work.active
+
+    def end_probe(self, work: Work, *, takes_over: bool) -> None:
+        """End the probe of ``work``: its piece is wanted again, or one more that is in flight from
+        its planned source, where that ``takes_over``.
+        """
+        if work.away is None or (probe := work.away.probe) is None:
+            return
+        feed, work.away.probe = self.feeds.get(work.candidates[0].key), None
+        if feed is not None:
+            feed.aside.remove(probe.piece)
+        if takes_over and feed is not None:
+            self._fly(feed, work, probe.piece, probe.asked_s)
+        elif not self._verified.covers(probe.piece):
+            work.taken.remove(probe.piece)
+
+    def unask(self, feed: Feed, extent: Extent) -> None:
+        """Give up pieces asked of ``feed`` on the side, but those that it owes for something else:
+        one that was hedged and then came corrupt is under repair at the same source.
+        """
+        feed.aside.remove(extent)
+        key, hedge = feed.source.key, self._hedging.hedge
+        others = [each.pieces for each in self._repairs if each.asked == key]
+        if hedge is not None and hedge.key == key:
+            others.append(hedge.pieces)
+        for pieces in others:
+            for run in list(pieces.common(extent)):
+                feed.aside.add(run)
+
+    # ── what arrives, or is gone ─────────────────────────────────────────────────────────────────
+
+    def hold(self, extent: Extent, now_s: float, sender: Feed | None = None) -> int:
+        """Count pieces as verified: nobody needs to send them any more; return how many are new."""
+        if not self.works:
+            return self._verified.add(extent)
+        new = 0
+        for work, part in self.works.parts(extent):
+            fresh = self._verified.add(part)
+            if fresh:
+                new += fresh
+                work.missing -= fresh
+                work.progress_s = now_s
+                if work.behind and sender is not None:
+                    work.behind.pop(sender.source.key, None)
+            if not self._drop(work, part, sender):
+                work.taken.add(part)
+        if self._repairs:
+            self._repairs.arrived(extent)
+        return new
+
+    def missing_again(self, extent: Extent) -> None:
+        """Want pieces that were here and are not any more."""
+        for work, part in self.works.parts(extent):
+            for run in list(self._verified.common(part)):
+                work.missing += self._verified.remove(run)
+                work.taken.remove(run)
+        self._verified.remove(extent)
+
+    def corrupt(self, feed: Feed, extent: Extent) -> Iterator[tuple[Work, Extent]]:
+        """Take what ``feed`` owes of ``extent`` out of its flight; yield each part, with its work.
+
+        Only what it owes: the same news twice is one corrupt arrival.
+        """
+        owed = Extents([*feed.in_flight.common(extent), *feed.aside.common(extent)])
+        for run in owed:
+            feed.judge(run.size, run.size)
+            for work, part in self.works.parts(run):
+                self.drop_from(feed, work, part)
+                if self._hedging.hedge is not None and self._hedging.hedge.key == feed.source.key:
+                    self._hedging.arrived(part)
+                yield work, part
+
+    def nowhere(self, extent: Extent) -> list[Extent]:
+        """Return the runs of ``extent`` that are neither here nor in flight from anybody."""
+        flying = Extents(run for each in self.feeds.values() for run in each.in_flight)
+        return [run for gap in list(self._verified.gaps(extent)) for run in flying.gaps(gap)]
+
+    def owing(self, extent: Extent) -> set[str]:
+        """Return who was asked for pieces of ``extent``."""
+        return {
+            key for key, feed in self.feeds.items() if next(feed.in_flight.common(extent), None)
+        }
+
+    def _drop(self, work: Work, part: Extent, sender: Feed | None) -> bool:
+        """Take ``part`` of ``work`` out of every stream's flight; return whether all of it was in
+        flight from ``sender`` (the usual case), and so nowhere else.
+        """
+        here = sender is not None and self.drop_from(sender, work, part)
+        if here and self._hedging.hedge is None:
+            return True
+        for feed in self.feeds.values():
+            if feed is not sender:
+                self.drop_from(feed, work, part)
+        self._hedging.arrived(part)
+        return False
+
+    def drop_from(self, feed: Feed, work: Work, part: Extent) -> bool:
+        """Take ``part`` out of one stream's flight; return whether all of it was there."""
+        if feed.aside:
+            feed.aside.remove(part)
+        if feed.in_flight.covers(part):
+            feed.in_flight.remove(part)
+            work.asked_pieces -= part.size
+            work.asked_bytes -= self._pieces.bytes_of(part)
+            return True
+        for run in list(feed.in_flight.common(part)):
+            feed.in_flight.remove(run)
+            work.asked_pieces -= run.size
+            work.asked_bytes -= self._pieces.bytes_of(run)
+        return False

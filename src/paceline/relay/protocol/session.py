@@ -1,0 +1,343 @@
+"""One worker's share of one deployment, as pure protocol logic.
+
+Events and a time go in, actions come out: which pieces to ask of which source, when a source is
+lost and who replaces it, what to do with corrupt pieces, when the model is complete. No clock,
+sockets, files or threads, and no idea of topologies: it executes lanes. The socket driver, the
+in-memory network of the tests and any simulator run this same object.
+
+Promises: held pieces are never asked for again; a piece is in flight from one source at a time (the
+last ones from two, where the first is late); the origin is asked for at most
+``origin_budget_bytes`` an epoch; every wait ends (I12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from random import Random
+
+from paceline.errors import CorruptData, InvalidPlan, PacelineError, PeerLost, PermanentError
+from paceline.manifest import Manifest
+from paceline.relay.protocol.events import (
+    Cancelled,
+    Complete,
+    Confirmed,
+    Fail,
+    LanesAssigned,
+    LocalFailed,
+    PieceRejected,
+    PiecesDurable,
+    PiecesRotten,
+    PieceVerified,
+    ReportCorrupt,
+    SessionAction,
+    SessionEvent,
+    SessionProgress,
+    SourceAlive,
+    SourceFailed,
+    Tick,
+    Woke,
+)
+from paceline.relay.protocol.extents import Extent, Extents
+from paceline.relay.protocol.limits import PieceMap, SessionLimits
+from paceline.relay.protocol.pulling import Puller
+from paceline.relay.protocol.recovery import Repair
+from paceline.schemas.plan import WorkerLanes
+from paceline.schemas.records import Failure, WorkerStatus
+
+
+class RelaySession:
+    """Executes one worker's lanes; see the module's docstring.
+
+    ``held`` are the pieces already durable on this worker's disk. ``pieces`` is the manifest's
+    ``PieceMap`` where the caller has one already: it is read only and may be shared.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        manifest: Manifest,
+        held: Iterable[int] | Extents = (),
+        limits: SessionLimits | None = None,
+        seed: int = 0,
+        pieces: PieceMap | None = None,
+    ) -> None:
+        self.worker_id = worker_id
+        self._manifest = manifest
+        self._digest = manifest.digest
+        self._limits = limits or SessionLimits()
+        self._pieces = pieces or PieceMap(manifest)
+        self._durable = held.copy() if isinstance(held, Extents) else Extents.of(held)
+        self._verified = self._durable.copy()
+        self._bytes_held = sum(self._pieces.bytes_of(run) for run in self._durable)
+        self._chunks = {
+            number for number, run in enumerate(self._pieces.chunks) if self._durable.covers(run)
+        }
+        self._chunks_received: tuple[int, ...] | None = None  # sorted, made when asked for
+        self._pull = Puller(
+            self._pieces, self._verified, self._limits, Random(f"{seed}/{worker_id}")
+        )
+        self._status = WorkerStatus.IDLE
+        self._over = False  # cancelled: no lanes revive it
+        self._lanes: WorkerLanes | None = None
+        self._error: PacelineError | None = None
+        self._progress_s = self._alive_s = 0.0
+        self._due_s = float("-inf")  # nothing can be due before; see ``handle``
+        # Its own clock: it stands still while the process does, so that nobody counts as silent who
+        # was not listened to. Times of events from before the process stood still come later.
+        self._slept_s, self._woke_s = 0.0, float("-inf")
+        self._corrupt: dict[str, None] = {}  # an ordered set of who sent corrupt pieces
+        self._refetched = self._rejected = 0
+
+    # ── what drivers call ────────────────────────────────────────────────────────────────────────
+
+    def handle(self, event: SessionEvent, now_s: float) -> list[SessionAction]:
+        """Take one event at time ``now_s`` (any monotonic clock) and return what to do.
+
+        Nearly all events are good pieces of a healthy stream, before anything is due: they look at
+        their own lane alone (10 us a piece instead of 20, and no more with many lanes). So do
+        pieces that come corrupt and are asked of their sender once more.
+        """
+        actions: list[SessionAction] = []
+        now_s = max(now_s - self._slept_s, self._woke_s)
+        early = now_s < self._due_s
+        match event:
+            case PieceVerified(key, stream, extent):
+                self._arrived(key, stream, extent, now_s)
+                if early and self._pull.keep_full(extent, now_s, actions):
+                    if actions:
+                        self._due_s = float("-inf")
+                    return actions
+            case PiecesDurable(extent):
+                known = self._became_durable(extent, now_s)
+                if early and known and self._durable.count < self._pieces.count:
+                    return actions
+            case SourceAlive():
+                self._alive(event, now_s)
+                if now_s < self._due_s:
+                    return actions  # deadlines have only moved away: nothing else can have changed
+            case PieceRejected(key, stream, extent):
+                self._reject(key, stream, extent, now_s, actions)
+                if early and self._pull.ask_again(extent, now_s, actions):
+                    self._due_s = float("-inf")
+                    return actions
+            case SourceFailed(key, stream, error):
+                self._source_failed(key, stream, error, now_s, actions)
+            case LanesAssigned(lanes, read):
+                self._assign(lanes, read, now_s, actions)
+            case PiecesRotten(extent):
+                self._rot(extent, now_s)
+            case LocalFailed(error):
+                self._fail(error, actions)
+            case Cancelled():
+                self._over = True
+                self._status = WorkerStatus.IDLE
+                self._pull.close_all(actions)
+            case Woke(slept_s, replaced):
+                self._slept_s += slept_s
+                now_s = self._woke_s = max(now_s - slept_s, self._woke_s)
+                if replaced:
+                    self._pull.sleep(woke=True)
+            case Confirmed():
+                self._pull.sleep(woke=False)
+            case Tick():
+                pass
+        self._due_s = float("-inf")
+        if self._status is WorkerStatus.RECEIVING:
+            self._go_on(now_s, actions)
+        return actions
+
+    def deadline_s(self) -> float | None:
+        """Return when the session wants its next Tick, or None when it waits for nothing.
+
+        It may be earlier than the true time, never later: progress only moves deadlines away, and
+        is not worth looking at all of them again.
+        """
+        if self._status is not WorkerStatus.RECEIVING:
+            return None
+        if self._due_s > float("-inf"):
+            return self._due_s + self._slept_s
+        give_up_s = self._give_up_s()
+        # What lies in the past was looked at in the last ``handle`` and waits for something else.
+        seen_s = self._pull.checked_s
+        later = (at for at in self._pull.deadlines() if seen_s < at < give_up_s)
+        self._due_s = min(later, default=give_up_s)
+        return self._due_s + self._slept_s
+
+    def progress(self) -> SessionProgress:
+        """Return where this worker stands; what is reported as held is durable (I2)."""
+        stalled = self._pull.stalled if self._status is WorkerStatus.RECEIVING else None
+        failure = self._error or stalled
+        if self._chunks_received is None:
+            self._chunks_received = tuple(sorted(self._chunks))
+        return SessionProgress(
+            deployment_id=self._lanes.deployment_id if self._lanes else "",
+            epoch=self.epoch,
+            status=self._status,
+            pieces_held=self._durable.count,
+            bytes_held=self._bytes_held,
+            pieces_verified=self._verified.count,
+            chunks_received=self._chunks_received,
+            refetched_pieces=self._refetched,
+            corrupt_pieces=self._rejected,
+            origin_spent_bytes=self._pull.origin_spent,
+            lost_sources=tuple(self._pull.lost),
+            corrupt_sources=tuple(self._corrupt),
+            failure=None if failure is None else as_failure(failure),
+        )
+
+    @property
+    def verified(self) -> Extents:
+        """Return what may be forwarded; it changes with events and is only to be read."""
+        return self._verified
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch of the lanes in use, 0 before the first."""
+        return self._lanes.epoch if self._lanes else 0
+
+    # ── what events mean ─────────────────────────────────────────────────────────────────────────
+
+    def _assign(
+        self, lanes: WorkerLanes, read: int, now_s: float, actions: list[SessionAction]
+    ) -> None:
+        if lanes.epoch <= self.epoch or self._over:
+            return
+        if lanes.manifest_digest != self._digest or lanes.worker_id != self.worker_id:
+            wanted = f"{self._digest[:12]}… for {self.worker_id}"
+            got = f"{lanes.manifest_digest[:12]}… for {lanes.worker_id}"
+            error = InvalidPlan("lanes are not for this session", got=got, wanted=wanted)
+            self._fail(error, actions)
+            return
+        self._lanes = lanes
+        if self._status is WorkerStatus.COMPLETE:
+            return  # the new epoch is acknowledged; there is nothing left to pull
+        self._pull.assign(lanes, read, now_s, actions)
+        self._corrupt.clear()
+        self._error = None
+        self._status = WorkerStatus.RECEIVING
+        self._progress_s = self._alive_s = now_s
+
+    def _alive(self, event: SourceAlive, now_s: float) -> None:
+        feed = self._pull.feed(event.source_key, event.stream)
+        if feed is None:
+            return
+        feed.heard_s = self._alive_s = now_s
+        until_s = event.until_s - self._slept_s
+        if event.moving or until_s > now_s:
+            feed.moved_s = now_s
+        if until_s < feed.vouched_s:
+            self._due_s = float("-inf")  # less is vouched for than was counted on
+        feed.vouched_s = until_s
+
+    def _arrived(self, key: str, stream: int, extent: Extent, now_s: float) -> None:
+        new = self._pull.arrived(key, stream, extent, now_s)
+        self._refetched += extent.size - new
+        if new:
+            self._progress_s = self._alive_s = now_s
+
+    def _became_durable(self, extent: Extent, now_s: float) -> bool:
+        """Return whether these pieces were known to be verified, as they should be."""
+        known = self._verified.covers(extent)
+        if not known:
+            self._pull.hold(extent, now_s)
+        fresh = list(self._durable.gaps(extent))
+        for run in fresh:
+            self._durable.add(run)
+            self._bytes_held += self._pieces.bytes_of(run)
+            for number in self._pieces.chunks_of(run):
+                if self._durable.covers(self._pieces.chunks[number]):
+                    self._chunks.add(number)
+                    self._chunks_received = None
+        return known
+
+    def _reject(
+        self, key: str, stream: int, extent: Extent, now_s: float, actions: list[SessionAction]
+    ) -> None:
+        self._rejected += extent.size
+        self._corrupt[key] = None
+        actions.append(ReportCorrupt(key, extent.first, extent.size))
+        feed, leave = self._pull.rejected(key, stream, extent, now_s)
+        if feed is not None:
+            self._alive_s = now_s
+            if leave:
+                lost = PeerLost("source sends corrupt pieces", got=feed.corrupt, where=key)
+                self._pull.lose(feed, lost, now_s, actions)
+
+    def _corrupt_everywhere(self, repair: Repair) -> PacelineError:
+        piece = next(iter(repair.pieces)).first
+        return CorruptData(
+            f"a piece arrived corrupt {repair.attempts} times",
+            got=f"piece {piece} from {', '.join(repair.corrupt)}",
+            wanted="bytes that match the manifest",
+            where=self._manifest.files[self._manifest.piece_of(piece).file_index].path,
+            do="Check the source object and the named workers' disks; publish again if needed.",
+        )
+
+    def _source_failed(
+        self,
+        key: str,
+        stream: int,
+        error: PacelineError,
+        now_s: float,
+        actions: list[SessionAction],
+    ) -> None:
+        feed = self._pull.feed(key, stream)
+        if feed is None:
+            return
+        # A missing, refused or replaced source does not heal, and others wait for who reads it.
+        for_good = feed.source.kind == "origin" and isinstance(error, PermanentError)
+        if for_good:
+            self._pull.lose(feed, error, now_s, actions, for_good=True)
+        else:
+            self._pull.broke(feed, error, now_s, actions)
+        if for_good and self._pull.is_first_choice(key):
+            self._fail(error, actions)
+
+    def _rot(self, extent: Extent, now_s: float) -> None:
+        if self._status is WorkerStatus.COMPLETE:  # not published yet: drivers withdraw what is
+            self._status = WorkerStatus.RECEIVING
+            self._progress_s = self._alive_s = now_s
+        self._bytes_held -= sum(map(self._pieces.bytes_of, self._durable.common(extent)))
+        self._durable.remove(extent)
+        self._chunks.difference_update(self._pieces.chunks_of(extent))
+        self._chunks_received = None
+        self._pull.missing_again(extent)
+
+    # ── going on, and ends ───────────────────────────────────────────────────────────────────────
+
+    def _go_on(self, now_s: float, actions: list[SessionAction]) -> None:
+        self._pull.check_deadlines(now_s, actions)
+        if now_s >= self._give_up_s():
+            self._fail(self._pull.stalled or self._pull.last_error or self._nobody(), actions)
+        elif self._durable.count == self._pieces.count:
+            self._status = WorkerStatus.COMPLETE
+            self._pull.close_all(actions)
+            actions.append(Complete())
+        else:
+            self._pull.pump(now_s, actions)
+        if (repair := self._pull.hopeless) is not None:
+            self._fail(self._corrupt_everywhere(repair), actions)
+
+    def _give_up_s(self) -> float:
+        return min(self._alive_s + self._limits.give_up_s, self._progress_s + self._limits.stall_s)
+
+    def _fail(self, error: PacelineError, actions: list[SessionAction]) -> None:
+        if self._status in (WorkerStatus.FAILED, WorkerStatus.COMPLETE):
+            return
+        self._status = WorkerStatus.FAILED
+        self._error = error
+        self._pull.close_all(actions)
+        actions.append(Fail(error))
+
+    def _nobody(self) -> PacelineError:
+        return PeerLost(
+            "no source is left to pull from",
+            where=self.worker_id,
+            do="Check the other workers and the source; a new plan revives this worker.",
+        )
+
+
+def as_failure(error: PacelineError) -> Failure:
+    """Return ``error`` as reports carry it."""
+    return Failure(code=error.code, message=error.one_line()[:2000])

@@ -1,0 +1,154 @@
+"""How much room a model needs on a disk, and which old versions make way for it.
+
+Two rules: of each model the newest ``keep_versions`` stay, and while the disk has less free than
+``free_share`` (or the next model does not fit) leftovers go, then the oldest versions. The active
+version stays always, and so does what is being served or is on its way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.config import StoreSettings
+from paceline.errors import InvalidManifest
+from paceline.manifest import ACTIVE, MANIFEST_FILE, Manifest, parse_manifest
+
+if TYPE_CHECKING:
+    from paceline.relay.store.store import StoredVersion
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorePolicy:
+    """What may be removed to make room; the default removes nothing."""
+
+    keep_versions: int = 0  # of each model; 0: all
+    free_share: float = 0.0  # of the disk
+    make_room: bool = False  # remove the oldest where a model does not fit
+
+    @classmethod
+    def of(cls, settings: StoreSettings) -> StorePolicy:
+        """Return the policy of a profile."""
+        return cls(
+            keep_versions=settings.keep_versions, free_share=settings.free_share, make_room=True
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A filesystem's free bytes and size."""
+
+    free: int
+    size: int
+
+    @classmethod
+    def at(cls, path: Path) -> Room:
+        """Return the room where ``path`` lies."""
+        status = os.statvfs(path)
+        return cls(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize)
+
+
+def beyond_kept(
+    versions: Iterable[StoredVersion], keep: int, in_use: Collection[str]
+) -> list[StoredVersion]:
+    """Return what is older than the ``keep`` newest versions of its model and may go."""
+    by_model: dict[str, list[StoredVersion]] = {}
+    for each in versions:
+        by_model.setdefault(each.model_id, []).append(each)
+    return [
+        each
+        for ofmodel in by_model.values()
+        for each in ofmodel[: max(0, len(ofmodel) - keep)]
+        if not each.active and each.digest not in in_use
+    ]
+
+
+def next_to_go(versions: Sequence[StoredVersion], in_use: Collection[str]) -> StoredVersion | None:
+    """Return the oldest version that may go and whose going frees anything."""
+    for each in versions:
+        if not each.active and each.digest not in in_use and frees(each.path):
+            return each
+    return None
+
+
+def leftovers(store: Path, in_use: Collection[str]) -> list[Path]:
+    """Return what the store in directory ``store`` keeps and nobody may need again, to go in this
+    order: copies that rotted, then what was begun of versions and is not ``in_use``, the one that
+    was left first before the others.
+    """
+    begun = [each for each in _directories(store / "staging") if each.name not in in_use]
+    return set_aside(store) + sorted(begun, key=_touched)
+
+
+def set_aside(store: Path) -> list[Path]:
+    """Return the copies in directory ``store`` that were found rotten."""
+    return sorted(_directories(store / "rotten"))
+
+
+def _directories(parent: Path) -> list[Path]:
+    try:
+        found = list(parent.iterdir())
+    except FileNotFoundError:
+        return []
+    return [e for e in found if e.is_dir() and not e.is_symlink() and not e.name.startswith(".")]
+
+
+def _touched(staging: Path) -> float:
+    marks = staging / "marks"
+    return (marks if marks.exists() else staging).stat().st_mtime
+
+
+def frees(directory: Path) -> int:
+    """Return how many bytes removing ``directory`` gives back: files that others link to stay."""
+    found = (each.lstat() for each in directory.rglob("*") if each.is_file())
+    return sum(status.st_blocks * 512 for status in found if status.st_nlink == 1)
+
+
+def room_lacking(store: Path, manifest: Manifest) -> int:
+    """Return how many bytes the store in directory ``store`` must still find room for.
+
+    What an interrupted relay took counts as there, and so do files that a version there holds.
+    """
+    if any(digest == manifest.digest for _, digest, _ in _stored(store)):
+        return 0
+    staged, have = store / "staging" / manifest.digest / "data", held_files(store)
+    lacking = 0
+    for file in manifest.files:
+        try:
+            taken = (staged / file.path).stat().st_blocks * 512
+        except OSError:
+            taken = file.size if file.sha256 in have else 0
+        lacking += max(0, file.size - taken)
+    return lacking
+
+
+def held_files(store: Path) -> set[str]:
+    """Return the SHA-256 of every file that a version in directory ``store`` holds."""
+    return {sha256 for _, _, files in _stored(store) for sha256 in files}
+
+
+def reclaimable(store: Path, digest: str) -> int:
+    """Return how many bytes may make way in directory ``store`` for the version ``digest``: those
+    of versions that are not active, and of leftovers.
+    """
+    versions = sum(
+        frees(path)
+        for path, _, _ in _stored(store)
+        if not (path.parent / ACTIVE).is_symlink()
+        or str((path.parent / ACTIVE).readlink()) != path.name
+    )
+    return versions + sum(map(frees, leftovers(store, {digest})))
+
+
+def _stored(store: Path) -> Iterator[tuple[Path, str, set[str]]]:
+    for path in store.glob(f"models/*/*/{MANIFEST_FILE}"):
+        if path.parent.is_symlink():
+            continue
+        try:
+            manifest = parse_manifest(path.read_bytes())
+        except (OSError, InvalidManifest):
+            continue  # not a version: nothing of it is counted on
+        yield path.parent, manifest.digest, {file.sha256 for file in manifest.files}

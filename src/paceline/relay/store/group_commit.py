@@ -1,0 +1,67 @@
+"""Group commit: makes verified pieces durable every 64 MiB or second, and at once at the end.
+
+One thread a deployment, so that neither receiving nor deciding ever waits for a disk's fsync.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from paceline.errors import Cancelled, PacelineError, StorageFailed
+from paceline.relay.protocol.events import LocalFailed, PiecesDurable, SessionEvent
+from paceline.relay.store.staging import Staging
+
+log = logging.getLogger(__name__)
+
+GROUP_BYTES = 64 * 1024 * 1024
+GROUP_S = 1.0
+
+
+class Committer:
+    """Commits ``staging`` and reports PiecesDurable or LocalFailed."""
+
+    def __init__(self, staging: Staging, report: Callable[[SessionEvent], None]) -> None:
+        self._staging = staging
+        self._report = report
+        self._wake = threading.Event()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
+
+    def start(self) -> None:
+        """Begin to commit."""
+        self._thread.start()
+
+    def look(self) -> None:
+        """Commit now if a group is full or nothing is missing any more; cheap, from any thread."""
+        if self._staging.pending_bytes >= GROUP_BYTES or self._staging.all_verified:
+            self._wake.set()
+
+    def stop(self, *, wait: bool = False) -> None:
+        """End after the commit under way; nothing is committed for the sake of stopping.
+
+        Only a thread that the reports do not wait for may ``wait``.
+        """
+        self._stopped = True
+        self._wake.set()
+        if wait:
+            self._thread.join(30.0)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._wake.wait(GROUP_S)
+            self._wake.clear()
+            try:
+                for extent in self._staging.commit():
+                    self._report(PiecesDurable(extent))
+            except Cancelled:
+                return
+            except PacelineError as error:
+                self._report(LocalFailed(error))
+                return
+            except Exception as error:  # without this thread nothing ever becomes durable
+                if not isinstance(error, OSError):
+                    log.exception("committing broke")
+                self._report(LocalFailed(StorageFailed("the disk failed", got=error)))
+                return

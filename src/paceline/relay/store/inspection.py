@@ -1,0 +1,112 @@
+"""What a node's own disk shows, asked on that node: which model, which version, every byte.
+
+Run inside a node's Dask worker, so it imports nothing heavy. Knows no network, and changes nothing
+but this: a copy that is found rotten is set aside, for nothing may be shown that does not match.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from paceline.config import load_runtime
+from paceline.errors import CorruptData
+from paceline.manifest import ACTIVE, parse_manifest, verify_directory
+from paceline.relay.store.disk_space import Room, held_files, reclaimable
+from paceline.system.processes import holder_of
+
+
+def verify_copy(
+    state_dir: str, model_id: str, version: str, manifest_digest: str, *, worker_id: str
+) -> str:
+    """Return the digest of ``worker_id``'s own copy after reading every byte of it again.
+
+    Raises CorruptData where there is none, where it is another model, or where a byte is wrong; a
+    copy with a wrong byte is no longer shown then, and the next relay brings another.
+    """
+    directory = _model_directory(state_dir, worker_id, model_id) / version
+    try:
+        manifest = parse_manifest((directory / "manifest.json").read_bytes())
+    except FileNotFoundError as error:
+        raise CorruptData(
+            "the node has no copy", got="no manifest.json", wanted=manifest_digest, where=directory
+        ) from error
+    if manifest.digest != manifest_digest:
+        raise CorruptData(
+            "the node holds another model",
+            got=manifest.digest,
+            wanted=manifest_digest,
+            where=directory,
+        )
+    try:
+        verify_directory(directory, manifest)
+    except CorruptData:
+        _set_aside(load_runtime(state_dir).node_dir(worker_id), directory)
+        raise
+    return manifest.digest
+
+
+def _set_aside(node_dir: Path, directory: Path) -> None:
+    """Move a rotten copy out of sight, and end the agent, which holds its files open.
+
+    Whoever keeps the agent starts it again; it then sees what the disk shows.
+    """
+    rotten = node_dir / "store" / "rotten"  # the same filesystem: a rename, not a copy
+    rotten.mkdir(exist_ok=True)
+    directory.rename(rotten / f"{directory.parent.name}-{directory.name}-{time.time_ns()}")
+    try:
+        pid = int(json.loads((node_dir / "agent.json").read_bytes())["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # no agent runs, or none that finished starting
+    # agent.json outlives an agent that was killed, and its pid may be another process's by now;
+    # the agent holds its store's lock.
+    with holder_of(node_dir / "store" / ".lock", pid) as agent:
+        if agent is not None:
+            agent.send(signal.SIGTERM)
+
+
+def shows_version(
+    state_dir: str, model_id: str, version: str, manifest_digest: str, *, worker_id: str
+) -> bool:
+    """Return whether ``worker_id`` shows this version with this digest (names, not bytes)."""
+    path = _model_directory(state_dir, worker_id, model_id) / version / "manifest.json"
+    return path.is_file() and parse_manifest(path.read_bytes()).digest == manifest_digest
+
+
+def missing_room(
+    state_dir: str,
+    model_id: str,
+    version: str,
+    manifest_digest: str,
+    total: int,
+    files: Mapping[str, int] | None = None,
+    *,
+    worker_id: str,
+) -> int:
+    """Return how many bytes of room ``worker_id``'s disk lacks for this model; 0 where it fits.
+
+    What an interrupted relay already took counts as there, and so do ``files`` (sizes by SHA-256)
+    that a version there holds whole, and the room of versions and leftovers that may go.
+    """
+    if shows_version(state_dir, model_id, version, manifest_digest, worker_id=worker_id):
+        return 0
+    store = load_runtime(state_dir).node_dir(worker_id) / "store"
+    store.mkdir(parents=True, exist_ok=True)
+    staged = (store / "staging" / manifest_digest).rglob("*")
+    taken = sum(each.stat().st_blocks * 512 for each in staged if each.is_file())
+    if not taken:
+        taken = sum(size for sha256, size in (files or {}).items() if sha256 in held_files(store))
+    return max(0, total - taken - Room.at(store).free - reclaimable(store, manifest_digest))
+
+
+def active_version(state_dir: str, model_id: str, *, worker_id: str) -> str | None:
+    """Return the version of ``model_id`` that is active on ``worker_id``, or None."""
+    link = _model_directory(state_dir, worker_id, model_id) / ACTIVE
+    return link.readlink().name if link.is_symlink() else None
+
+
+def _model_directory(state_dir: str, worker_id: str, model_id: str) -> Path:
+    return load_runtime(state_dir).node_dir(worker_id) / "store" / "models" / model_id

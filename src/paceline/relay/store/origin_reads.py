@@ -1,0 +1,186 @@
+"""What a node has read from the origin for each deployment, over all its processes (I6).
+
+The fuse is one for a deployment, and a process may end at any moment: so what is read is written
+down beside the lanes it was granted for. A process counts from what its predecessors had read and
+never told, so that the coordinator hears of it; lanes that were kept go on with what is left of
+their grant. Counts are written ahead: a kill may cost a grant a part that was never read, and gives
+nothing back. After a restart of the machine what was written last may be gone: such a grant counts
+as spent.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections.abc import Collection
+from pathlib import Path
+
+from paceline.relay.store.staging import disk_errors
+from paceline.schemas.plan import WorkerLanes
+
+MOST = 64  # deployments; the oldest are forgotten
+_SUFFIX = ".read"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_RECORD = struct.Struct(">40sQQ?")  # the machine's boot, read, told, whether others read here
+_READ = struct.Struct(">Q")
+_READ_AT = 40
+_TOLD_AT = _READ_AT + _READ.size
+_OTHERS_AT = _TOLD_AT + _READ.size
+
+
+class Reading:
+    """What was read for one deployment. ``read`` counts from ``begun_bytes``, as this process tells
+    it; byte threads call ``cover``, the agent the rest.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Go on from what ``path`` says; without one nothing outlives the process."""
+        self._lock = threading.Lock()
+        self._path = path
+        self._descriptor = -1
+        self.before_bytes = 0  # what earlier processes had told
+        self.begun_bytes = 0  # what they had read beyond that
+        self.is_known = True  # nothing of it can have been lost with the machine
+        self.had_readers = False  # others have read here what this node had
+        if path is not None:
+            with disk_errors(path):
+                self._open(path)
+        self.read_bytes = self._covered = self.begun_bytes
+
+    def _open(self, path: Path) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor = os.open(path, flags, 0o600)
+        raw = os.pread(self._descriptor, _RECORD.size, 0)
+        if len(raw) == _RECORD.size:
+            boot, read, told, self.had_readers = _RECORD.unpack(raw)
+            self.before_bytes, self.begun_bytes = told, max(0, read - told)
+            self.is_known = boot == _boot()  # else it stays unknown: no other boot is written
+            return
+        self.is_known = not raw  # torn: its machine ended while it was made
+        boot = _boot() if self.is_known else b"?" * _READ_AT
+        os.pwrite(self._descriptor, _RECORD.pack(boot, 0, 0, False), 0)
+        os.fsync(self._descriptor)
+
+    def cover(self, read: int, ahead: int) -> None:
+        """Take note that ``read`` was read in this process's count, and write down ``ahead`` more
+        where what is written is about to be passed; raises StorageFull or StorageFailed.
+        """
+        with self._lock:
+            self.read_bytes = read
+            if self._descriptor < 0 or read + ahead // 2 <= self._covered:
+                return
+            self._covered = read + ahead
+            self._write(_READ_AT, self._covered)
+
+    def heard(self, told: int) -> None:
+        """Take note that the coordinator knows of ``told`` in this process's count."""
+        with self._lock:
+            if self._descriptor >= 0:
+                self._write(_TOLD_AT, told)
+
+    def served(self) -> None:
+        """Take note that somebody reads here."""
+        with self._lock:
+            if not self.had_readers and self._descriptor >= 0:
+                with disk_errors(self._path):
+                    os.pwrite(self._descriptor, b"\1", _OTHERS_AT)
+            self.had_readers = True
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether nothing of it is written down any more."""
+        return self._descriptor < 0
+
+    def close(self) -> None:
+        """Write down what was read in truth, and nothing more from here on."""
+        with self._lock:
+            if self._descriptor < 0:
+                return
+            self._write(_READ_AT, self.read_bytes)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _write(self, at: int, count: int) -> None:
+        with disk_errors(self._path):
+            os.pwrite(self._descriptor, _READ.pack(self.before_bytes + count), at)
+
+    # ── grants ───────────────────────────────────────────────────────────────────────────────────
+
+    def kept(self, lanes: WorkerLanes) -> WorkerLanes:
+        """Return ``lanes`` as they are kept on the disk: what they go on from counts over all
+        processes.
+        """
+        counted = lanes.origin_counted_bytes
+        counted = self.read_bytes if counted is None else counted
+        return lanes.model_copy(update={"origin_counted_bytes": self.before_bytes + counted})
+
+    def resumed(self, lanes: WorkerLanes) -> WorkerLanes:
+        """Return ``lanes`` that an earlier process kept, in this process's count."""
+        counted = lanes.origin_counted_bytes
+        if counted is None:
+            return lanes  # kept before this was written down
+        budget = lanes.origin_budget_bytes - max(0, self.before_bytes - counted)
+        update = {
+            "origin_counted_bytes": max(0, counted - self.before_bytes),
+            "origin_budget_bytes": max(0, budget) if self.is_known else 0,
+        }
+        return lanes.model_copy(update=update)
+
+
+class Readings:
+    """The readings of one node, by deployment; below ``directory``, or in memory alone."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._lock = threading.Lock()
+        self._directory = directory
+        self._open: dict[str, Reading] = {}
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            known = sorted(directory.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
+            for path in known[:-MOST]:
+                path.unlink()
+
+    def of(self, deployment_id: str) -> Reading:
+        """Return a deployment's reading; raises StorageFull, StorageFailed or OSError."""
+        with self._lock:
+            found = self._open.get(deployment_id)
+            if found is None:
+                path = self._path(deployment_id)
+                found = self._open[deployment_id] = Reading(path)
+                while len(self._open) > MOST:  # those that are over go first
+                    over = (name for name, each in self._open.items() if each.is_closed)
+                    self._open.pop(next(over, next(iter(self._open)))).close()
+            return found
+
+    def heard(self, deployment_id: str, told: int) -> None:
+        """Take note that the coordinator knows of ``told`` bytes in this process's count."""
+        with self._lock:
+            if (found := self._open.get(deployment_id)) is not None:
+                found.heard(told)
+
+    def drop(self, deployment_ids: Collection[str]) -> None:
+        """Remove what is written of deployments that are over; this process counts on."""
+        with self._lock:
+            for each in deployment_ids:
+                if (found := self._open.get(each)) is not None:
+                    found.close()
+                if (path := self._path(each)) is not None:
+                    path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Write down what was read of each."""
+        with self._lock:
+            for reading in self._open.values():
+                reading.close()
+            self._open.clear()
+
+    def _path(self, deployment_id: str) -> Path | None:
+        return self._directory and self._directory / f"{deployment_id}{_SUFFIX}"
+
+
+def _boot() -> bytes:
+    try:
+        return _BOOT_ID.read_bytes().strip()[:40].ljust(40, b"\0")
+    except OSError:
+        return bytes(40)

@@ -1,0 +1,445 @@
+"""One model version on this node's disk while it arrives, and while it is served to others.
+
+Bytes go to preallocated files; a piece is *verified* once its digest matched (it may be forwarded)
+and *durable* once its bytes and then its mark were fsynced (only that is reported as held, I2).
+After ``kill -9`` or power loss exactly the pieces with a mark are trusted (``marks``). Which pieces
+to fetch from whom is not known here.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from paceline.errors import Cancelled, StorageFailed, StorageFull
+from paceline.manifest import Manifest, Piece
+from paceline.relay.protocol.extents import Extent, Extents
+from paceline.relay.store.piece_log import Marks
+from paceline.relay.store.requests import RequestQueue
+from paceline.relay.store.traffic import Edges
+from paceline.system.files import sync_directories, sync_directory
+
+_COPY = 4 * 1024 * 1024
+READ_ONLY = 0o444  # what is published never changes; a link to it is never written to
+CLAIM_S = 5.0  # how long a stream waits for another one that writes the same piece
+
+
+@contextmanager
+def disk_errors(where: object) -> Iterator[None]:
+    """Translate what a disk says into StorageFull (no room) or StorageFailed (it refuses)."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull(
+                "the disk is full",
+                got=error.strerror,
+                where=where,
+                do="Free space or collect old versions, then deploy again.",
+            ) from error
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise StorageFailed(
+                "this process may not open so many files",
+                got=error.strerror,
+                where=where,
+                do="Raise its limit (ulimit -n, LimitNOFILE): all files of a model are open.",
+            ) from error
+        if error.errno in (errno.EIO, errno.EROFS, errno.EUCLEAN, errno.ENXIO):
+            raise StorageFailed(
+                "the disk refused to keep bytes",
+                got=error.strerror,
+                where=where,
+                do="Check the disk; what was in progress there has been discarded.",
+            ) from error
+        raise
+
+
+def _is_read_only(path: Path) -> bool:
+    try:
+        return not path.lstat().st_mode & 0o222
+    except FileNotFoundError:
+        return False
+
+
+class Staging:
+    """The files of one manifest below ``directory``; ``published`` ones are complete already."""
+
+    def __init__(self, manifest: Manifest, directory: Path, *, published: bool = False) -> None:
+        self.manifest = manifest
+        self.directory = directory
+        self.published = published
+        self.verified = Extents()
+        self.durable = Extents()
+        self.pending_bytes = 0  # verified, not yet durable
+        self.reused_pieces = self.reused_bytes = 0
+        self.edges = Edges()
+        self.closed = False
+        self.gave_up = False  # what is missing will not come: peers should ask elsewhere
+        self._mutex = threading.RLock()
+        self._lock = threading.Condition(self._mutex)
+        self._requests: set[RequestQueue] = set()  # of the readers that are served now
+        self._commit_lock = threading.Lock()
+        self._claims: set[int] = set()
+        # Who writes a claimed piece as it arrives, and may be asked to leave it to another stream
+        # that has all of it; a writer that is done with it in an instant is not here.
+        self.writers: dict[int, Callable[[], bool]] = {}
+        self._fresh = Extents()  # verified since the last commit
+        self._files: dict[int, int] = {}  # file index → descriptor, open until close()
+        self._retired: list[int] = []  # descriptors of files that were made our own
+        self._dirty: set[int] = set()
+        self._marks: Marks | None = None
+        self._users = 0
+        self.readers = 0  # peers that are being served
+        if published:
+            everything = Extent(0, manifest.piece_count)
+            self.verified.add(everything)
+            self.durable.add(everything)
+
+    @property
+    def data(self) -> Path:
+        """Return the directory that holds the model's files."""
+        return self.directory if self.published else self.directory / "data"
+
+    # ── opening ──────────────────────────────────────────────────────────────────────────────────
+
+    def prepare(self) -> None:
+        """Make and preallocate the files, and load the marks of an earlier process.
+
+        Raises StorageFull before a byte moves where the model does not fit.
+        """
+        with disk_errors(self.directory):
+            self.data.mkdir(parents=True, exist_ok=True)
+            have = sum(self._allocated(file.path) for file in self.manifest.files)
+            room = os.statvfs(self.directory)
+            free = room.f_bavail * room.f_frsize
+            if self.manifest.total_size - have > free:
+                raise StorageFull(
+                    "the model does not fit on this disk",
+                    got=f"{free} bytes free",
+                    wanted=f"{self.manifest.total_size - have} more",
+                    where=self.directory,
+                    do="Free space or collect old versions, then deploy again.",
+                )
+            fresh = [self._allocate(index) for index in range(len(self.manifest.files))]
+            self._load_marks(trust=not any(fresh))
+            if any(fresh):  # names must last as long as the marks do
+                sync_directories(self.data, (file.path for file in self.manifest.files))
+                sync_directory(self.directory)
+                sync_directory(self.directory.parent)
+
+    def _allocated(self, path: str) -> int:
+        try:
+            return (self.data / path).stat().st_blocks * 512
+        except FileNotFoundError:
+            return 0
+
+    def _allocate(self, index: int) -> bool:
+        """Return whether file ``index`` had to be made (or was not what it should be)."""
+        file = self.manifest.files[index]
+        path = self.data / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = self.descriptor(index)
+        before = os.fstat(descriptor).st_size
+        if before > file.size:
+            os.ftruncate(descriptor, file.size)
+        if file.size and before != file.size:
+            os.posix_fallocate(descriptor, 0, file.size)
+        return before != file.size
+
+    def _load_marks(self, *, trust: bool) -> None:
+        self._marks = Marks(self.directory / "marks")
+        if not trust:
+            self._marks.clear()
+            return
+        with self._lock:
+            for run in self._marks.load(self.manifest.piece_count):
+                self.verified.add(run)
+                self.durable.add(run)
+                self._queue_parked(run)
+
+    # ── pieces ───────────────────────────────────────────────────────────────────────────────────
+
+    def claim(self, piece: int, wait_s: float = CLAIM_S) -> bool:
+        """Return True when the caller alone may write ``piece``, False when it is verified already.
+
+        Waits for another writer of the same piece; raises TimeoutError after ``wait_s``.
+        """
+        with self._lock:
+            if piece not in self._claims and piece not in self.verified:
+                self._claims.add(piece)
+                return True
+            free = self._lock.wait_for(
+                lambda: piece in self.verified or piece not in self._claims, wait_s
+            )
+            if piece in self.verified:
+                return False
+            if not free:
+                raise TimeoutError(f"piece {piece} is being written by another stream")
+            self._claims.add(piece)
+            return True
+
+    def claim_whole(self, piece: int) -> bool:
+        """Do what ``claim`` does for a stream that has all of ``piece`` in memory and verified: a
+        stream that still receives it leaves it to us. Raises TimeoutError after ``CLAIM_S``.
+        """
+        end_s = time.monotonic() + CLAIM_S
+        while (writer := self.writers.pop(piece, None)) is None or not writer():
+            try:
+                return self.claim(piece, wait_s=0.05)
+            except TimeoutError:  # claimed, but not by a writer that may be asked
+                if time.monotonic() > end_s:
+                    raise
+        return True  # the claim was its, and is ours now
+
+    def release(self, piece: int) -> None:
+        """Give up a claim; what was written for ``piece`` counts for nothing."""
+        with self._lock:
+            self._claims.discard(piece)
+            self._lock.notify_all()
+
+    def write(self, descriptor: int, data: memoryview, offset: int) -> None:
+        """Write ``data`` of a claimed piece."""
+        with disk_errors(self.directory):
+            while len(data):
+                done = os.pwrite(descriptor, data, offset)
+                data, offset = data[done:], offset + done
+
+    def hold(self, piece: Piece) -> None:
+        """Count a claimed and written ``piece`` as verified: its digest matched."""
+        extent = Extent(piece.index, piece.index + 1)
+        with self._lock:
+            self._claims.discard(piece.index)
+            if self.verified.add(extent):
+                self._fresh.add(extent)
+                self._dirty.add(piece.file_index)
+                self.pending_bytes += piece.length
+                self._queue_parked(extent)
+            self._lock.notify_all()
+
+    def distrust(self, index: int) -> bool:
+        """Read a verified piece again and return whether it is rotten; then it counts for nothing
+        any more: it is neither served nor published, and its mark is gone.
+        """
+        piece = self.manifest.piece_of(index)
+        with self._commit_lock, self.using(), disk_errors(self.directory):
+            if index not in self.verified:
+                return False
+            descriptor = self.descriptor(piece.file_index)
+            data = os.pread(descriptor, piece.length, piece.file_offset)
+            if hashlib.sha256(data).hexdigest() == piece.sha256:
+                return False
+            if self.is_linked(piece.file_index):
+                self.make_own(piece.file_index)
+            extent = Extent(index, index + 1)
+            with self._lock:
+                for extents in (self.verified, self.durable, self._fresh):
+                    extents.remove(extent)
+            if self._marks is not None:
+                self._marks.clear()
+                self._marks.append(self.durable)
+            return True
+
+    def is_linked(self, index: int) -> bool:
+        """Return whether file ``index`` is one with a published version's: never written to."""
+        mode = os.fstat(self.descriptor(index)).st_mode
+        return not self.published and not mode & 0o222
+
+    def make_own(self, index: int) -> None:
+        """Give this version a copy of its own of a file that is linked, so that it can be mended.
+
+        Raises StorageFull where there is no room for one.
+        """
+        file = self.manifest.files[index]
+        path = self.data / file.path
+        fresh = path.with_name(f".{path.name}.own")
+        with disk_errors(path), self.using():
+            linked = self.descriptor(index)
+            fresh.unlink(missing_ok=True)
+            own = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            try:
+                os.posix_fallocate(own, 0, file.size)
+                done = 0
+                while done < file.size:
+                    data = os.pread(linked, _COPY, done)
+                    if not data:
+                        break
+                    done += os.pwrite(own, data, done)
+                os.fsync(own)
+                fresh.replace(path)
+                sync_directory(path.parent)
+            except BaseException:
+                os.close(own)
+                raise
+            with self._lock:
+                self._files[index] = own
+                self._retired.append(linked)  # a peer may be reading from it
+
+    def reused(self, count: int) -> None:
+        """Count a piece of ``count`` bytes that this disk held already."""
+        with self._lock:
+            self.reused_pieces += 1
+            self.reused_bytes += count
+
+    def next_held(self, wanted: Iterable[Extent], wait_s: float) -> Extent | None:
+        """Return the first run of verified pieces of ``wanted``, in its order; waits up to
+        ``wait_s`` for it.
+        """
+
+        def first() -> Extent | None:
+            return next((run for want in wanted for run in self.verified.common(want)), None)
+
+        with self._lock:
+            found = first()
+            if found is None and not self.closed:
+                self._lock.wait_for(
+                    lambda: self.closed or self.gave_up or first() is not None, wait_s
+                )
+                found = first()
+            return None if self.closed else found
+
+    @contextmanager
+    def requests(self) -> Iterator[RequestQueue]:
+        """Keep the queue of one reader's requests, which follows what is verified here."""
+        queue = RequestQueue(
+            self.verified,
+            threading.Condition(self._mutex),
+            lambda: self.closed or self.gave_up,
+        )
+        with self._lock:
+            self._requests.add(queue)
+        try:
+            yield queue
+        finally:
+            with self._lock:
+                self._requests.discard(queue)
+
+    def _queue_parked(self, run: Extent) -> None:
+        for queue in self._requests:
+            queue.became_verified(run)
+
+    def _wake_readers(self) -> None:
+        self._lock.notify_all()
+        for queue in self._requests:
+            queue.wake()
+
+    @property
+    def all_verified(self) -> bool:
+        """Return whether nothing is missing any more (it may still have to become durable)."""
+        return self.verified.count == self.manifest.piece_count
+
+    # ── durability ───────────────────────────────────────────────────────────────────────────────
+
+    def commit(self) -> list[Extent]:
+        """Make every verified piece durable, data first and marks after; return the new runs.
+
+        Raises StorageFull or StorageFailed; after that nothing here may be trusted or published.
+        """
+        with self._commit_lock, self.using(), disk_errors(self.directory):
+            with self._lock:
+                fresh, self._fresh = list(self._fresh), Extents()
+                dirty, self._dirty = list(self._dirty), set()
+                self.pending_bytes = 0
+            if not fresh:
+                return []
+            for index in dirty:
+                os.fdatasync(self.descriptor(index))
+            if self._marks is None:
+                raise AssertionError("pieces arrived for a model that is whole or not prepared")
+            self._marks.append(fresh)
+            with self._lock:
+                for extent in fresh:
+                    self.durable.add(extent)
+            return fresh
+
+    def give_up(self, gave_up: bool) -> None:
+        """Say whether what is missing will not come here (it may yet, with a new plan)."""
+        with self._lock:
+            self.gave_up = gave_up
+            self._wake_readers()
+
+    def moved(self, directory: Path) -> None:
+        """Take note that the files were published at ``directory``; open descriptors stay good."""
+        with self._lock:
+            self.directory, self.published = directory, True
+            self._close_marks()
+
+    def withdrawn(self, directory: Path) -> None:
+        """Take note that the files are hidden again, at ``directory``; what is good is held."""
+        with self._commit_lock, disk_errors(directory):
+            with self._lock:
+                self.directory, self.published = directory, False
+            self._marks = Marks(directory / "marks")
+            self._marks.clear()
+            self._marks.append(self.durable)
+
+    def close(self) -> None:
+        """End every use; descriptors are closed with the last one, never under a running write."""
+        with self._lock:
+            self.closed = True
+            self._wake_readers()
+            self._close_descriptors()
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Keep the descriptors open meanwhile; byte threads do all their work inside."""
+        with self._lock:
+            if self.closed:
+                raise Cancelled("the model is no longer open here", where=self.directory)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                self._close_descriptors()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Count a peer among the readers, and keep the descriptors open meanwhile."""
+        with self.using():
+            with self._lock:
+                self.readers += 1
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self.readers -= 1
+
+    def _close_descriptors(self) -> None:
+        if not self.closed or self._users:
+            return
+        for descriptor in (*self._files.values(), *self._retired):
+            os.close(descriptor)
+        self._files.clear()
+        self._retired.clear()
+        self._close_marks()
+
+    def _close_marks(self) -> None:
+        if self._marks is not None:
+            self._marks.close()
+            self._marks = None
+
+    def descriptor(self, index: int) -> int:
+        """Return the open descriptor of file ``index``; raises Cancelled after ``close``.
+
+        Inside ``using`` it stays open; a known one costs a look-up.
+        """
+        if (known := self._files.get(index)) is not None:
+            return known
+        with self._lock:
+            if self.closed:
+                raise Cancelled("the model is no longer open here", where=self.directory)
+            descriptor = self._files.get(index)
+            if descriptor is None:
+                path = self.data / self.manifest.files[index].path
+                whole = self.published or _is_read_only(path)
+                flags = os.O_RDONLY if whole else os.O_RDWR | os.O_CREAT
+                descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+                self._files[index] = descriptor
+            return descriptor

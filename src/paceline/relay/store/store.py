@@ -1,0 +1,323 @@
+"""A node's disk: versions at their final paths, versions in progress, and the switch between them.
+
+``models/<model_id>/<version>/`` appears by one rename after everything in it is durable, and never
+changes again; ``models/<model_id>/active`` is a symlink that switches atomically. Versions in
+progress live in ``staging/<digest>/`` on the same filesystem. It knows no sources and no network.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import Conflict, InvalidInput, InvalidManifest, NotFound, StateLocked
+from paceline.manifest import ACTIVE, MANIFEST_FILE, Manifest, parse_manifest, verify_directory
+from paceline.relay.store.disk_space import (
+    Room,
+    StorePolicy,
+    beyond_kept,
+    leftovers,
+    next_to_go,
+    room_lacking,
+    set_aside,
+)
+from paceline.relay.store.reuse import Holdings, bring_files, copy_pieces, settle_files
+from paceline.relay.store.staging import READ_ONLY, Staging, disk_errors
+from paceline.system.files import create_durably, sync_directories, sync_directory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StoredVersion:
+    """One version at its final path."""
+
+    model_id: str
+    version: str
+    path: Path
+    digest: str
+    total_bytes: int
+    published_at: float  # modification time of its manifest
+    active: bool
+
+
+class Store:
+    """The store below ``root``; one process at a time (StateLocked)."""
+
+    def __init__(self, root: Path, policy: StorePolicy | None = None) -> None:
+        self.root = root
+        self._policy = policy or StorePolicy()
+        self._models = root / "models"
+        self._staging = root / "staging"
+        self._publish_lock = threading.Lock()
+        with disk_errors(root):
+            self._models.mkdir(parents=True, exist_ok=True)
+            self._staging.mkdir(parents=True, exist_ok=True)
+            self._lock_file = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(self._lock_file)
+                raise StateLocked(
+                    "another agent owns this store", where=root, do="Stop the other agent first."
+                ) from error
+            for left in self._staging.iterdir():
+                # what was being removed, and what was published just before its process died
+                if left.name.startswith(".trash-") or not (left / "data").exists():
+                    shutil.rmtree(left, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let another process own the store."""
+        os.close(self._lock_file)
+
+    def available_bytes(self) -> int:
+        """Return how many bytes this store's filesystem has left."""
+        room = os.statvfs(self.root)
+        return room.f_bavail * room.f_frsize
+
+    # ── one version ──────────────────────────────────────────────────────────────────────────────
+
+    def final_path(self, model_id: str, version: str) -> Path:
+        """Return where this version is, or will be, visible."""
+        for name in (model_id, version):
+            if not name or name.startswith(".") or "/" in name or "\0" in name:
+                raise InvalidInput("not a name", got=repr(name), wanted="a model id and a version")
+        if version == ACTIVE:
+            raise InvalidInput("a version cannot be called 'active'", do="Choose another name.")
+        return self._models / model_id / version
+
+    def open(self, manifest: Manifest, in_use: Collection[str] = ()) -> Staging:
+        """Return the version's files: complete where it is published, else resumed or new.
+
+        Old versions make way as the policy says, but none of ``in_use``. Raises Conflict where
+        other content has this name, StorageFull where it cannot fit; then nothing is left of it.
+        """
+        final = self.final_path(manifest.model_id, manifest.version)
+        if (found := self._published(final)) is not None:
+            if found.digest == manifest.digest:
+                return Staging(manifest, final, published=True)
+            raise Conflict(
+                "this version exists here with other content",
+                got=found.digest,
+                wanted=manifest.digest,
+                where=final,
+                do="Publish under a new version.",
+            )
+        staging = Staging(manifest, self._staging / manifest.digest)
+        new = not staging.directory.exists()
+        try:
+            held = self._held(manifest)
+            bring_files(staging.data, manifest, held)  # first: what is linked outlives its version
+            self.make_room(manifest, in_use)
+            staging.prepare()
+            settle_files(staging, held)
+        except BaseException:
+            staging.close()
+            if new and staging.directory.exists():
+                self._trash(staging.directory)
+            raise
+        return staging
+
+    def publish(self, staging: Staging) -> Path:
+        """Show a complete version at its final path, return that; doing it again changes nothing.
+
+        Raises StorageFull or StorageFailed (then nothing is visible), Conflict as ``open`` does.
+        """
+        manifest = staging.manifest
+        final = self.final_path(manifest.model_id, manifest.version)
+        if staging.published:
+            return final
+        staging.commit()
+        if staging.durable.count != manifest.piece_count:
+            raise Conflict(
+                "the version is not complete",
+                got=f"{staging.durable.count} pieces",
+                wanted=manifest.piece_count,
+            )
+        with self._publish_lock, staging.using(), disk_errors(final):
+            data = staging.data
+            for index, file in enumerate(manifest.files):
+                size = os.fstat(staging.descriptor(index)).st_size
+                if size != file.size:
+                    raise Conflict(f"{file.path} changed size", got=size, wanted=file.size)
+                os.fchmod(staging.descriptor(index), READ_ONLY)
+            (data / MANIFEST_FILE).unlink(missing_ok=True)  # of a publish that was interrupted
+            create_durably(data / MANIFEST_FILE, manifest.to_bytes(), READ_ONLY)
+            sync_directories(data, (file.path for file in manifest.files))
+            final.parent.mkdir(parents=True, exist_ok=True)
+            if final.exists() and self._published(final) is None:
+                self._trash(final)  # not a version: ours appear whole, with their manifest
+            data.rename(final)
+            sync_directory(final.parent)
+            sync_directory(self._models)
+            work = staging.directory
+            staging.moved(final)
+            shutil.rmtree(work, ignore_errors=True)
+        return final
+
+    def withdraw(self, staging: Staging) -> None:
+        """Take a published version whose copy rotted out of sight, with what is good of it.
+
+        ``open`` resumes it. Its files stay read-only: they may be another version's too.
+        """
+        with self._publish_lock, staging.using(), disk_errors(staging.directory):
+            if not staging.published:
+                return
+            final, work = staging.directory, self._staging / staging.manifest.digest
+            if work.exists():
+                self._trash(work)
+            work.mkdir(parents=True)
+            final.rename(work / "data")
+            for directory in (final.parent, work, self._staging):
+                sync_directory(directory)
+            (work / "data" / MANIFEST_FILE).unlink()
+            staging.withdrawn(work)
+
+    def discard(self, staging: Staging) -> None:
+        """Drop a version in progress with all its bytes; a published one stays."""
+        with self._publish_lock:  # either it is published by now, or it never will be
+            staging.close()
+            if not staging.published and staging.directory.exists():
+                self._trash(staging.directory)
+
+    def forget(self, digest: str) -> None:
+        """Drop what an earlier process began of a version and nobody has open."""
+        with self._publish_lock:
+            work = self._staging / digest
+            if work.is_dir():
+                self._trash(work)
+
+    def reuse(self, staging: Staging) -> None:
+        """Fill missing pieces from versions that this disk already holds, each verified again."""
+        if not staging.published:
+            copy_pieces(staging, self._held(staging.manifest))
+
+    def verify(self, model_id: str, version: str) -> None:
+        """Read every byte of a published version again; raises CorruptData where one differs."""
+        path = self.final_path(model_id, version)
+        verify_directory(path, self.manifest_of(path))
+
+    # ── all versions ─────────────────────────────────────────────────────────────────────────────
+
+    def versions(self, model_id: str | None = None) -> list[StoredVersion]:
+        """Return what is published here, oldest first."""
+        found = []
+        for path in self._models.glob(f"{model_id or '*'}/*/{MANIFEST_FILE}"):
+            directory = path.parent
+            if directory.is_symlink() or directory.name == ACTIVE:
+                continue
+            manifest = self._published(directory)
+            if manifest is None:
+                continue
+            name, version = directory.parent.name, directory.name
+            found.append(
+                StoredVersion(
+                    name,
+                    version,
+                    directory,
+                    manifest.digest,
+                    manifest.total_size,
+                    path.stat().st_mtime,
+                    self.active(name) == version,
+                )
+            )
+        return sorted(found, key=lambda each: (each.published_at, each.version))
+
+    def active(self, model_id: str) -> str | None:
+        """Return the active version of ``model_id``, or None."""
+        try:
+            return os.readlink(self._models / model_id / ACTIVE)  # noqa: PTH115 (a name, not a path)
+        except (FileNotFoundError, OSError):
+            return None
+
+    def activate(self, model_id: str, version: str) -> None:
+        """Make ``version`` the active one, atomically; raises NotFound where it is not here."""
+        path = self.final_path(model_id, version)
+        if self._published(path) is None:
+            raise NotFound(
+                "only a published version can become active",
+                got=f"{model_id} {version}",
+                where=self.root,
+                do="Distribute it first.",
+            )
+        with disk_errors(path):
+            link, fresh = path.parent / ACTIVE, path.parent / ".active.new"
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(version)
+            fresh.replace(link)
+            sync_directory(path.parent)
+
+    def manifest_of(self, path: Path) -> Manifest:
+        """Return the manifest of the version at ``path``; raises NotFound where there is none."""
+        found = self._published(path)
+        if found is None:
+            raise NotFound("no version is published there", where=path)
+        return found
+
+    def collect(self, keep: int, in_use: Collection[str] = ()) -> list[StoredVersion]:
+        """Remove all but the ``keep`` newest versions of each model and return what went.
+
+        The active version, and digests in ``in_use``, always stay.
+        """
+        gone = beyond_kept(self.versions(), keep, in_use)
+        for each in gone:
+            self._trash(each.path)
+        return gone
+
+    def make_room(self, manifest: Manifest, in_use: Collection[str] = ()) -> list[StoredVersion]:
+        """Remove what the policy lets go before ``manifest`` arrives, and return the versions that
+        went.
+
+        The active version, and digests in ``in_use``, always stay.
+        """
+        policy, stay = self._policy, {*in_use, manifest.digest}
+        gone = self.collect(policy.keep_versions, stay) if policy.keep_versions else []
+        needed = room_lacking(self.root, manifest)
+        while self._is_short(needed):
+            if left := leftovers(self.root, stay):
+                log.info("removed what was left at %s to make room", left[0])
+                self._trash(left[0])
+            elif (oldest := next_to_go(self.versions(), stay)) is not None:
+                self._trash(oldest.path)
+                gone.append(oldest)
+            else:
+                break
+        for each in gone:
+            log.info("removed model=%s version=%s to make room", each.model_id, each.version)
+        return gone
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────
+
+    def _is_short(self, needed: int) -> bool:
+        room, policy = Room.at(self.root), self._policy
+        left, watermark = room.free - needed, policy.free_share * room.size
+        return (policy.make_room and left < 0) or (watermark > 0 and left < watermark)
+
+    def _published(self, path: Path) -> Manifest | None:
+        """Return the manifest of what is published at ``path`` and has its sizes, else None."""
+        try:
+            manifest = parse_manifest((path / MANIFEST_FILE).read_bytes())
+            sizes = [(path / file.path).lstat().st_size for file in manifest.files]
+        except (FileNotFoundError, NotADirectoryError, InvalidManifest):
+            return None
+        return manifest if sizes == [file.size for file in manifest.files] else None
+
+    def _held(self, manifest: Manifest) -> Holdings:
+        # A copy that was set aside for one wrong byte still has its other pieces.
+        copies = [*set_aside(self.root), *(each.path for each in self.versions())]
+        found = ((each, self._published(each)) for each in copies)
+        return Holdings.of(((each, it) for each, it in found if it is not None), manifest)
+
+    def _trash(self, path: Path) -> None:
+        """Remove a directory so that nobody ever sees half of it."""
+        trash = self._staging / f".trash-{os.getpid()}-{os.urandom(6).hex()}"
+        path.rename(trash)
+        sync_directory(path.parent)  # or a power loss may bring back the name and not the files
+        sync_directory(self._staging)
+        shutil.rmtree(trash, ignore_errors=True)

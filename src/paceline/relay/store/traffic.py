@@ -1,0 +1,91 @@
+"""What passed between this node and each of its peers for one model: threads count, beats tell.
+
+Whether a peer is slow or corrupting stands out only beside the rest of the fleet, so nothing is
+judged here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+from paceline.schemas.calls import EdgeTally
+
+MOST = 512  # edges a beat may carry
+
+
+@dataclass(slots=True)
+class _Count:
+    bytes: int = 0
+    busy_s: float = 0.0
+    pieces: int = 0
+    corrupt: int = 0
+
+
+class Edges:
+    """Counts by ``(source key, reader)``; safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[str, str], _Count] = {}
+        self._under_way: dict[object, tuple[tuple[str, str], float]] = {}
+
+    def sends(self, sender: object, source: str, reader: str) -> None:
+        """Take note that from now on ``sender`` has something to send to ``reader``.
+
+        That time is in the tallies at once: counted only when a piece has left, it let every
+        second look at an edge that is far too slow find it idle, and believe it a second later.
+        """
+        with self._lock:
+            self._under_way[sender] = (source, reader), time.monotonic()
+
+    def sent(self, sender: object, count: int, *, goes_on: bool) -> None:
+        """Count ``count`` bytes that left since ``sender`` began or last said so."""
+        with self._lock:
+            now_s = time.monotonic()
+            key, since_s = self._under_way.pop(sender)
+            edge = self._counts.setdefault(key, _Count())
+            edge.bytes += count
+            edge.busy_s += now_s - since_s
+            if goes_on:
+                self._under_way[sender] = key, now_s
+
+    def rests(self, sender: object) -> None:
+        """Take note that ``sender`` has ended, whatever was under way."""
+        with self._lock:
+            self._under_way.pop(sender, None)
+
+    def carried(self, source: str, reader: str, count: int, busy_s: float) -> None:
+        """Count ``count`` bytes that took ``busy_s`` seconds with something to send."""
+        with self._lock:
+            edge = self._counts.setdefault((source, reader), _Count())
+            edge.bytes += count
+            edge.busy_s += busy_s
+
+    def judged(self, source: str, reader: str, *, matched: int = 0, corrupt: int = 0) -> None:
+        """Count pieces that matched their digests, and pieces that did not."""
+        with self._lock:
+            edge = self._counts.setdefault((source, reader), _Count())
+            edge.pieces += matched
+            edge.corrupt += corrupt
+
+    def tallies(self) -> tuple[EdgeTally, ...]:
+        """Return the counts so far, busiest first."""
+        with self._lock:
+            now_s, waiting = time.monotonic(), dict.fromkeys(self._counts, 0.0)
+            for key, since_s in self._under_way.values():
+                if key in waiting:  # of an edge that has carried nothing yet there is no count
+                    waiting[key] += max(0.0, now_s - since_s)
+            made = [
+                EdgeTally(
+                    source=source,
+                    reader=reader,
+                    bytes=each.bytes,
+                    busy_s=each.busy_s + waiting[source, reader],
+                    pieces=each.pieces,
+                    corrupt=each.corrupt,
+                )
+                for (source, reader), each in self._counts.items()
+            ]
+        return tuple(sorted(made, key=lambda edge: -(edge.bytes + edge.pieces))[:MOST])

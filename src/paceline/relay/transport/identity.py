@@ -1,0 +1,348 @@
+"""Who a worker is, as a certificate says it: a cluster's authority and the identities it issues.
+
+A worker's certificate carries its id as the URI ``paceline://worker/<id>``. gRPC can only compare
+host names, so the same id is there as a DNS name too (hashed, since ids are not host names). A
+server's certificate carries its host names and no worker's id, so neither passes for the other.
+Keys are P-256, files are readable by their owner only. Who may have which identity is not decided
+here.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import hashlib
+import ipaddress
+import ssl
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.config import one_certificate, read_certificate
+from paceline.errors import InvalidInput, StorageFailed
+from paceline.relay.transport.tls import (
+    ADMISSION_URI,
+    TlsSettings,
+    valid_name,
+    worker_host_name,
+    worker_uri,
+)
+from paceline.system.files import PRIVATE_DIRECTORY, ensure_private, make_directories, write_private
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+AUTHORITY_DAYS = 3650
+IDENTITY_DAYS = 365
+_SKEW = datetime.timedelta(hours=1)  # clocks of two nodes may differ
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Authority:
+    """Paths of a cluster's CA: everybody needs ``cert``, only who issues needs ``key``."""
+
+    cert: Path
+    key: Path
+
+
+def make_authority(directory: Path, name: str = "paceline cluster") -> Authority:
+    """Make a CA in ``directory`` (``ca.pem``, ``ca-key.pem``, mode 0600) and return it.
+
+    A key that is there already is kept, and gets its certificate again.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    made = Authority(cert=directory / "ca.pem", key=directory / "ca-key.pem")
+    found = made.key.exists()
+    key = _authority_key(made) if found else ec.generate_private_key(ec.SECP256R1())
+    now = datetime.datetime.now(datetime.UTC)
+    subject = _name(name)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _SKEW)
+        .not_valid_after(now + datetime.timedelta(days=AUTHORITY_DAYS))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(issues=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    make_directories(directory, PRIVATE_DIRECTORY)
+    if not found:
+        write_private(made.key, _key_pem(key))
+    write_private(made.cert, _certificate_pem(certificate))
+    return made
+
+
+def ensure_authority(directory: Path) -> Authority:
+    """Return the CA in ``directory``, made by the first of all processes that ask.
+
+    One that is there is only read. Raises StorageFailed where none is, and none can be made.
+    """
+    known = Authority(cert=directory / "ca.pem", key=directory / "ca-key.pem")
+    # The certificate is written last: where it is, the key is too, and nothing is to be written.
+    if known.cert.is_file():
+        return known
+    try:
+        make_directories(directory, PRIVATE_DIRECTORY)
+        ensure_private(directory / "lock")
+        with (directory / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return known if known.cert.is_file() else make_authority(directory)
+    except OSError as error:
+        raise StorageFailed(
+            "there is no authority, and none can be made here",
+            got=error.strerror,
+            wanted="ca.pem and ca-key.pem, or a directory that may be written",
+            where=directory,
+            do="Provide the two files of this installation's authority.",
+        ) from error
+
+
+def _authority_key(authority: Authority) -> ec.EllipticCurvePrivateKey:
+    try:
+        return _private_key(authority.key.read_bytes())
+    except (OSError, InvalidInput) as error:
+        raise InvalidInput(
+            "the authority's key cannot be read", got=error, where=authority.key
+        ) from error
+
+
+def fingerprint(certificate_pem: bytes) -> str:
+    """Return the SHA-256 of a certificate's DER; raises InvalidInput unless it is exactly one."""
+    text = one_certificate(certificate_pem).decode()
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(text)).hexdigest()
+
+
+def issue_identity(
+    authority: Authority,
+    worker_id: str,
+    directory: Path,
+    *,
+    valid_from: datetime.datetime | None = None,
+    valid_days: float = IDENTITY_DAYS,
+) -> TlsSettings:
+    """Make ``worker_id``'s certificate and key in ``directory`` and return the paths to run with.
+
+    Raises InvalidInput where the id is not a name or the authority cannot be read.
+    """
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = _issue(
+        authority, worker_id, key.public_key(), _worker_names(worker_id), valid_from, valid_days
+    )
+    made = TlsSettings(
+        ca=authority.cert,
+        cert=directory / f"{worker_id}.pem",
+        key=directory / f"{worker_id}-key.pem",
+    )
+    make_directories(directory, PRIVATE_DIRECTORY)
+    write_private(made.key, _key_pem(key))
+    write_private(made.cert, certificate)
+    return made
+
+
+def issue_for_key(
+    authority: Authority,
+    worker_id: str,
+    key: ec.EllipticCurvePublicKey,
+    *,
+    valid_days: float = IDENTITY_DAYS,
+    admission: str = "",
+) -> bytes:
+    """Return ``worker_id``'s certificate (PEM) for ``key``; ``admission`` goes into it.
+
+    Raises InvalidInput where the id is not a name or the authority cannot be read.
+    """
+    return _issue(authority, worker_id, key, _worker_names(worker_id, admission), None, valid_days)
+
+
+def key_sha256(key: ec.EllipticCurvePublicKey) -> str:
+    """Return what a public key is recognised by."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    info = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(info).hexdigest()
+
+
+def requested_key(request_pem: bytes) -> ec.EllipticCurvePublicKey:
+    """Return the public key of a PKCS #10 request (PEM), of which nothing else is taken over.
+
+    Raises InvalidInput where it is not one, is not signed with its own key, or its key is not
+    P-256.
+    """
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    wanted = "a PKCS #10 request (PEM) signed with its own P-256 key"
+    try:
+        request = x509.load_pem_x509_csr(request_pem)
+        key = request.public_key()
+        signed = request.is_signature_valid
+    except (
+        ValueError,
+        TypeError,
+        UnsupportedAlgorithm,
+        InvalidSignature,
+        x509.InvalidVersion,
+    ) as error:
+        raise InvalidInput("not a certificate request", got=error, wanted=wanted) from error
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise InvalidInput("the request's key is of another kind", wanted=wanted)
+    if not signed:
+        raise InvalidInput("the request is not signed with its own key", wanted=wanted)
+    return key
+
+
+def issue_server(
+    authority: Authority, hosts: Iterable[str], directory: Path, *, valid_days: float
+) -> tuple[Path, Path]:
+    """Make a server's certificate for ``hosts`` (names and addresses) and its key; return both."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    names: list[x509.GeneralName] = []
+    for host in dict.fromkeys(hosts):
+        try:
+            names.append(x509.IPAddress(ipaddress.ip_address(host.strip("[]"))))
+        except ValueError:
+            names.append(x509.DNSName(host))
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = _issue(
+        authority, "paceline coordinator", key.public_key(), names, None, valid_days
+    )
+    make_directories(directory, PRIVATE_DIRECTORY)
+    made = directory / "server.pem", directory / "server-key.pem"
+    write_private(made[1], _key_pem(key))
+    write_private(made[0], certificate)
+    return made
+
+
+def new_request(worker_id: str, key_pem: bytes | None = None) -> tuple[bytes, bytes]:
+    """Return a private key, new unless it is given, and a request for its certificate, both PEM.
+
+    Raises InvalidInput where what is given is no P-256 key.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    key = ec.generate_private_key(ec.SECP256R1()) if key_pem is None else _private_key(key_pem)
+    builder = x509.CertificateSigningRequestBuilder().subject_name(_name(worker_id[:64]))
+    return _key_pem(key), builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+
+
+def _private_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    wanted = "a P-256 key, as PEM"
+    try:
+        key = load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise InvalidInput("not a private key", got=error, wanted=wanted) from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise InvalidInput("a private key of another kind", wanted=wanted)
+    return key
+
+
+def _worker_names(worker_id: str, admission: str = "") -> list[x509.GeneralName]:
+    from cryptography import x509
+
+    if not valid_name(worker_id):
+        raise InvalidInput("not a worker id", got=repr(worker_id), wanted="letters, digits, . _ -")
+    names: list[x509.GeneralName] = [
+        x509.UniformResourceIdentifier(worker_uri(worker_id)),
+        x509.DNSName(worker_host_name(worker_id)),
+    ]
+    if admission:
+        names.append(x509.UniformResourceIdentifier(ADMISSION_URI + admission))
+    return names
+
+
+def _issue(
+    authority: Authority,
+    common_name: str,
+    public_key: ec.EllipticCurvePublicKey,
+    names: list[x509.GeneralName],
+    valid_from: datetime.datetime | None,
+    valid_days: float,
+) -> bytes:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    issuer = x509.load_pem_x509_certificate(read_certificate(authority.cert))
+    issuer_key = _authority_key(authority)
+    start = valid_from or datetime.datetime.now(datetime.UTC) - _SKEW
+    both_sides = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(_name(common_name[:64]))
+        .issuer_name(issuer.subject)
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start)
+        .not_valid_after(start + datetime.timedelta(days=valid_days))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(issues=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(both_sides), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()),
+            critical=False,
+        )
+        .sign(issuer_key, hashes.SHA256())
+    )
+    return _certificate_pem(certificate)
+
+
+def _name(common_name: str) -> x509.Name:
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _usage(*, issues: bool) -> x509.KeyUsage:
+    from cryptography import x509
+
+    return x509.KeyUsage(
+        digital_signature=not issues,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=issues,
+        crl_sign=issues,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _certificate_pem(certificate: x509.Certificate) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return certificate.public_bytes(Encoding.PEM)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+    )
+
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -1,0 +1,251 @@
+"""What one peer asked for, and which verified pieces it gets next; the transports carry them.
+
+While none of the requested pieces is verified here the stream is *parked*: it stays open, the peer
+hears four times a deadline that we wait too, and it goes on the moment a piece is verified. That is
+all of cut-through. Nothing unverified is ever sent (I3). One thread runs it. It knows no lanes and
+no plans.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, TypeVar
+
+from paceline.errors import InvalidFrame, NotFound, PeerLost, ServiceUnavailable
+from paceline.relay.protocol.extents import Extent, Extents
+from paceline.relay.store.requests import RequestQueue
+from paceline.relay.store.staging import Staging
+from paceline.relay.transport.contract import Barred
+
+log = logging.getLogger(__name__)
+
+UNKNOWN_DIGEST_S = 30.0  # a peer may hear of a deployment before this agent does
+IDLE_S = 120.0  # without any request
+RUN_PIECES = 16  # sent between two looks at what the peer asks
+HEAR_S = 0.02  # how long what a peer says may wait while it is being sent something
+# A session has at most 256 pieces in flight and asks in runs. These bounds keep a peer of tiny
+# requests below a tenth of a core, and its queue below a megabyte.
+MOST_FRAMES = 256  # of a peer that are read every HEAR_S
+MOST_RUNS = 4096  # separate runs of pieces that a peer may wait for at once
+TALLY_S = 0.2  # how old an edge's count may be while a piece is being sent
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """A peer says that what it was sent of ``piece`` does not match its digest."""
+
+    piece: int
+
+
+Asked = Extent | Complaint
+
+
+class Serving:
+    """One welcomed peer, ``reader``, of the model in ``staging``."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        reader: str,
+        staging: Staging,
+        keepalive_s: float,
+        on_rotten: Callable[[str, int], None],
+        barred: Barred,
+        admission: str = "",
+    ) -> None:
+        self._worker_id = worker_id
+        self._reader = reader
+        self._staging = staging
+        self._keepalive_s = keepalive_s
+        self._on_rotten = on_rotten
+        self._barred, self._admission = barred, admission
+        self._sent = Extents()  # a peer may complain once of each piece it was sent
+        self._since_s = time.monotonic()
+        self._counted = 0
+
+    def runs(self, asked: Callable[[float], Iterable[Asked]]) -> Generator[Extent | None]:
+        """Yield what to send next, or None where the peer should hear that nothing is there yet.
+
+        ``asked(wait_s)`` returns what the peer said meanwhile, and waits for it as long as that.
+        Ends by PeerLost (closed, idle), NotFound (given up), AccessDenied (barred meanwhile) or
+        InvalidFrame. To be closed by whoever leaves it early.
+        """
+        try:
+            with self._staging.requests() as requests:
+                yield from self._runs(asked, requests)
+        finally:
+            self._staging.edges.rests(self)  # what was under way has gone with the stream
+
+    def _runs(
+        self, asked: Callable[[float], Iterable[Asked]], requests: RequestQueue
+    ) -> Iterator[Extent | None]:
+        heard_s, frames = float("-inf"), 0
+        while True:
+            self._barred.require(self._reader, self._admission)
+            if frames == MOST_FRAMES and not requests:
+                time.sleep(HEAR_S)
+            frames = 0
+            if not requests or time.monotonic() - heard_s >= HEAR_S:
+                for each in islice(asked(0.0 if requests else IDLE_S), MOST_FRAMES):
+                    frames += 1
+                    self._hear(each, requests)
+                heard_s = time.monotonic()
+            if not requests:
+                if not frames:
+                    raise PeerLost("the peer asks for nothing")
+                continue
+            more = frames == MOST_FRAMES  # to read, which may ask for what is verified
+            run = requests.next(
+                RUN_PIECES, min(HEAR_S, self._keepalive_s) if more else self._keepalive_s
+            )
+            if self._staging.closed:
+                raise PeerLost("the model is no longer open here")
+            if run is not None:
+                self._sent.add(run)
+                self._since_s = time.monotonic()
+                self._staging.edges.sends(self, self._worker_id, self._reader)
+                yield run
+            elif self._staging.gave_up:
+                digest = self._staging.manifest.digest
+                raise NotFound("this worker gave the model up", got=digest[:12])
+            else:
+                yield None
+
+    def carried(self, count: int, last: bool) -> None:
+        """Count bytes of a run that left; time spent waiting for pieces is not part of it."""
+        self._counted += count
+        now = time.monotonic()
+        if last or now - self._since_s >= TALLY_S:
+            self._staging.edges.sent(self, self._counted, goes_on=not last)
+            self._since_s, self._counted = now, 0
+
+    def _hear(self, asked: Asked, requests: RequestQueue) -> None:
+        pieces = self._staging.manifest.piece_count
+        if isinstance(asked, Complaint):
+            self._look_at(asked.piece)
+        elif asked.stop > pieces:
+            raise InvalidFrame("request beyond the model", got=asked, wanted=pieces)
+        elif requests.runs >= MOST_RUNS:
+            raise InvalidFrame(
+                "too many separate runs of pieces are requested",
+                got=requests.runs + 1,
+                wanted=f"at most {MOST_RUNS} that are not sent yet",
+                where=self._reader,
+                do="Request neighbouring pieces together, and fewer ahead of what arrives.",
+            )
+        else:
+            requests.add(asked)
+
+    def _look_at(self, index: int) -> None:
+        """A peer says that a piece of ours is corrupt: was it the wire, or is it this disk?"""
+        if self._sent.remove(Extent(index, index + 1)) and self._staging.distrust(index):
+            digest = self._staging.manifest.digest
+            log.error("piece %d of %s rotted on this disk", index, digest[:12])
+            self._on_rotten(digest, index)
+
+
+# Callers of the peer port: those who have not shown yet who they are, and those who have.
+#
+# Anybody may connect. Who is silent, or speaks slowly, must not take a place from a peer: there are
+# places of their own for callers, and where those are full the one that has waited longest makes
+# room. A peer needs milliseconds to show who it is.
+
+PLACES = 128  # as many as streams, so that a whole fleet may call at once
+WELCOME_S = 3.0  # from the connection to the proof
+PEER_STREAMS = 32  # of one peer at once: it needs one for each model, and one that just broke
+
+Caller = TypeVar("Caller")
+
+
+class Lobby(Generic[Caller]):
+    """``turn_away(caller)`` ends one, from any thread; whoever serves it notices."""
+
+    def __init__(self, turn_away: Callable[[Caller], None]) -> None:
+        self._turn_away = turn_away
+        self._lock = threading.Lock()
+        self._due_s: dict[Caller, float] = {}
+
+    def enter(self, caller: Caller, now_s: float) -> None:
+        """Take ``caller`` in, in place of the one that came first where all places are taken."""
+        with self._lock:
+            while len(self._due_s) >= PLACES:
+                self._turn_away_first()
+            self._due_s[caller] = now_s + WELCOME_S
+
+    def replace(self, caller: Caller, by: Caller) -> None:
+        """Call ``caller`` otherwise from here on; one that is gone stays gone."""
+        with self._lock:
+            due_s = self._due_s.pop(caller, None)
+            if due_s is None:
+                self._turn_away(by)
+            else:
+                self._due_s[by] = due_s
+
+    def leave(self, caller: Caller) -> bool:
+        """Let ``caller`` go on; return False where it was turned away meanwhile."""
+        with self._lock:
+            return self._due_s.pop(caller, None) is not None
+
+    def sweep(self, now_s: float) -> float | None:
+        """Turn away who is late; return when to look again, None where nobody waits."""
+        with self._lock:
+            for caller, due_s in list(self._due_s.items()):
+                if due_s <= now_s:
+                    del self._due_s[caller]
+                    self._turn_away(caller)
+            return min(self._due_s.values(), default=None)
+
+    def close(self) -> None:
+        """Turn everybody away."""
+        with self._lock:
+            while self._due_s:
+                self._turn_away_first()
+
+    def _turn_away_first(self) -> None:
+        first = min(self._due_s, key=self._due_s.__getitem__)
+        del self._due_s[first]
+        self._turn_away(first)
+
+
+class Seats:
+    """How many streams are served: ``PEER_STREAMS`` of one peer at most, so that no peer takes the
+    places of the others.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: Counter[str] = Counter()
+
+    @contextmanager
+    def taken(self, peer: str, most: int, *, shared: bool = False) -> Iterator[None]:
+        """Hold a place for a stream of ``peer`` among ``most``; raises ServiceUnavailable.
+
+        ``shared`` is a name that several peers go by: only the total is bounded.
+        """
+        with self._lock:
+            if self._taken.total() >= most:
+                raise ServiceUnavailable("too many streams", got=most)
+            if not shared and self._taken[peer] >= PEER_STREAMS:
+                raise ServiceUnavailable(
+                    "too many streams of one peer",
+                    got=PEER_STREAMS + 1,
+                    wanted=f"at most {PEER_STREAMS}",
+                    where=peer,
+                    do="Close streams that are not used.",
+                )
+            self._taken[peer] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._taken[peer] -= 1
+                if not self._taken[peer]:
+                    del self._taken[peer]

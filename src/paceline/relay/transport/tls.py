@@ -1,0 +1,374 @@
+"""Mutual TLS on the peer port: TLS 1.3 only, and a certificate that says which worker it is.
+
+Both sides verify the other's certificate against the cluster's authority and compare the worker id
+in it with who they mean: the server with the id in the greeting, the client with the id in its
+plan. A valid certificate of another worker is refused. It issues nothing; see ``identity``.
+
+One TLS connection may not be used by two threads at once, so each call into it takes a lock, never
+blocks while it has it, and waits outside. Files are read into a reused block and sent from there:
+Python 3.11 offers no kernel TLS, so there is no ``sendfile``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import re
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.config import one_certificate
+from paceline.errors import AccessDenied, InvalidInput, PacelineError, PeerLost
+from paceline.relay.transport.sockets import IO_TIMEOUT_S, Lull, broken, shut, waiting_bytes
+from paceline.schemas.access import barred_admission
+from paceline.schemas.base import NAME
+
+URI = "paceline://worker/"
+ADMISSION_URI = "paceline://join/"  # which admission of that worker the certificate comes from
+SEND_BLOCK = 256 * 1024  # 64 KiB blocks cost 15 % more CPU, 512 KiB no less
+RECORD = 16 * 1024  # the most one holds; part of one cannot be read
+_PLAIN_SHARE = 0.99  # of what is on the wire
+_NAME = re.compile(NAME)
+_LINGER_S = 0.5  # so that an alert is read before the connection is reset
+_SAME = "Set [security] peer_tls the same on every worker."
+_ADMIN = "Issue this worker an identity of this cluster's authority."
+
+
+def valid_name(worker_id: str) -> bool:
+    """Return whether ``worker_id`` may stand in a certificate."""
+    return bool(_NAME.fullmatch(worker_id))
+
+
+def worker_uri(worker_id: str) -> str:
+    """Return what a certificate calls ``worker_id``."""
+    return URI + worker_id
+
+
+def worker_host_name(worker_id: str) -> str:
+    """Return the host name that stands for ``worker_id`` where only host names are compared."""
+    return f"{hashlib.sha256(worker_id.encode()).hexdigest()[:40]}.worker.paceline.internal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsSettings:
+    """Paths of PEM files: the cluster's authority, this worker's certificate and its key."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+    def read(self) -> tuple[bytes, bytes, bytes]:
+        """Return the three files, the authority's as its one certificate encoded again.
+
+        Raises InvalidInput naming the one that cannot be read, or is no single certificate.
+        """
+        found = []
+        for path in (self.ca, self.cert, self.key):
+            try:
+                found.append(path.read_bytes())
+            except OSError as error:
+                raise InvalidInput(
+                    "the peer port's credentials cannot be read",
+                    got=error.strerror,
+                    where=path,
+                    do=_ADMIN,
+                ) from error
+        return one_certificate(found[0], self.ca), found[1], found[2]
+
+    def context(self, *, server: bool) -> ssl.SSLContext:
+        """Return the context of one side; raises InvalidInput where the files are not usable."""
+        authority = self.read()[0].decode()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # a worker is known by its id, wherever it listens
+        context.verify_mode = ssl.CERT_REQUIRED
+        if server:
+            context.num_tickets = 0  # a stream lives as long as it is useful: nothing to resume
+        try:
+            context.load_verify_locations(cadata=authority)
+            context.load_cert_chain(self.cert, self.key)
+        except ssl.SSLError as error:
+            raise InvalidInput(
+                "the peer port's credentials are not usable",
+                got=error.reason or error,
+                wanted="a certificate and its key, and the authority's certificate, as PEM",
+                where=self.cert,
+                do=_ADMIN,
+            ) from error
+        return context
+
+
+def peer_ids(certificate_names: Iterable[str]) -> list[str]:
+    """Return the worker ids among a certificate's alternative names."""
+    return [name.removeprefix(URI) for name in certificate_names if name.startswith(URI)]
+
+
+def admission_of(certificate_names: Iterable[str]) -> str:
+    """Return what the admission among a certificate's alternative names is barred by; "": none."""
+    found = (each for each in certificate_names if each.startswith(ADMISSION_URI))
+    return next((barred_admission(each.removeprefix(ADMISSION_URI)) for each in found), "")
+
+
+class TlsChannel:
+    """A TLS connection after its handshake; see Channel. ``peer_id`` is whom it leads to."""
+
+    def __init__(self, sock: ssl.SSLSocket, timeout_s: float = IO_TIMEOUT_S) -> None:
+        said: dict[str, Any] = dict(sock.getpeercert() or {})
+        names = [value for kind, value in said.get("subjectAltName", ()) if kind == "URI"]
+        ids = peer_ids(names)
+        if len(ids) != 1:
+            raise AccessDenied(
+                "the peer's certificate names no worker", got=names, wanted=f"{URI}ID", do=_ADMIN
+            )
+        self.peer_id, self.admission = ids[0], admission_of(names)
+        self._sock = sock
+        self.timeout_s = timeout_s
+        self._lock = threading.Lock()  # held for one call that does not block
+        self._sending = threading.Lock()  # held for one frame: records of two may not mix
+        self._block = memoryview(bytearray(SEND_BLOCK))
+        self._lull = Lull()
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._writable.register(sock, select.POLLOUT)
+        sock.setblocking(False)
+
+    @property
+    def socket(self) -> ssl.SSLSocket:
+        """Return the wrapped socket, which owns the descriptor."""
+        return self._sock
+
+    def receive(
+        self, view: memoryview, deadline_s: float, on_some: Callable[[], None] | None = None
+    ) -> None:
+        """Fill ``view``; see Channel."""
+        done, blocked_s = 0, 0.0
+        began_s = told_s = time.monotonic()
+        while done < len(view):
+            try:
+                with self._lock:
+                    got = self._sock.recv_into(view[done:])
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+                # Nothing was there a moment ago: what a block takes from here on is the link's.
+                self._lull.sleep(len(view) - done)
+                wait_s = time.monotonic()
+                self._wait(error, self.timeout_s)
+                now = time.monotonic()
+                blocked_s = max(blocked_s, now - wait_s)
+                if done and on_some is not None and now - told_s >= self.timeout_s:
+                    told_s = now
+                    on_some()
+                if now > deadline_s:
+                    raise PeerLost(
+                        "the peer went silent", got=f"{done} bytes", wanted=len(view)
+                    ) from None
+                continue
+            except OSError as error:
+                raise refused(error) from error
+            if got == 0:
+                raise PeerLost("the peer closed the connection")
+            done += got
+        self._lull.read(len(view), began_s, blocked_s)
+
+    def send(self, data: bytes | memoryview, more: bool = False) -> None:  # noqa: ARG002
+        """Send all of ``data``, at once: records are not gathered; see Channel."""
+        view = memoryview(data)
+        with self._sending:
+            while view:
+                try:
+                    with self._lock:
+                        view = view[self._sock.send(view) :]
+                except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+                    if not self._wait(error, self.timeout_s):
+                        raise PeerLost("the peer takes nothing", got=f"{len(view)} left") from None
+                except OSError as error:
+                    raise refused(error) from error
+
+    def send_file(self, descriptor: int, offset: int, count: int) -> int:
+        """Read into the block and send it; see Channel."""
+        try:
+            got = os.preadv(descriptor, [self._block[: min(count, SEND_BLOCK)]], offset)
+        except OSError as error:
+            raise broken(error) from error
+        self.send(self._block[:got])
+        return got
+
+    def readable(self, wait_s: float) -> bool:
+        """Wait for something to read; see Channel."""
+        with self._lock:
+            if self._sock.pending():
+                return True
+        return bool(self._readable.poll(wait_s * 1000))
+
+    def waiting(self) -> int:
+        """Return what whole records the kernel has for us come to, at least; see Channel."""
+        return int(waiting_bytes(self._sock) * _PLAIN_SHARE) - RECORD
+
+    def shut(self) -> None:
+        """Wake whoever reads or writes; see Channel."""
+        shut(self._sock)
+
+    def close(self) -> None:
+        """Free the descriptor."""
+        with self._lock:
+            self._sock.close()
+
+    def _wait(self, why: ssl.SSLError, timeout_s: float) -> bool:
+        poll = self._writable if isinstance(why, ssl.SSLWantWriteError) else self._readable
+        return bool(poll.poll(timeout_s * 1000))
+
+
+def accept_tls(
+    sock: socket.socket,
+    context: ssl.SSLContext,
+    timeout_s: float,
+    on_wrapped: Callable[[ssl.SSLSocket], None] = lambda _made: None,
+) -> TlsChannel:
+    """Return the channel of a caller; raises AccessDenied where its certificate is not good.
+
+    ``timeout_s`` is of each step of the handshake: who wants a bound on the whole of it shuts the
+    socket that ``on_wrapped`` is given.
+    """
+    sock.settimeout(timeout_s)
+    made = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+    on_wrapped(made)
+    try:
+        made.do_handshake()
+        return TlsChannel(made)
+    except OSError as error:
+        _linger(made)
+        made.close()
+        raise refused(error) from error
+    except AccessDenied:
+        made.close()
+        raise
+
+
+def connect_tls(
+    sock: socket.socket, context: ssl.SSLContext, worker_id: str, timeout_s: float
+) -> TlsChannel:
+    """Return the channel to ``worker_id``; raises AccessDenied where it is not that worker."""
+    made = context.wrap_socket(sock, do_handshake_on_connect=False)
+    try:
+        made.do_handshake()
+        channel = TlsChannel(made, timeout_s)
+    except OSError as error:
+        made.close()
+        raise refused(error) from error
+    except AccessDenied:
+        made.close()
+        raise
+    if channel.peer_id != worker_id:
+        channel.close()
+        raise wrong_identity(channel.peer_id, worker_id)
+    return channel
+
+
+def diagnose(
+    address: str, tls: TlsSettings | None, worker_id: str, timeout_s: float
+) -> AccessDenied | None:
+    """Return why a gRPC port turned this worker away, or None where that was not about TLS.
+
+    gRPC says "Socket closed" whatever the reason was, and its server tells a peer that it refuses
+    nothing at all; so this asks once more. A server that accepts speaks first.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        sock = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+    except OSError:
+        return None
+    with sock:
+        try:
+            if tls is None:
+                sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+                return None if sock.recv(1) == b"\0" else tls_only("a plain connection")
+            context = tls.context(server=False)
+            context.set_alpn_protocols(["h2"])
+            channel = connect_tls(sock, context, worker_id, timeout_s)
+        except AccessDenied as error:
+            return error
+        except OSError:
+            return tls_only("a plain connection") if tls is None else None
+        except PacelineError:
+            return None
+    try:
+        channel.receive(memoryview(bytearray(1)), time.monotonic() + timeout_s)
+    except PeerLost:
+        return AccessDenied(
+            "the peer refused this worker's certificate", got=_validity(tls.cert), do=_ADMIN
+        )
+    except AccessDenied as error:
+        return error
+    finally:
+        channel.close()
+    return None
+
+
+def _validity(certificate: Path) -> str:
+    from cryptography import x509
+
+    found = x509.load_pem_x509_certificate(certificate.read_bytes())
+    now = datetime.datetime.now(datetime.UTC)
+    expired = " (it has expired)" if found.not_valid_after_utc < now else ""
+    return f"one that is valid until {found.not_valid_after_utc:%Y-%m-%d}{expired}"
+
+
+def tls_only(got: str) -> AccessDenied:
+    """Return what a plain caller of a TLS port is told."""
+    return AccessDenied(
+        "this peer port speaks TLS only", got=got, wanted="mutual TLS 1.3", do=_SAME
+    )
+
+
+def wrong_identity(got: object, wanted: str) -> AccessDenied:
+    """Return what it is called when a good certificate is another worker's."""
+    return AccessDenied(
+        "the peer's certificate is another worker's",
+        got=got,
+        wanted=wanted,
+        do="Give each worker its own identity, and the plan its real address.",
+    )
+
+
+def refused(error: OSError) -> PeerLost | AccessDenied:
+    """Return what an error of a TLS connection means."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return AccessDenied(
+            "the peer's certificate is not acceptable", got=error.verify_message, do=_ADMIN
+        )
+    if isinstance(error, TimeoutError):
+        return PeerLost("the peer went silent in the TLS handshake")
+    if isinstance(error, ssl.SSLError):
+        reason = error.reason or str(error)
+        if "ALERT" in reason:
+            return AccessDenied("the peer refused this worker's TLS", got=reason, do=_ADMIN)
+        if reason in ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "UNSUPPORTED_PROTOCOL"):
+            return AccessDenied("the peer offers no mutual TLS 1.3", got=reason, do=_ADMIN)
+        if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG"):
+            return AccessDenied(
+                "the peer does not speak TLS",
+                got=reason,
+                wanted="TLS 1.3",
+                do=_SAME,
+            )
+        if isinstance(error, ssl.SSLEOFError):
+            return PeerLost("the peer closed the connection")
+    return broken(error)
+
+
+def _linger(sock: ssl.SSLSocket) -> None:
+    """Let the peer read why it was refused: unread bytes would turn the close into a reset."""
+    with suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_WR)
+        end_s = time.monotonic() + _LINGER_S
+        sock.settimeout(_LINGER_S)
+        while time.monotonic() < end_s and socket.socket.recv(sock, 4096):
+            pass

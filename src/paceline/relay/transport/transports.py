@@ -1,0 +1,143 @@
+"""Which transport an installation's profile asks for, with which protection.
+
+Plain connections are for loopback, unless the profile says aloud that the network may read along.
+It opens no ports.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import ssl
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.config import Runtime
+from paceline.errors import InvalidInput, InvalidProfile
+from paceline.relay.transport.contract import Transport
+from paceline.relay.transport.tcp_server import TcpTransport
+from paceline.relay.transport.tls import TlsSettings, peer_ids
+
+# Whether peers will accept this worker's own credentials: asked before its port is opened.
+#
+# A worker whose certificate is another's, of another authority or out of date would start, register
+# and be planned in, and then be refused by everybody. Knows no sockets: both sides of a handshake
+# run in memory, by the contexts that real connections use.
+
+_ROUNDS = 4  # a handshake of TLS 1.3 takes two
+
+
+def require_own(tls: TlsSettings, worker_id: str) -> None:
+    """Return where ``tls`` shows ``worker_id`` to peers of the same authority.
+
+    Raises InvalidInput that says why they would refuse it.
+    """
+    shown = _shown(tls)
+    names = [value for kind, value in shown.get("subjectAltName", ()) if kind == "URI"]
+    if peer_ids(names) != [worker_id]:
+        raise InvalidInput(
+            "this is another worker's certificate",
+            got=", ".join(peer_ids(names)) or "one that names no worker",
+            wanted=worker_id,
+            where=tls.cert,
+            do="Start the agent as that worker, or issue this one an identity of its own.",
+        )
+
+
+def _shown(tls: TlsSettings) -> dict[str, Any]:
+    """Return the certificate as a peer reads it."""
+    server, client = tls.context(server=True), tls.context(server=False)
+    server.verify_mode = ssl.CERT_NONE  # one side has to be convinced; the files are the same
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    asking = client.wrap_bio(to_client, to_server)
+    showing = server.wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for _ in range(_ROUNDS):
+            with suppress(ssl.SSLWantReadError):
+                asking.do_handshake()
+                return dict(asking.getpeercert() or {})
+            with suppress(ssl.SSLWantReadError):
+                showing.do_handshake()
+    except ssl.SSLError as error:
+        raise InvalidInput(
+            "peers would refuse this worker's certificate",
+            got=getattr(error, "verify_message", "") or error.reason or error,
+            wanted=f"one of the authority in {tls.ca.name} that is valid now",
+            where=tls.cert,
+            do="Issue this worker an identity of this cluster's authority.",
+        ) from error
+    raise AssertionError("a handshake in memory takes two rounds")
+
+
+_FILES = ("peer_ca", "peer_cert", "peer_key")
+
+
+def transport_for(runtime: Runtime, listen_host: str, worker_id: str) -> Transport:
+    """Return the transport of ``worker_id``, which will listen on ``listen_host``.
+
+    Raises InvalidProfile where that would be unprotected, InvalidInput where its files are not
+    usable, or not what peers accept from this worker.
+    """
+    tls = tls_for(runtime, worker_id)
+    if tls is not None:
+        require_own(tls, worker_id)
+    allowed = runtime.profile.security.peer_tls == "plaintext-anywhere"
+    if tls is None and not allowed and not is_loopback(listen_host):
+        raise InvalidProfile(
+            "workers may not listen beyond loopback without mutual TLS",
+            got=f"peer port on {listen_host}, [security] peer_tls = "
+            f'"{runtime.profile.security.peer_tls}" without its files',
+            wanted="peer_ca, peer_cert and peer_key in [security]",
+            where=f"profile {runtime.profile.name}",
+            do="Issue each worker an identity and name the files; or, where everybody on that "
+            'network may read the models, set [security] peer_tls = "plaintext-anywhere".',
+        )
+    token = runtime.secrets.for_peers
+    if not token and not is_loopback(listen_host):
+        raise InvalidProfile(
+            "workers have no token to greet each other with",
+            got=f"peer port on {listen_host}, an empty token: whoever knows the port would pass",
+            wanted="the peer token of the cluster",
+            where=f"{runtime.state_dir}/runtime.json",
+            do="Join the node with a token (`paceline tokens join`), or start the installation.",
+        )
+    if runtime.profile.relay.transport == "grpc":
+        from paceline.relay.transport.grpc_server import GrpcTransport
+
+        return GrpcTransport(token, tls)
+    return TcpTransport(token, tls)
+
+
+def tls_for(runtime: Runtime, worker_id: str) -> TlsSettings | None:
+    """Return the credentials that the profile names for ``worker_id``, or None for plain."""
+    security = runtime.profile.security
+    if security.peer_tls == "plaintext-anywhere":
+        return None
+    named = {name: getattr(security, name) for name in _FILES}
+    missing = [name for name, path in named.items() if not path]
+    if len(missing) == len(_FILES) and security.peer_tls == "auto":
+        return None
+    if missing:
+        raise InvalidProfile(
+            "mutual TLS between workers needs three files",
+            got=f"nothing for {', '.join(missing)}",
+            wanted=f"{', '.join(_FILES)} in [security]",
+            where=f"profile {runtime.profile.name}",
+            do="Name the authority's certificate, and this worker's certificate and key.",
+        )
+    ca, cert, key = (
+        runtime.state_dir / Path(path.replace("{worker_id}", worker_id)) for path in named.values()
+    )
+    return TlsSettings(ca=ca, cert=cert, key=key)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError as error:
+        raise InvalidInput(
+            "not an address to listen on", got=host, wanted="an IP address or localhost"
+        ) from error

@@ -1,0 +1,183 @@
+"""Who may call what: tokens as they are kept, and the calls that make and spend them.
+
+A token is ``pl_<token_id>_<secret>``: the id is public, the secret 256 random bits. Only the
+SHA-256 of the whole is kept, which is enough for a secret of that size. A join token starts an
+agent's membership: it is spent once, for a certificate and a token bound to one worker id.
+
+POST   /tokens                           CreateToken        → CreatedToken
+POST   /tokens/join                      CreateJoinToken    → CreatedToken
+GET    /tokens                                               → TokenList
+DELETE /tokens/{token_id}                                    → Success
+POST   /workers/join                     JoinWorker         → WorkerIdentity (by a join token)
+POST   /workers/renew                    JoinWorker         → WorkerIdentity
+GET    /audit?after=N&name=…                                 → EventList
+GET    /ca.pem                                               → the authority's certificate
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from paceline.schemas.base import Name, Record, Sha256
+from paceline.schemas.events import Event
+
+Pem = Annotated[str, StringConstraints(min_length=1, max_length=16_384)]
+
+
+class Scope(StrEnum):
+    """What a token is good for. Admin includes all others, deploy includes read; what drives flows
+    has deploy and ledger.
+    """
+
+    READ = "read"
+    DEPLOY = "deploy"
+    ADMIN = "admin"
+    WORKER = "worker"
+    LEDGER = "ledger"  # records which stages are done
+    JOIN = "join"  # of join tokens only: they open one route, once
+
+
+GrantedScope = Literal[Scope.READ, Scope.DEPLOY, Scope.ADMIN, Scope.WORKER, Scope.LEDGER]
+
+
+def barred_admission(token_id: str) -> str:
+    """Return how the list of barred workers names the certificates of one admission."""
+    return f"join.{token_id}"
+
+
+class TokenRecord(Record):
+    """A token as the store keeps it; times are seconds since the Unix epoch."""
+
+    token_id: Name
+    kind: Literal["access", "join"] = "access"
+    name: str = Field(max_length=128)
+    scopes: tuple[Scope, ...] = Field(min_length=1, max_length=6)
+    sha256: Sha256
+    worker_id: Name | None = None  # it speaks for this worker only
+    created_at: float
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    used_at: float | None = None  # when a join token was spent
+    last_used_at: float | None = None  # to within an hour
+    key_sha256: Sha256 | None = None  # of a spent join token: the public key that it admitted
+    # Of a worker's token that was issued by joining or renewing: the token that the chain of
+    # renewals began with, when it was first used, and when its successor was.
+    admission: Name | None = None
+    begun_at: float | None = None
+    replaced_at: float | None = None
+
+
+class TokenView(Record):
+    """A token as people see it: everything but its digest."""
+
+    token_id: Name
+    kind: Literal["access", "join"]
+    name: str
+    scopes: tuple[Scope, ...]
+    worker_id: Name | None = None
+    created_at: float
+    expires_at: float | None = None
+    revoked_at: float | None = None  # or replaced by its successor
+    used_at: float | None = None
+    last_used_at: float | None = None
+
+    @classmethod
+    def of(cls, record: TokenRecord, last_used_at: float | None = None) -> TokenView:
+        """Return what may be shown of ``record``."""
+        shown = record.model_dump(include=set(cls.model_fields))
+        ended_at = record.revoked_at or record.replaced_at
+        used_at = last_used_at or record.last_used_at
+        return cls.model_validate(shown | {"revoked_at": ended_at, "last_used_at": used_at})
+
+
+class TokenList(Record):
+    tokens: tuple[TokenView, ...]
+
+
+class CreateToken(Record):
+    """Make a bearer token; ``worker_id`` only together with the scope worker alone."""
+
+    name: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@-]*$")
+    scopes: tuple[GrantedScope, ...] = Field(min_length=1, max_length=5)
+    ttl_seconds: float | None = Field(default=None, gt=0, le=10 * 365 * 86_400)  # None: no end
+    worker_id: Name | None = None
+
+
+class CreateJoinToken(Record):
+    """Make a join token for one worker."""
+
+    worker_id: Name
+    ttl_seconds: float = Field(default=3600, gt=0, le=7 * 86_400)
+
+
+class CreatedToken(Record):
+    """The one time that the secret is told."""
+
+    token: str
+    record: TokenView
+    ca_sha256: Sha256 | None = None  # of a join token: the authority that the agent shall find
+
+
+class JoinWorker(Record):
+    """An agent asks to become ``worker_id``; its private key stays with it."""
+
+    worker_id: Name
+    csr: Pem  # PKCS #10, PEM; only its public key is taken over
+
+
+class WorkerIdentity(Record):
+    """What an agent needs to be a worker of this fleet."""
+
+    worker_id: Name
+    certificate: Pem
+    ca: Pem
+    rest_ca: Pem | None = None  # of the coordinator's port; None: plain, or the system's CAs
+    certificate_expires_at: float
+    token: str  # of scope worker, bound to worker_id
+    token_expires_at: float
+    peer_token: str  # what workers greet each other with, below the certificates
+    renew_at: float  # when to ask for the next ones
+    coordinator_urls: tuple[str, ...]
+    profile: dict[str, object]  # the installation's, without anything that is only the server's
+
+
+class TokenMade(Record):
+    """What `paceline tokens create` and `tokens join` print with --json."""
+
+    status: Literal["complete"] = "complete"
+    token: str
+    record: TokenView
+    ca_sha256: Sha256 | None = None
+
+
+class TokensShown(Record):
+    """What `paceline tokens list --json` prints."""
+
+    status: Literal["complete"] = "complete"
+    tokens: tuple[TokenView, ...]
+
+
+class TokenRevoked(Record):
+    """What `paceline tokens revoke --json` prints."""
+
+    status: Literal["complete"] = "complete"
+    token_id: Name
+
+
+class FleetInitialised(Record):
+    """What `paceline init --json` prints."""
+
+    status: Literal["initialised"] = "initialised"
+    state: str  # the directory to copy to each replica's machine
+    coordinators: tuple[str, ...]
+    authority: str  # SHA-256 of the certificate that join tokens name
+
+
+class AuditShown(Record):
+    """What `paceline audit --json` prints, oldest first."""
+
+    status: Literal["complete"] = "complete"
+    events: tuple[Event, ...]

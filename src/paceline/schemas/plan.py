@@ -1,0 +1,100 @@
+"""Who feeds whom: a plan gives every worker lanes; a lane takes chunk ranges from one source.
+
+The relay executes lanes and knows no topology; planners in ``paceline.plan`` differ only in the
+lanes they make. Failing, straggling, joining and leaving are a new plan with a higher epoch.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.schemas.base import Name, Record, Sha256, Text
+
+PLAN_VERSION = 1
+
+
+class Topology(StrEnum):
+    """The shapes a planner can make; ``auto`` asks it to take the cheapest, no plan says it."""
+
+    DIRECT = "direct"
+    CHAIN = "chain"
+    TREE = "tree"
+    TREE_OF_CHAINS = "tree-of-chains"
+    MESH = "mesh"
+    AUTO = "auto"
+
+
+class Labels(Record):
+    """Where a worker stands; planners cross racks as rarely as they can."""
+
+    host: Text = Field(default="", max_length=255)
+    rack: Text = Field(default="", max_length=255)
+    zone: Text = Field(default="", max_length=255)
+
+
+class Source(Record):
+    """Somewhere to pull pieces from: another worker, or the origin (S3 or a path)."""
+
+    kind: Literal["worker", "origin"]
+    worker_id: Name | None = None  # kind == "worker"
+    address: Text = Field(default="", max_length=300)  # "host:port" of the worker's peer port
+    url: str = Field(default="", max_length=2048)  # kind == "origin": s3://bucket/prefix or a path
+
+    @property
+    def key(self) -> str:
+        """Return what identifies this source within one plan."""
+        return self.worker_id or f"origin:{self.url}"
+
+
+class Lane(Record):
+    """Take chunks ``[first_chunk, last_chunk]`` from ``source``; when it fails, from ``spares``."""
+
+    source: Source
+    spares: tuple[Source, ...] = ()  # in the order to try; the origin, if named, comes last
+    first_chunk: int = Field(ge=0)
+    last_chunk: int = Field(ge=0)  # inclusive
+    expected_bytes_s: float = Field(default=0.0, ge=0)  # what the plan counts on; 0: unknown
+
+
+class WorkerLanes(Record):
+    """One worker's part of a plan: what an agent fetches after a beat told it of a new epoch."""
+
+    deployment_id: str
+    epoch: int = Field(ge=1)
+    manifest_digest: Sha256
+    worker_id: Name
+    lanes: tuple[Lane, ...]
+    origin_budget_bytes: int = Field(ge=0)  # this worker's share of the origin fuse, beyond
+    # what its process had told when that was granted; None: beyond what it has read when it hears
+    origin_counted_bytes: int | None = Field(default=None, ge=0)
+    origin_tell_bytes: int = Field(default=0, ge=0)  # so much read is told at once; 0: with beats
+    piece_deadline_s: float = Field(gt=0)  # a source silent for longer is lost
+
+    @property
+    def origin_lanes(self) -> tuple[Lane, ...]:
+        """Return what this worker begins at the origin; whoever has any is a seed."""
+        return tuple(lane for lane in self.lanes if lane.source.kind == "origin")
+
+
+class Plan(Record):
+    """The whole fleet's lanes for one deployment and epoch, in the order of the line."""
+
+    plan_version: Literal[1] = 1
+    deployment_id: str
+    epoch: int = Field(ge=1)
+    topology: Topology
+    manifest_digest: Sha256
+    seed: int = 0
+    workers: tuple[WorkerLanes, ...]
+    predicted_seconds: float = Field(ge=0)
+    bound_seconds: float = Field(ge=0)  # nobody can be faster: size / link
+    cross_rack_bytes: int = Field(ge=0)
+    origin_bytes: int = Field(ge=0)
+    depth: int = Field(ge=1)  # longest path from the origin, in hops
+
+    def lanes_of(self, worker_id: str) -> WorkerLanes | None:
+        """Return the lanes of ``worker_id``, or None where it has no part in the plan."""
+        return next((each for each in self.workers if each.worker_id == worker_id), None)

@@ -1,0 +1,140 @@
+"""What the coordinator keeps: deployments, workers and their states (MISSION.md A8)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from paceline.schemas.base import Count, Name, Record, Sha256, Text
+from paceline.schemas.plan import Labels, Topology
+
+
+class DeploymentStatus(StrEnum):
+    """Where a deployment stands."""
+
+    INIT = "init"  # until every target has acknowledged manifest and readiness
+    DOWNLOADING = "downloading"  # the head of the line reads the origin, nobody holds all of it
+    DISTRIBUTING = "distributing"  # the origin is read; pieces still travel
+    VERIFYING = "verifying"  # every piece has arrived somewhere it was wanted; workers confirm
+    COMPLETE = "complete"
+    FAILED = "failed"
+    STALLED = "stalled"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether nothing changes any more."""
+        return self in (type(self).COMPLETE, type(self).FAILED, type(self).CANCELLED)
+
+
+class WorkerStatus(StrEnum):
+    """Where a worker stands in a deployment (or, without one, in the fleet)."""
+
+    IDLE = "idle"
+    RECEIVING = "receiving"
+    COMPLETE = "complete"
+    FAILED = "failed"
+    VERIFICATION_FAILED = "verification_failed"
+
+
+class Failure(Record):
+    """Why a worker (or a whole deployment) failed, as people and programs read it."""
+
+    code: Text = Field(max_length=100)  # name of the error class
+    message: Text = Field(max_length=2000)
+
+
+class Receipt(Record):
+    """A worker's word that it verified the whole model and shows it at its final path."""
+
+    deployment_id: str
+    worker_id: Name
+    incarnation: int
+    model_id: Name
+    version: Name
+    manifest_digest: Sha256
+    path: Text = Field(max_length=4096)
+    total_bytes: Count
+    received_bytes: Count  # from peers, counted at the socket
+    origin_bytes: Count  # from the source
+    reused_bytes: Count  # already on this disk
+    reused_pieces: Count
+    refetched_bytes: Count  # received a second time: lost or corrupt the first
+    sent_bytes: Count  # to peers
+    corrupt_pieces: Count
+    seconds: float = Field(ge=0)  # from its first lanes to the rename
+
+
+class WorkerProgress(Record):
+    """One worker's part of one deployment, as it last reported."""
+
+    worker_id: Name
+    status: WorkerStatus = WorkerStatus.IDLE
+    chunks_received: tuple[int, ...] = ()
+    pieces_held: int = Field(default=0, ge=0)
+    bytes_held: int = Field(default=0, ge=0)
+    upstream_worker: str | None = None
+    downstream_worker: str | None = None
+    failure: Failure | None = None
+    receipt: Receipt | None = None
+    activated: bool = False
+    standing: str = Field(default="line", max_length=20)  # or tail, quarantined: see the planner's
+
+
+class Deployment(Record):
+    """One model version on its way to a set of workers."""
+
+    deployment_id: str
+    model_id: Name
+    version: Name
+    status: DeploymentStatus
+    source_url: Text
+    manifest_digest: Sha256
+    total_bytes: int = Field(ge=0)
+    total_chunks: int = Field(ge=1)
+    total_pieces: int = Field(ge=1)
+    target_workers: tuple[Name, ...]
+    topology: Topology
+    epoch: int = Field(ge=0)
+    max_failed: float = Field(ge=0, le=1)  # share of targets that may die
+    started_at: float  # seconds since the Unix epoch, for people; deadlines never use it
+    completed_at: float | None = None
+    seconds: float | None = None  # accepted plan to last verified rename, by the monotonic clock
+    predicted_seconds: float = 0.0
+    bound_seconds: float = 0.0
+    origin_bytes: int = 0
+    failure: Failure | None = None
+    flow_run_id: Text | None = None  # of the Prefect flow run that drives it
+    flow_wanted: bool = False  # the coordinator starts that flow run (or has)
+    run_id: Text | None = None
+
+
+class Worker(Record):
+    """One agent as the fleet knows it."""
+
+    worker_id: Name
+    hostname: Text = Field(max_length=255)
+    labels: Labels
+    address: Text = Field(max_length=300)  # peer port, "host:port"
+    available_storage: int = Field(ge=0)  # bytes
+    link_mbit: float = Field(gt=0)
+    incarnation: int = Field(ge=1)  # higher with each restart of the same worker
+    alive: bool = True
+    last_heartbeat: float = 0.0  # seconds since the Unix epoch
+    bandwidth_in: float = 0.0  # bytes per second
+    bandwidth_out: float = 0.0
+    pid: int = 0
+    process: Text = ""  # what it calls its process; "": pid and address have to do
+
+
+class StageRecord(Record):
+    """The ledger's line: this stage, given these inputs, gave this output."""
+
+    stage: Name
+    input_digest: Sha256
+    output: dict[str, object]
+    output_digest: Sha256
+    run_id: str
+    seconds: float = Field(ge=0)
+    finished_at: float

@@ -1,0 +1,212 @@
+"""A simulated host and the streams between hosts: state, and nothing that decides.
+
+A host's pieces are what really is on it; what its session was told may lag behind by an extent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paceline.errors import PacelineError
+from paceline.relay.protocol.events import PiecesDurable, SessionEvent
+from paceline.relay.protocol.extents import Extent, Extents
+from paceline.relay.protocol.session import RelaySession
+from paceline.schemas.calls import EdgeTally
+from paceline.schemas.plan import WorkerLanes
+from paceline.simulation.network import Clock
+from paceline.simulation.scenario import Timing
+
+
+@dataclass(eq=False, slots=True)
+class Tally:
+    """What passed over one edge on streams that are closed, and what its reader judged."""
+
+    bytes: float = 0.0
+    busy_s: float = 0.0
+    pieces: int = 0
+    corrupt: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Host:
+    """A worker, or the origin (which has no session and everything)."""
+
+    name: str
+    rack: str
+    nic_in: int
+    nic_out: int
+    uplink_in: int = 0
+    uplink_out: int = 0
+    repairs_bytes_s: float = 0.0  # of gathered repairs, whose time the NIC has given up; 0: none,
+    repaired_s: float = 0.0  # and when those that are on their way will be here
+    session: RelaySession | None = None
+    lanes: WorkerLanes | None = None
+    have: Extents = field(default_factory=Extents)  # verified
+    durable: Extents = field(default_factory=Extents)
+    paid: Extents = field(default_factory=Extents)  # came corrupt, and pass as such repairs
+    # What it pulls, by source key and lane: a stream that serves two lanes takes turns.
+    feeds: dict[tuple[str, int], Flow] = field(default_factory=dict)
+    lane_starts: list[int] = field(default_factory=list)  # first piece of each lane,
+    lane_sources: list[str] = field(default_factory=list)  # and whom the plan names for it
+    readers: dict[Flow, None] = field(default_factory=dict)  # who pulls from it
+    waiting: dict[Flow, None] = field(default_factory=dict)  # of these, those it has nothing for
+    edges: dict[tuple[str, str], Tally] = field(default_factory=dict)
+    alive: bool = True
+    frozen: bool = False
+    frozen_s: float = 0.0  # since when
+    slept: bool = False  # until the coordinator was heard since
+    missed: list[SessionEvent] = field(default_factory=list)  # what came while it was frozen
+    corrupts: float = 0.0  # share of the pieces it sends
+    incarnation: int = 1
+    origin_bytes: float = 0.0
+    corrupt_pieces: int = 0
+    begun_s: float = 0.0  # of the present incarnation's first lanes
+    complete: bool = False
+    published_s: float | None = None
+    error: PacelineError | None = None
+    told_s: float = 0.0  # when its session was told something last
+    timer_s: float | None = None  # when its session is to be asked for its deadline next
+    commit_s: float | None = None
+
+    @property
+    def is_origin(self) -> bool:
+        """Return whether this is the source of the model."""
+        return self.rack == ORIGIN_RACK
+
+    @property
+    def serves(self) -> bool:
+        """Return whether it answers at all."""
+        return self.alive and not self.frozen
+
+    def edge(self, source: str, reader: str) -> Tally:
+        """Return the count of one edge."""
+        known = self.edges.get((source, reader))
+        if known is None:
+            known = self.edges[source, reader] = Tally()
+        return known
+
+
+ORIGIN_RACK = "\0origin"
+NOTHING = Extent(0, 0)
+
+
+@dataclass(eq=False, slots=True)
+class Flow:
+    """One lane's part of one stream: what its reader still wants of its source, and the run that is
+    on its way.
+    """
+
+    slot: int
+    reader: Host
+    source: Host
+    key: str
+    number: int
+    lane: int
+    crosses: bool
+    wanted: Extents = field(default_factory=Extents)
+    moving: bool = False
+    parked: bool = False  # in the middle of a run for which the source has no more yet
+    base: int = 0  # pieces before it have arrived, in the present run
+    stop: int = 0  # of the present run
+    cut: int | None = None  # the present run ends here: the source lacks what follows
+    extent_stop: int = 0
+    bad: Extent | None = None  # pieces of the present extent that will not match their digests
+    drawn: Extent = NOTHING  # the extent for which that was decided last
+    drawn_bad: Extent | None = None  # what of it is still to come
+    drawn_pieces: int = 0  # how many were corrupt
+    gone: Extent | None = None  # refused ahead of its turn: what comes before was not kept yet
+    paid_run: Extent | None = None  # what of a paid repair is on its way
+    owed: Extents = field(default_factory=Extents)  # passed by: its source had not repaired them
+    leader: Flow | None = None
+    followers: dict[Flow, None] = field(default_factory=dict)
+    unreported: list[Extent] = field(default_factory=list)
+    told: bool = False  # whether its reader's session has heard of good pieces from it
+    late: bool = False  # its extent is over; it is reported when what is owed has come
+    open: bool = False
+    closed: bool = False
+
+
+def tallies_of(host: Host, running: dict[tuple[str, str], Tally]) -> tuple[EdgeTally, ...]:
+    """Return the counts that a host reports: of closed streams, and ``running`` of open ones."""
+    made = []
+    for source, reader in {**host.edges, **running}:
+        closed = host.edges.get((source, reader), NONE)
+        running_one = running.get((source, reader), NONE)
+        made.append(
+            EdgeTally(  # a million of them: model_construct takes a third longer than validating
+                source=source,
+                reader=reader,
+                bytes=round(closed.bytes + running_one.bytes),
+                busy_s=closed.busy_s + running_one.busy_s,
+                pieces=max(0, closed.pieces + running_one.pieces),
+                corrupt=max(0, closed.corrupt + running_one.corrupt),
+            )
+        )
+    return tuple(sorted(made, key=lambda edge: -(edge.bytes + edge.pieces))[:MOST_EDGES])
+
+
+NONE = Tally()
+MOST_EDGES = 512  # what a beat may carry
+
+
+# The simulated disk: pieces become durable in groups, and a whole version is published.
+
+
+class Disk:
+    """Every host's disk. ``on_published`` is called when a version stands at its final path."""
+
+    def __init__(
+        self, clock: Clock, pieces: int, timing: Timing, tell: Callable[[Host, SessionEvent], None]
+    ) -> None:
+        self.violations: list[str] = []
+        self.on_published: Callable[[Host], None] = lambda _host: None
+        self._clock = clock
+        self._pieces = pieces
+        self._timing = timing
+        self._tell = tell
+
+    def commit_soon(self, host: Host) -> None:
+        """Make what is verified durable with the next group, or now when nothing is missing."""
+        full = host.have.count == self._pieces
+        group_s = 0.0 if full else self._timing.group_s
+        due_s = self._clock.now_s + group_s + self._timing.commit_s
+        if host.commit_s is not None and host.commit_s <= due_s:
+            return
+        host.commit_s = due_s
+        session = host.session
+        ready = host.have.copy() if full else None
+
+        def commit() -> None:
+            if host.session is not session or host.commit_s != due_s or not host.serves:
+                return
+            host.commit_s = None
+            self._commit(host, ready if ready is not None else host.have)
+
+        self._clock.at(due_s, commit)
+
+    def completed(self, host: Host) -> None:
+        """Publish what the session says is complete."""
+        if host.durable.count != self._pieces:
+            lacking = self._pieces - host.durable.count
+            self.violations.append(f"I1 {host.name} published with {lacking} pieces missing")
+        host.complete = True
+        self.publish_soon(host)
+
+    def publish_soon(self, host: Host) -> None:
+        """Show the version at its final path after the time that this takes."""
+        session = host.session
+
+        def published() -> None:
+            if host.session is session and host.serves and host.published_s is None:
+                host.published_s = self._clock.now_s
+                self.on_published(host)
+
+        self._clock.after(self._timing.publish_s, published)
+
+    def _commit(self, host: Host, have: Extents) -> None:
+        everything = Extent(0, self._pieces)
+        for gap in list(host.durable.gaps(everything)):
+            for run in list(have.common(gap)):
+                host.durable.add(run)
+                self._tell(host, PiecesDurable(run))

@@ -1,0 +1,520 @@
+"""What is on its way between hosts: which pieces a source sends next, and what arrives.
+
+A source sends the first asked piece that it has, or that is on its way to it. What has arrived is
+kept where it matches its digest, and is refused where not; whoever waited for it learns. A session
+is told at the ends of extents (``gathering``), and at once where somebody must know.
+
+It decides nothing after a fault: which pieces are asked of whom is what sessions say.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from paceline.relay.protocol.events import PieceRejected, PieceVerified, SessionEvent
+from paceline.relay.protocol.extents import Extent, Extents
+from paceline.relay.protocol.limits import PieceMap
+from paceline.simulation.coalescing import PAID, Gathering, PaidRepairs
+from paceline.simulation.hosts import Disk, Flow, Host
+from paceline.simulation.network import NEAR, Clock, Network
+
+ASIDE = -1  # instead of a lane's number: a repair, or what was passed by
+
+
+class Runs:
+    """Every flow, and the run of pieces that each is carrying. ``lag_bytes`` is how far behind its
+    source's own reading a reader is, beyond a piece.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        network: Network,
+        pieces: PieceMap,
+        size_bytes: int,
+        lag_bytes: float,
+        gathering: Gathering,
+        disk: Disk,
+        tell: Callable[[Host, SessionEvent], None],
+        settled: Callable[[], None],
+    ) -> None:
+        """``settled`` does whatever follows from what has happened so far."""
+        self.network = network
+        self.by_slot: dict[int, Flow] = {}
+        self.cross_rack_bytes = 0.0
+        self._clock = clock
+        self._pieces = pieces
+        self._piece_bytes = gathering.piece_bytes
+        self._size = float(size_bytes)
+        self._lag_bytes = lag_bytes
+        self._gathering = gathering
+        self._disk = disk
+        self._tell = tell
+        self._settled = settled
+        self._pairs: dict[tuple[str, str], int] = {}
+        self._to_start: deque[Flow] = deque()
+        self._to_report: deque[Flow] = deque()
+        self._repairs = PaidRepairs(
+            clock=clock,
+            network=network,
+            pieces=pieces,
+            gathering=gathering,
+            look=self._look_around,
+            arrive=self._arrive,
+            more=self._repaired,
+        )
+
+    # ── what streams ask for ─────────────────────────────────────────────────────────────────────
+
+    def start_soon(self, *flows: Flow) -> None:
+        """Have these begin, or go on, when what happens now is done."""
+        self._to_start.extend(flows)
+
+    @property
+    def unsettled(self) -> bool:
+        """Return whether ``settle`` has something to do."""
+        return bool(self._to_start or self._to_report)
+
+    def settle(self) -> None:
+        """Report what is to be reported, and start what is to be started."""
+        while self._to_report:
+            self.report(self._to_report.popleft())
+        while self._to_start:
+            self._select(self._to_start.popleft())
+
+    def share_of_corrupt(self, flow: Flow, reached: int) -> int:
+        """Return how many more corrupt pieces would have come by now, had they been spread, where
+        everything before piece ``reached`` has arrived.
+        """
+        return self._gathering.unspread(flow, reached)
+
+    def open(self, host: Host, far: Host, key: str, number: int, lane: int) -> Flow:
+        known = host.feeds.get((key, lane))
+        if known is not None:
+            self.close(known)
+        crosses = not far.is_origin and far.rack != host.rack
+        uses: tuple[int, ...] = (host.nic_in, far.nic_out)
+        if crosses:
+            uses = (*uses, far.uplink_out, host.uplink_in)
+        lanes = max(1, len(host.lanes.lanes)) if host.lanes else 1
+        pair = self._pairs.setdefault((far.name, host.name), len(self._pairs))
+        slot = self.network.add(uses, self._piece_bytes + self._lag_bytes / lanes, pair)
+        flow = Flow(slot, host, far, key, number, lane, crosses)
+        host.feeds[key, lane] = self.by_slot[slot] = flow
+        far.readers[flow] = None
+        return flow
+
+    def want(self, flow: Flow, run: Extent) -> None:
+        """Ask for pieces; whoever asks has the flow looked at."""
+        flow.wanted.add(run)
+        self.network.idle[flow.slot] = False
+
+    def close(self, flow: Flow) -> None:
+        """Drop a stream: what arrived is reported, what was on its way is lost."""
+        if flow.closed:
+            return
+        self._arrive(flow, self.reached(flow))
+        self.report(flow)
+        judged = flow.reader.edge(flow.key, flow.reader.name)
+        corrupt = self.share_of_corrupt(flow, self.reached(flow))
+        judged.corrupt += corrupt
+        judged.pieces -= corrupt
+        self.halt(flow)
+        flow.closed, flow.open = True, False
+        network, slot = self.network, flow.slot
+        keeper = flow.reader if flow.source.is_origin else flow.source
+        tally = keeper.edge(flow.key, flow.reader.name)
+        tally.bytes += float(network.carried[slot])
+        tally.busy_s += float(network.busy_s[slot])
+        if flow.source.is_origin:
+            flow.reader.origin_bytes += min(self.partial(flow), self._piece_bytes)
+        network.remove(slot)
+        del self.by_slot[slot]
+        flow.source.readers.pop(flow, None)
+        flow.source.waiting.pop(flow, None)
+        if flow.reader.feeds.get((flow.key, flow.lane)) is flow:
+            del flow.reader.feeds[flow.key, flow.lane]
+
+    def extend(self, flow: Flow) -> None:
+        """Let a flow run on into what was asked for since."""
+        run = next((r for r in flow.wanted if r.first <= flow.stop <= r.stop), None)
+        if run is None or run.stop <= flow.stop:
+            return
+        flow.stop = run.stop
+        if flow.cut is None:
+            self.network.extend(flow.slot, self._offset(flow.stop))
+
+    def hear(self, flow: Flow, extent: Extent) -> None:
+        """Have the session told as soon as ``extent`` is here, not when an extent ends: it tells by
+        a single piece how far a source is.
+        """
+        if self.reached(flow) >= extent.stop:
+            self.flush([flow])
+        elif flow.base <= extent.first and extent.stop < flow.extent_stop:
+            bad = flow.bad
+            if bad is not None and bad.first >= extent.stop:
+                bad = flow.bad = None  # it comes with the rest of what was drawn
+            flow.extent_stop = extent.stop if bad is None else max(extent.stop, bad.stop)
+            edge = flow.extent_stop if bad is None else bad.stop
+            self.network.edge[flow.slot] = self._offset(edge)
+
+    def flush(self, flows: Iterable[Flow]) -> None:
+        for flow in list(flows):
+            self._arrive(flow, self.reached(flow))
+            self.report(flow)
+
+    def report(self, flow: Flow) -> None:
+        """Tell the session what arrived since it was told last."""
+        flow.late = False
+        if not flow.unreported:
+            return
+        runs, flow.unreported, flow.told = Extents(flow.unreported), [], True
+        for run in runs:
+            self._tell(flow.reader, PieceVerified(flow.key, flow.number, run))
+        self._disk.commit_soon(flow.reader)
+
+    # ── runs ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _select(self, flow: Flow) -> None:
+        """Begin with the first asked piece that the source has, or that is on its way to it."""
+        source = flow.source
+        if flow.closed or not flow.open:
+            return
+        if not flow.wanted:
+            if flow.parked:
+                self.halt(flow)  # what it stands before has come another way
+            return
+        if flow.lane == PAID:
+            self._repairs.send(flow)
+            return
+        if flow.moving:
+            if flow.parked:
+                self._resume(flow)
+            return
+        if not source.serves or not flow.reader.serves:
+            return
+        found: tuple[int, int, int] | None = None  # first, stop of what is there, stop of the run
+        for run in flow.wanted:
+            there = next(source.have.common(run), None)
+            if there is not None:
+                found = there.first, there.stop, run.stop
+                break
+        leader: Flow | None = None
+        if found is not None:
+            for other in source.feeds.values():
+                if other.moving and other.base == found[1] < found[2]:
+                    leader = other
+        else:
+            for other in source.feeds.values():
+                if not other.moving:
+                    continue
+                common = next(flow.wanted.common(Extent(other.base, other.stop)), None)
+                if common is not None and (found is None or common.first < found[0]):
+                    stop = next(r.stop for r in flow.wanted if r.stop > common.first)
+                    found, leader = (common.first, common.first, stop), other
+        if found is None:
+            source.waiting[flow] = None
+            return
+        source.waiting.pop(flow, None)
+        first, has, stop = found
+        if leader is None:  # what the source has beyond the present request may be asked for next
+            has = next(source.have.common(Extent(first, self._pieces.count))).stop
+        flow.base, flow.stop, flow.cut = first, stop, None
+        flow.moving = True
+        flow.leader = leader
+        if leader is not None:
+            leader.followers[flow] = None
+        size = self._piece_bytes
+        self.network.start(
+            flow.slot,
+            first * size,
+            self._offset(stop),
+            self._offset(has),
+            -1 if leader is None else leader.slot,
+        )
+        self._next_edge(flow)
+        self._to_start.extend(flow.reader.waiting)
+
+    def _resume(self, flow: Flow) -> None:
+        """Let a flow go on where it ran dry, if its source has more or is being sent it."""
+        source, piece = flow.source, self.reached(flow)
+        has, leader = piece, None
+        there = next(source.have.common(Extent(piece, self._pieces.count)), None)
+        if there is not None and there.first == piece:
+            has = there.stop
+        for other in source.feeds.values():
+            if other.moving and other.base <= has < other.stop and not _follows(other, flow):
+                leader = other
+        if leader is None and has == piece:
+            if there is not None and next(flow.wanted.common(there), None) is not None:
+                self.halt(flow)  # it goes on elsewhere
+                self._to_start.append(flow)
+            return
+        flow.parked = False
+        source.waiting.pop(flow, None)
+        flow.leader = leader
+        if leader is not None:
+            leader.followers[flow] = None
+        slot = -1 if leader is None else leader.slot
+        self.network.resume(flow.slot, self._offset(has), slot)
+
+    def halt(self, flow: Flow) -> None:
+        """End the present run where it is; whoever followed has what arrived."""
+        if not flow.moving:
+            return
+        flow.moving = flow.parked = False
+        self.network.halt(flow.slot)
+        for other in flow.followers:
+            other.leader = None
+            self.network.let_go(other.slot, self._offset(flow.base))
+        flow.followers.clear()
+        if flow.leader is not None:
+            flow.leader.followers.pop(flow, None)
+            flow.leader = None
+        flow.bad = flow.gone = None
+
+    def _next_edge(self, flow: Flow) -> None:
+        self._gathering.next_extent(flow)
+        bad = flow.bad
+        edge = flow.extent_stop if bad is None else min(bad.stop, flow.extent_stop)
+        self.network.edge[flow.slot] = self._offset(edge)
+
+    def _repaired(self, flow: Flow) -> None:
+        """Report a paid repair with what came around it, as one run, and go on with the next."""
+        if flow.unreported:
+            lane = bisect_right(flow.reader.lane_starts, flow.unreported[0].first)
+            around = flow.reader.feeds.get((flow.key, lane))
+            if around is not None and around.number == flow.number:
+                flow.unreported += around.unreported
+                around.unreported = []
+        self.report(flow)
+        self._to_start.append(flow)
+
+    # ── what arrives ─────────────────────────────────────────────────────────────────────────────
+
+    def crossed(self, flow: Flow) -> None:
+        """A flow is at an edge, at its run's end, or has caught up with a source that waits."""
+        at = float(self.network.pos[flow.slot])
+        reached = self.reached(flow)
+        ended = at >= self.network.stop[flow.slot] - NEAR
+        dry = flow.leader is None and at >= self.network.static[flow.slot] - NEAR
+        # A step ends somewhere, edges are everywhere the same: the little beyond one is taken with
+        # what follows, or everybody above would be looked at for it.
+        edge = reached if ended or dry else self._edge(flow, reached)
+        bad = flow.bad
+        if bad is not None and edge == bad.stop and not (ended or dry) and self._may_skip(flow):
+            self._refuse_ahead(flow, bad)
+        else:
+            self._arrive(flow, edge)
+        if reached >= flow.extent_stop or ended:
+            whole = flow.extent_stop == flow.drawn.stop and not self._gathering.exact
+            if ended or flow.late or not flow.owed.count or not whole:
+                self.report(flow)
+            else:
+                flow.late = True  # until what was passed by is here as well: one run, not three
+            self._settled()
+            if not flow.moving:
+                return
+            ended = at >= self.network.stop[flow.slot] - NEAR
+        dry = flow.leader is None and at >= self.network.static[flow.slot] - NEAR
+        if ended:
+            self.halt(flow)
+            self._to_start.append(flow)
+            self._settled()
+            if not flow.moving:
+                self.report(flow)
+            return
+        if dry:
+            flow.parked = True
+            self.network.park(flow.slot)
+            flow.source.waiting[flow] = None
+            self.report(flow)
+            self._to_start.append(flow)
+        if reached >= flow.extent_stop:
+            self._next_edge(flow)
+        elif flow.bad is None:
+            self.network.edge[flow.slot] = self._offset(flow.extent_stop)
+
+    def _edge(self, flow: Flow, reached: int) -> int:
+        """Return the edge that a flow has just passed, or ``reached`` where that is well behind."""
+        bad, stop = flow.bad, flow.extent_stop
+        edge = bad.stop if bad is not None and bad.stop <= reached < stop else stop
+        return edge if 0 <= reached - edge < self._gathering.mark(flow) else reached
+
+    def reached(self, flow: Flow) -> int:
+        """Return before which piece everything of the present run has arrived."""
+        if not flow.moving:
+            return flow.base
+        at = self.network.pos.item(flow.slot) + NEAR
+        if at >= self._size:
+            return self._pieces.count
+        return max(flow.base, int(at // self._piece_bytes))
+
+    def partial(self, flow: Flow) -> float:
+        """Return how much of the present run is here beyond what has been taken off the wire."""
+        if flow.stop <= flow.base:
+            return 0.0
+        return max(0.0, float(self.network.pos[flow.slot]) - flow.base * self._piece_bytes)
+
+    def _offset(self, piece: int) -> float:
+        return min(piece * self._piece_bytes, self._size)
+
+    def _arrive(self, flow: Flow, upto: int) -> None:
+        """Take pieces off the wire: keep those that match their digests, refuse the others."""
+        upto = min(upto, flow.stop)
+        while flow.base < upto:
+            bad, gone = flow.bad, flow.gone
+            if gone is not None and gone.first < upto:
+                self._keep_above(flow, upto)  # all of it at one go
+                if flow.base < gone.first:
+                    self._keep(flow, gone.first)
+                flow.base, flow.gone = max(flow.base, gone.stop), None
+            elif bad is None or upto <= bad.first:
+                self._keep(flow, upto)
+            elif flow.base < bad.first:
+                self._keep(flow, bad.first)
+            else:
+                self._refuse(flow, Extent(flow.base, min(bad.stop, upto)))
+                left = Extent(flow.base, bad.stop) if flow.base < bad.stop else None
+                if flow.drawn_bad == bad:
+                    flow.drawn_bad = left
+                flow.bad = left
+
+    def _keep_above(self, flow: Flow, upto: int) -> None:
+        """Take off the wire what whoever is above has received up to a piece."""
+        behind: list[Flow] = []
+        ahead = flow.leader
+        while ahead is not None and ahead.base < upto:
+            behind.append(ahead)
+            ahead = ahead.leader
+        for other in reversed(behind):  # no recursion: a line may have ten thousand hops
+            self._arrive(other, min(upto, self.reached(other)))
+
+    def _keep(self, flow: Flow, upto: int) -> None:
+        self._keep_above(flow, upto)  # what is on its way to the source counts there first
+        run = Extent(flow.base, upto)
+        flow.base = upto
+        self._count(flow, run)
+        reader, source = flow.reader, flow.source
+        if source.have.covers(run):
+            flow.wanted.remove(run)
+            self._take(flow, run)
+        else:
+            for each in source.have.gaps(run):
+                flow.owed.add(each)
+            for each in list(source.have.common(run)):
+                flow.wanted.remove(each)
+                self._take(flow, each)
+        reader.edge(flow.key, reader.name).pieces += upto - run.first
+
+    def _is_paid(self, flow: Flow) -> bool:
+        """Return whether what comes corrupt passes as a paid repair."""
+        return flow.reader.repairs_bytes_s > 0 and self._gathering.is_usual(flow)
+
+    def _may_skip(self, flow: Flow) -> bool:
+        """Return whether nobody minds if what came before is kept and reported later: the origin's
+        reading is counted, and a new source that was heard of for corrupt pieces alone looks bad.
+        """
+        return self._is_paid(flow) and not flow.source.is_origin and flow.told
+
+    def _refuse_ahead(self, flow: Flow, bad: Extent) -> None:
+        """Refuse pieces before those ahead of them are kept: with the repair, as one run."""
+        flow.bad, flow.gone = None, bad
+        if flow.drawn_bad == bad:
+            flow.drawn_bad = None
+        self._reject(flow, bad)
+
+    def _look_around(self, repair: Flow, run: Extent) -> None:
+        """Keep what came around ``run``, which is here now, with everybody above."""
+        for flow in list(repair.reader.feeds.values()):
+            same = flow.key == repair.key and flow.number == repair.number
+            if same and flow.moving and flow.base < run.stop <= (reached := self.reached(flow)):
+                self._arrive(flow, min(self._gathering.after(flow, run), reached))
+
+    def _refuse(self, flow: Flow, rotten: Extent) -> None:
+        if not self._may_skip(flow):
+            self.report(flow)  # what came before it counts when the source is judged
+        flow.base = rotten.stop
+        self._reject(flow, rotten)
+
+    def _reject(self, flow: Flow, rotten: Extent) -> None:
+        flow.wanted.remove(rotten)
+        self._count(flow, rotten)
+        reader = flow.reader
+        if self._is_paid(flow):
+            reader.paid.add(rotten)
+        reader.corrupt_pieces += rotten.size
+        reader.edge(flow.key, reader.name).corrupt += rotten.size
+        if self._gathering.exact:  # nobody has begun with it: whoever follows passes it by
+            for other in flow.followers:
+                if other.base <= rotten.first < other.stop:
+                    other.cut = rotten.first
+                    self.network.extend(other.slot, self._offset(rotten.first))
+        self._tell(reader, PieceRejected(flow.key, flow.number, rotten))
+
+    def _count(self, flow: Flow, run: Extent) -> None:
+        if flow.crosses:
+            self.cross_rack_bytes += self._pieces.bytes_of(run)
+        if flow.source.is_origin:
+            flow.reader.origin_bytes += self._pieces.bytes_of(run)
+
+    def _take(self, flow: Flow, run: Extent) -> None:
+        """These pieces are at the reader now, and verified; whoever waits there for them learns."""
+        todo = [(flow, run)]
+        while todo:
+            flow, run = todo.pop()
+            flow.unreported.append(run)
+            if not flow.reader.have.add(run):
+                continue
+            for other in flow.reader.readers:
+                if other.owed.count:  # it was sent something in their place
+                    owed = list(other.owed.common(run))
+                    for each in owed:
+                        other.owed.remove(each)
+                        other.wanted.remove(each)
+                        todo.append((other, each))
+                    if owed and (other.parked or not other.moving):
+                        self._to_report.append(other)
+                        self._to_start.append(other)
+                    elif other.late and not other.owed.count:
+                        self._to_report.append(other)
+            self._gained(flow.reader, run)
+
+    def _gained(self, host: Host, run: Extent) -> None:
+        """Wake up who waited for these pieces; where they were passed by they are sent first."""
+        for flow in host.waiting:
+            if next(flow.wanted.common(run), None) is not None:
+                self._to_start.append(flow)
+        first = run.first
+        passing = [each for each in host.readers if each.base > first and each.moving]
+        for flow in passing:
+            behind = Extent(run.first, min(run.stop, flow.base))
+            passed = list(flow.wanted.common(behind))
+            for each in passed:
+                flow.wanted.remove(each)
+                self._aside(flow, each)
+
+    def _aside(self, flow: Flow, extent: Extent) -> None:
+        """Send pieces that were passed by, in turns with what is on its way."""
+        reader = flow.reader
+        aside = reader.feeds.get((flow.key, ASIDE))
+        if aside is None or aside.number != flow.number:
+            aside = self.open(reader, flow.source, flow.key, flow.number, ASIDE)
+            aside.open = True
+        self.want(aside, extent)
+        self._to_start.append(aside)
+
+
+def _follows(flow: Flow, other: Flow) -> bool:
+    """Return whether ``flow`` has what it carries from ``other``, over whatever is between: across
+    a change of plans workers may wait for each other in a ring.
+    """
+    ahead: Flow | None = flow if other.followers else None
+    while ahead is not None:
+        if ahead is other:
+            return True
+        ahead = ahead.leader
+    return False

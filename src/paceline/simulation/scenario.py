@@ -1,0 +1,251 @@
+"""What is simulated: the fleet, the model, the times that software takes, what goes wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Literal, get_args
+
+from pydantic import TypeAdapter, ValidationError
+
+from paceline.coordinator import Patience
+from paceline.errors import InvalidInput
+from paceline.manifest import Chunk, FileEntry, Manifest
+from paceline.manifest.sizes import choose_sizes
+from paceline.schemas.base import Record
+from paceline.schemas.plan import Labels, Topology
+
+# What goes wrong, when and where: seeded, or as somebody observed it on real machines.
+#
+# A schedule file is a JSON list of objects: ``{"at_s": 12.5, "worker": "node-3", "kind": "kill"}``.
+#
+# kind     what happens
+# kill     the process dies; its peers see a reset at once (restart_s: it comes back after so long)
+# silence  the host is gone without a word: nothing arrives, nothing is refused
+# freeze   the process stops for ``for_s`` seconds and goes on (0: it never does, like silence)
+# rate     its link carries ``value`` Mbit/s from then on
+# corrupt  the share ``value`` of the pieces that it sends from then on are corrupt
+
+Kind = Literal["kill", "silence", "freeze", "rate", "corrupt"]
+KINDS = get_args(Kind)
+MOST_FAULTS = 100_000
+
+
+class _Line(Record):
+    at_s: float
+    worker: str
+    kind: Kind
+    for_s: float = 0.0
+    restart_s: float | None = None
+    value: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One thing that goes wrong, ``at_s`` seconds after the plan was accepted."""
+
+    at_s: float
+    worker: str
+    kind: Kind
+    for_s: float = 0.0
+    restart_s: float | None = None
+    value: float = 0.0
+
+
+def read_faults(path: Path) -> tuple[Fault, ...]:
+    """Return the schedule in ``path``; raises InvalidInput."""
+    try:
+        lines = TypeAdapter(list[_Line]).validate_python(json.loads(path.read_text("utf-8")))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, ValidationError) as error:
+        raise InvalidInput(
+            "cannot read the fault schedule",
+            got=_said(error)[:300],
+            wanted='a JSON list such as [{"at_s": 1, "worker": "node-0", "kind": "kill"}]',
+            where=path,
+        ) from error
+    if len(lines) > MOST_FAULTS or any(not 0 <= line.at_s < 1e9 for line in lines):
+        raise InvalidInput(
+            "bad fault schedule", wanted=f"at most {MOST_FAULTS} faults at times >= 0", where=path
+        )
+    return tuple(Fault(**line.model_dump()) for line in lines)
+
+
+def _said(error: Exception) -> str:
+    """Return what is wrong, in one line: of a bad line which one, which of its fields, and why."""
+    if not isinstance(error, ValidationError):
+        return " ".join(str(error).split())
+    first = error.errors(include_url=False)[0]
+    line, *field = first["loc"] or ("",)
+    where = f"fault {line + 1}" if isinstance(line, int) else "the file"
+    return " ".join([f"{where}:", *map(str, field), first["msg"]])
+
+
+def seeded_deaths(
+    names: list[str], *, share: float, silent: float, within_s: float, random: Random
+) -> list[Fault]:
+    """Return the deaths of ``share`` of the workers, uniformly over ``within_s``."""
+    victims = random.sample(names, min(len(names) - 1, round(share * len(names))))
+    return [
+        Fault(
+            at_s=random.random() * within_s,
+            worker=victim,
+            kind="silence" if random.random() < silent else "kill",
+        )
+        for victim in victims
+    ]
+
+
+MOST_WORKERS = 20_000  # what one deployment may have
+MBIT = 1e6 / 8  # bytes a second
+BEATS_PER_SECOND = 1000.0
+USUAL_RACK = 32  # workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """What software and disks add to the network, in seconds; measured on agents over loopback."""
+
+    latency_s: float = 0.0005  # until a reset is seen
+    connect_s: float = 0.002  # a new stream: connection, handshake, first request
+    hop_s: float = 0.001  # from a piece's last byte to its first byte on the next hop
+    group_s: float = 1.0  # verified pieces become durable together,
+    commit_s: float = 0.02  # after an fsync of so long
+    publish_s: float = 0.02  # fsync and rename of a whole version
+    call_s: float = 0.005  # one REST call,
+    calls_per_second: float = 1000.0  # when everybody asks for lanes at once
+    prepare_s: float = 0.01  # opening and preallocating the files
+    tick_s: float = 0.15  # the coordinator looks at its clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One deployment to simulate. Rates are goodput in Mbit/s."""
+
+    workers: int
+    size_bytes: int
+    link_mbit: float
+    external_mbit: float | None = None  # None: as one worker's link
+    racks: int = 0  # of equal size; 0: 32 workers each
+    oversubscription: float = 1.0  # a rack's uplink carries its hosts' links divided by this
+    topology: Topology = Topology.AUTO
+    piece_bytes: int = 0  # 0: chosen from the size
+    chunk_bytes: int = 0
+    disk_mbit: float | None = None
+    hash_mbit: float | None = None
+    seed: int = 0
+    fail: float = 0.0  # share of workers that die for good, uniformly over the transfer
+    silent: float = 0.2  # share of these that die without a word
+    corrupt: float = 0.0  # share of transfers of pieces that arrive corrupt
+    straggle: float = 0.0  # share of workers whose link is slow from the beginning,
+    straggle_rate: float = 0.2  # at this share of its rate
+    faults: tuple[Fault, ...] = ()
+    timing: Timing = Timing()
+    patience: Patience | None = None  # None: the default, with a beat that grows with the fleet
+    coalesce_pieces: int = 0  # pieces a session is told of at once; 0: by the fleet's size
+    step_s: float = -1.0  # the network is looked at no more often; negative: by the fleet's size
+
+    def __post_init__(self) -> None:
+        _between("workers", self.workers, 1, MOST_WORKERS)
+        _between("model size in bytes", self.size_bytes, 1, 1 << 60)
+        _between("link in Mbit/s", self.link_mbit, 1e-6, 1e9)
+        _between("number of racks", self.racks, 0, MOST_WORKERS)
+        _between("oversubscription", self.oversubscription, 1, 1e6)
+        for name in ("fail", "silent", "corrupt", "straggle"):
+            _between(f"share that --{name} names", getattr(self, name), 0, 1)
+        _between("straggling hosts' share of their rate", self.straggle_rate, 1e-6, 1)
+        names = set(self.names())
+        for fault in self.faults:
+            if fault.worker not in names:
+                raise InvalidInput(
+                    "a fault names no worker of this fleet",
+                    got=fault.worker,
+                    wanted=f"{self.name(0)} to {self.name(self.workers - 1)}",
+                )
+
+    @property
+    def coordinator(self) -> Patience:
+        """Return how patient the coordinator is.
+
+        A thousand beats a second are less than half of what one core of it was measured to take.
+        """
+        if self.patience is not None:
+            return self.patience
+        seconds = 4 * self.size_bytes / min(self.link_bytes_s, self.external_bytes_s)
+        return Patience(
+            beats_per_second=BEATS_PER_SECOND,
+            deadline_s=600.0 + seconds,
+            external_mbit=self.external_mbit,  # plans count on the network that there is
+            oversubscription=self.oversubscription,
+        )
+
+    @property
+    def link_bytes_s(self) -> float:
+        """Return what one NIC carries each way."""
+        return self.link_mbit * MBIT
+
+    @property
+    def external_bytes_s(self) -> float:
+        """Return what the origin gives."""
+        return (self.external_mbit or self.link_mbit) * MBIT
+
+    @property
+    def bound_s(self) -> float:
+        """Return before when nobody can finish."""
+        return self.size_bytes / min(self.link_bytes_s, self.external_bytes_s)
+
+    def name(self, number: int) -> str:
+        """Return a worker's name."""
+        return f"node-{number:0{len(str(self.workers - 1))}d}"
+
+    def names(self) -> list[str]:
+        """Return all workers' names."""
+        return [self.name(number) for number in range(self.workers)]
+
+    @property
+    def rack_count(self) -> int:
+        """Return how many racks there are."""
+        return min(self.racks or -(-self.workers // USUAL_RACK), self.workers)
+
+    def labels(self, number: int) -> Labels:
+        """Return where a worker stands: racks are filled evenly, one after the other."""
+        rack = number * self.rack_count // self.workers
+        name = f"rack-{rack}" if self.rack_count > 1 else ""
+        return Labels(host=self.name(number), rack=name)
+
+    def manifest(self) -> Manifest:
+        """Return a manifest of this size whose bytes exist nowhere."""
+        sizes = choose_sizes(
+            self.size_bytes,
+            self.link_mbit,
+            piece_bytes=self.piece_bytes,
+            chunk_bytes=self.chunk_bytes,
+        )
+        return paper_manifest(self.size_bytes, sizes.piece_bytes, sizes.chunk_bytes)
+
+
+def paper_manifest(size_bytes: int, piece_bytes: int, chunk_bytes: int) -> Manifest:
+    """Return the manifest of one file that nobody ever reads: its digests are made up."""
+    pieces = tuple(
+        hashlib.sha256(b"%d" % piece).hexdigest() for piece in range(-(-size_bytes // piece_bytes))
+    )
+    chunk_bytes = max(1, round(chunk_bytes / piece_bytes)) * piece_bytes
+    chunks = tuple(
+        Chunk(number, at, min(chunk_bytes, size_bytes - at), pieces[number])
+        for number, at in enumerate(range(0, size_bytes, chunk_bytes))
+    )
+    return Manifest.of(
+        model_id="simulated",
+        version="v1",
+        piece_bytes=piece_bytes,
+        chunk_bytes=chunk_bytes,
+        files=(FileEntry("weights.bin", size_bytes, "0" * 64, pieces),),
+        chunks=chunks,
+    )
+
+
+def _between(what: str, got: float, least: float, most: float) -> None:
+    if not least <= got <= most:
+        raise InvalidInput(f"bad {what}", got=got, wanted=f"{least:g} to {most:g}")

@@ -1,0 +1,315 @@
+"""One deployment under the virtual clock, from the accepted plan to the last survivor's rename.
+
+``simulate(scenario)`` returns the same report for the same scenario, to the byte. Invariants are
+checked while it runs and at its end; what did not hold is listed.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+from paceline.manifest import Manifest
+from paceline.plan import origin_cap_bytes
+from paceline.plan.cost import SHARING
+from paceline.relay.protocol.extents import Extent, Extents
+from paceline.relay.protocol.limits import SessionLimits
+from paceline.schemas.command_results import SimulationReport
+from paceline.schemas.plan import Topology
+from paceline.schemas.records import DeploymentStatus
+from paceline.simulation.coalescing import AWAY_EXTENTS, MUCH_CORRUPT
+from paceline.simulation.control import Control
+from paceline.simulation.hosts import ORIGIN_RACK, Host
+from paceline.simulation.scenario import MBIT, Fault, Scenario, seeded_deaths
+from paceline.simulation.streams import Streams
+
+EXACT_EVENTS = 60_000  # arrivals of pieces that are simulated one by one
+REPORTS_PER_WORKER = 64  # otherwise: of arrivals, to each session; fewer in a large fleet,
+LEAST_REPORTS = 24
+MANY_REPORTS = 120_000  # where this is what they all get together
+COMMITS = 100  # groups of pieces made durable, in all, where pieces are gathered
+EXACT_WORKERS = 40  # up to which every change of rates is followed at once
+# Beyond: how finely the network is looked at, as a share of the bound, by worker and in all. At
+# 500 GB and 10 Gbps that is 10 ms for 100 workers, 50 ms for 1,000 and 0.24 s for 10,000.
+STEP_SHARE = 1.25e-7
+LEAST_STEP_SHARE, MOST_STEP_SHARE = 2.5e-5, 6e-4
+SETTLED_WORKERS = 256  # up to which the coordinator's verdict is waited for
+FINISHING_S = 120.0  # I7: after the last fault, beyond what the transfer itself takes
+MOST_VIOLATIONS = 50
+
+
+def simulate(scenario: Scenario) -> SimulationReport:
+    """Return what ``scenario`` comes to."""
+    return Simulation(scenario).run()
+
+
+class Simulation:
+    """See the module's docstring; tests look inside."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.manifest: Manifest = scenario.manifest()
+        coalesce = scenario.coalesce_pieces or self._coalesce()
+        step_s = scenario.step_s
+        if step_s < 0:
+            share = min(MOST_STEP_SHARE, max(LEAST_STEP_SHARE, STEP_SHARE * scenario.workers))
+            step_s = 0.0 if scenario.workers <= EXACT_WORKERS else share * scenario.bound_s
+        timing = scenario.timing
+        if coalesce > 1:
+            timing = replace(timing, group_s=max(timing.group_s, scenario.bound_s / COMMITS))
+        self.streams = Streams(
+            self.manifest,
+            limits=self._limits(coalesce),
+            timing=timing,
+            coalesce=coalesce,
+            corrupt=scenario.corrupt,
+            step_s=step_s,
+            lag_bytes=scenario.timing.hop_s * min(scenario.link_bytes_s, scenario.external_bytes_s),
+            seed=scenario.seed,
+        )
+        self._build_hosts()
+        self.control = Control(scenario, self.manifest, self.streams)
+        self.faults = self._schedule()
+        self._gone: set[str] = set()  # for good
+        self._left = scenario.workers
+        self._kept = 1.0  # of every NIC, after what sharing links costs
+        if coalesce > 1 and 0 < scenario.corrupt <= MUCH_CORRUPT:
+            self._pay_repairs()
+        self._published_of = self.streams.disk.on_published
+        self.streams.disk.on_published = self._published
+
+    def run(self) -> SimulationReport:
+        """Run to the end and report."""
+        collecting = gc.isenabled()
+        # Looking for cycles after every thousand records took a third of the time, and there are
+        # none: a test says so.
+        gc.disable()
+        try:
+            return self._run()
+        finally:
+            if collecting:
+                gc.enable()
+
+    # ── setting up ───────────────────────────────────────────────────────────────────────────────
+
+    def _coalesce(self) -> int:
+        pieces = self.manifest.piece_count
+        if pieces * self.scenario.workers <= EXACT_EVENTS:
+            return 1
+        each = min(REPORTS_PER_WORKER, max(LEAST_REPORTS, MANY_REPORTS // self.scenario.workers))
+        power = 1
+        while power * each < pieces:
+            power *= 2
+        return power
+
+    @staticmethod
+    def _limits(coalesce: int) -> SessionLimits:
+        """Return the production limits, with a window of a few extents where these are longer."""
+        usual = SessionLimits()
+        if coalesce == 1:
+            return usual
+        return SessionLimits(
+            window_pieces=max(usual.window_pieces, 3 * coalesce),
+            away_pieces=max(usual.away_pieces, 3 * coalesce // AWAY_EXTENTS),
+            window_bytes=1 << 60,
+            window_s=1e9,
+        )
+
+    def _build_hosts(self) -> None:
+        scenario, network = self.scenario, self.streams.network
+        link = scenario.link_bytes_s
+        others = (scenario.disk_mbit, scenario.hash_mbit)
+        into = min([link, *(mbit * MBIT for mbit in others if mbit)])
+        uplinks: dict[str, tuple[int, int]] = {}
+        random = Random(f"{scenario.seed}/stragglers")
+        names = scenario.names()
+        slow = set(random.sample(names, round(scenario.straggle * len(names))))
+        for number, name in enumerate(names):
+            rack = scenario.labels(number).rack
+            if rack and rack not in uplinks:
+                hosts = -(-scenario.workers // scenario.rack_count)
+                carries = hosts * link / scenario.oversubscription
+                uplinks[rack] = network.resource(carries), network.resource(carries)
+            up_in, up_out = uplinks.get(rack, (0, 0))
+            share = scenario.straggle_rate if name in slow else 1.0
+            self.streams.hosts[name] = Host(
+                name,
+                rack,
+                network.resource(min(into, link * share)),
+                network.resource(link * share),
+                up_in,
+                up_out,
+            )
+        everything = Extents([Extent(0, self.manifest.piece_count)])
+        self.streams.origin = Host(
+            "origin",
+            ORIGIN_RACK,
+            0,
+            network.resource(scenario.external_bytes_s),
+            have=everything,
+            durable=everything.copy(),
+        )
+
+    def _schedule(self) -> list[Fault]:
+        scenario = self.scenario
+        deaths = seeded_deaths(
+            scenario.names(),
+            share=scenario.fail,
+            silent=scenario.silent,
+            within_s=scenario.bound_s,
+            random=Random(f"{scenario.seed}/deaths"),
+        )
+        return sorted([*scenario.faults, *deaths], key=lambda fault: (fault.at_s, fault.worker))
+
+    # ── running ──────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> SimulationReport:
+        streams, control = self.streams, self.control
+        control.start()
+        for fault in self.faults:
+            streams.clock.at(fault.at_s, self._doing(fault))
+        streams.clock.after(0.0, streams.keepalives.watch)
+        streams.clock.after(0.0, streams.keepalives.assure)
+        plan = control.state.run("simulated").plan
+        if plan is not None and any(len(part.lanes) > 1 for part in plan.workers):
+            self._share_links(plan.topology)
+        predicted_s = plan.predicted_seconds if plan is not None else 0.0
+        last_fault_s = max((fault.at_s + fault.for_s for fault in self.faults), default=0.0)
+        limit_s = last_fault_s + FINISHING_S + 4 * max(predicted_s, self.scenario.bound_s)
+        streams.run(limit_s, lambda: self._left <= 0)
+        seconds = max((h.published_s or 0.0 for h in self._survivors()), default=0.0)
+        if self._left > 0:
+            seconds = streams.clock.now_s
+        violations = [*self._fuse(), *streams.violations, *self._broken()]
+        if self._left <= 0 and self.scenario.workers <= SETTLED_WORKERS:
+            violations += self._unfinished()
+        size = self.manifest.total_size
+        origin = round(sum(host.origin_bytes for host in streams.hosts.values()))
+        topology = plan.topology.value if plan is not None else self.scenario.topology.value
+        survivors = self._survivors()
+        bound_s = self.scenario.bound_s
+        return SimulationReport(
+            seconds=seconds,
+            bound_seconds=bound_s,
+            predicted_seconds=predicted_s,
+            ratio=seconds / bound_s if bound_s else 0.0,
+            survivors_complete=all(host.published_s is not None for host in survivors),
+            workers=self.scenario.workers,
+            survivors=len(survivors),
+            topology=topology,
+            seed=self.scenario.seed,
+            origin_bytes=origin,
+            origin_ratio=origin / size,
+            cross_rack_bytes=round(streams.runs.cross_rack_bytes),
+            corrupt_pieces=sum(host.corrupt_pieces for host in streams.hosts.values()),
+            killed=tuple(sorted(self._gone)),
+            violations=tuple(violations[:MOST_VIOLATIONS]),
+            events=streams.events,
+        )
+
+    def _share_links(self, topology: Topology) -> None:
+        """Take from every NIC what sharing its links was measured to cost: the fluid model divides
+        a link without loss, and hosts do not.
+        """
+        kept = 1 / (1 + SHARING.get(topology, 0.0))
+        self._kept *= kept
+        if kept < 1:
+            for host in self.streams.hosts.values():
+                self.streams.slow_down(host, kept)
+
+    def _pay_repairs(self) -> None:
+        """Take from every NIC what it spends on pieces that come corrupt, all along.
+
+        Gathered, an extent's corrupt pieces come in one run, and all are asked again at one go.
+        Such lumps, met one after the other down a deep tree, cost four times what single pieces do.
+        """
+        streams, share = self.streams, 1 - self.scenario.corrupt
+        self._kept = share
+        for host in streams.hosts.values():
+            host.repairs_bytes_s = self.scenario.link_bytes_s
+            streams.slow_down(host, share)
+        if (origin := streams.origin) is not None:
+            streams.network.limit(origin.nic_out, streams.network.capacity(origin.nic_out) * share)
+
+    def _published(self, host: Host) -> None:
+        self._published_of(host)
+        if host.name not in self._gone:
+            self._left -= 1
+
+    def _doing(self, fault: Fault) -> Callable[[], None]:
+        return lambda: self._do(fault)
+
+    def _do(self, fault: Fault) -> None:
+        streams, host = self.streams, self.streams.hosts[fault.worker]
+        if fault.kind == "rate":
+            streams.limit(host, fault.value * MBIT * self._kept)
+        elif fault.kind == "corrupt":
+            host.corrupts = fault.value
+        elif not host.serves:
+            return
+        elif fault.kind == "kill":
+            streams.kill(host)
+            if fault.restart_s is None:
+                self._lose(host)
+            else:
+                if host.published_s is not None:
+                    self._left += 1
+                streams.clock.after(fault.restart_s, lambda: self.control.restart(host))
+        else:
+            streams.freeze(host)
+            if fault.kind == "freeze" and fault.for_s > 0:
+                streams.clock.after(fault.for_s, lambda: self._thaw(host))
+            else:
+                self._lose(host)
+
+    def _thaw(self, host: Host) -> None:
+        if host.alive and host.frozen:
+            self.streams.thaw(host)
+            self.control.resume(host)
+
+    def _lose(self, host: Host) -> None:
+        self._gone.add(host.name)
+        if host.published_s is None:
+            self._left -= 1
+
+    # ── judging ──────────────────────────────────────────────────────────────────────────────────
+
+    def _survivors(self) -> list[Host]:
+        return [host for host in self.streams.hosts.values() if host.name not in self._gone]
+
+    def _broken(self) -> list[str]:
+        """Return what does not hold at the end."""
+        found = []
+        pieces = self.manifest.piece_count
+        for host in self._survivors():
+            if host.published_s is None:
+                why = f", {host.error.one_line()}" if host.error else ""
+                found.append(
+                    f"I7 {host.name} has {host.have.count} of {pieces} pieces "
+                    f"after {self.streams.clock.now_s:.1f} s{why}"
+                )
+            elif host.have.count != pieces or host.durable.count != pieces:
+                found.append(f"I2 {host.name} is complete with {host.durable.count} durable pieces")
+        return found
+
+    def _fuse(self) -> list[str]:
+        """Return whether the origin was read too much; before all else, of which there may be more
+        than a report names.
+        """
+        read = sum(host.origin_bytes for host in self.streams.hosts.values())
+        fuse = origin_cap_bytes(self.manifest.total_size)
+        if read <= fuse or self.scenario.topology is Topology.DIRECT:
+            return []
+        return [f"I6 {read:.0f} bytes read from the origin, at most {fuse} may be"]
+
+    def _unfinished(self) -> list[str]:
+        """Let the coordinator notice that all is done, and return what it says otherwise."""
+        patience = self.scenario.coordinator
+        late_s = self.streams.clock.now_s + 2 * patience.lost_s + patience.return_grace_s + 10.0
+        self.streams.run(late_s, lambda: self.control.deployment.status.is_final)
+        status = self.control.deployment.status
+        if status is DeploymentStatus.COMPLETE:
+            return []
+        return [f"I7 every survivor is complete and the deployment is {status.value}"]

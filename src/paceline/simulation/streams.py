@@ -1,0 +1,386 @@
+"""The simulated data plane: what sessions ask for becomes flows, what arrives becomes events.
+
+Each session is the production ``RelaySession``. Here is only what sockets, disks and servers do: a
+server sends the first asked piece that it has (``runs``), a piece may be passed on once it is
+verified and becomes durable with others (``disk``), a reset is seen at once and silence is not
+(``keepalives``). After a fault nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from paceline.errors import PacelineError, PeerLost
+from paceline.manifest import Manifest
+from paceline.relay.protocol.events import (
+    SLEPT_S,
+    Abandon,
+    Complete,
+    Confirmed,
+    Fail,
+    Fetch,
+    LanesAssigned,
+    ReportSourceLost,
+    SessionEvent,
+    SourceFailed,
+    Tick,
+    Woke,
+)
+from paceline.relay.protocol.extents import Extent
+from paceline.relay.protocol.limits import PieceMap, SessionLimits
+from paceline.relay.protocol.session import RelaySession
+from paceline.schemas.plan import Source, WorkerLanes
+from paceline.simulation.coalescing import PAID, Gathering
+from paceline.simulation.hosts import Disk, Flow, Host, Tally
+from paceline.simulation.keepalives import Keepalives
+from paceline.simulation.network import Clock, Network
+from paceline.simulation.runs import ASIDE, Runs
+from paceline.simulation.scenario import Timing
+
+
+class Streams:
+    """Hosts, their sessions and the streams between them. ``step_s`` is how finely it looks."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        limits: SessionLimits,
+        timing: Timing,
+        coalesce: int = 1,
+        corrupt: float = 0.0,
+        step_s: float = 0.0,
+        lag_bytes: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.clock = Clock()
+        self.manifest = manifest
+        self.network = Network()
+        self.hosts: dict[str, Host] = {}
+        self.origin: Host | None = None
+        self.events = 0  # that sessions were told
+        self.on_news: Callable[[Host], None] = lambda _host: None  # what its agent tells at once
+        self._asked_twice: list[str] = []
+        self._pieces = PieceMap(manifest)
+        self._limits = limits
+        self._timing = timing
+        self._step_s = step_s
+        self._seed = seed
+        self._inbox: deque[tuple[Host, RelaySession, SessionEvent]] = deque()
+        self.disk = Disk(self.clock, self._pieces.count, timing, self.tell)
+        self.runs = Runs(
+            clock=self.clock,
+            network=self.network,
+            pieces=self._pieces,
+            size_bytes=manifest.total_size,
+            lag_bytes=lag_bytes,
+            gathering=Gathering(
+                pieces=self._pieces.count,
+                piece_bytes=manifest.piece_bytes,
+                coalesce=coalesce,
+                corrupt=corrupt,
+                seed=seed,
+            ),
+            disk=self.disk,
+            tell=self.tell,
+            settled=self._settle,
+        )
+        self.keepalives = Keepalives(self.clock, self.runs, self.hosts, limits, self.tell)
+
+    @property
+    def violations(self) -> list[str]:
+        """Return what must never happen and did."""
+        return [*self.disk.violations, *self._asked_twice]
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────
+
+    def run(self, until_s: float, done: Callable[[], bool]) -> None:
+        """Let time pass until ``done()``, or until there is nothing left to happen before then."""
+        self._settle()
+        clock, network, runs = self.clock, self.network, self.runs
+        while not done():
+            next_s = network.now_s + self._step_s
+            if clock.next_s > next_s:  # otherwise a step as always; when a flow is due is no matter
+                next_s = max(next_s, min(network.next_s(), clock.next_s))
+            if next_s > until_s:
+                clock.now_s = until_s
+                return
+            # Within a step, one thing leads to another at its own time: a reset costs a
+            # connection, and not three steps.
+            clock.happen(float(np.nextafter(next_s, 0.0)), self._settle)
+            clock.now_s = next_s
+            for slot in network.advance(next_s).tolist():
+                flow = runs.by_slot.get(slot)
+                if flow is not None and flow.moving:
+                    runs.crossed(flow)
+                    self._settle()
+            clock.happen(next_s, self._settle)
+
+    def _settle(self) -> None:
+        """Tell sessions what happened and do what they ask, until nobody has anything to say."""
+        while self._inbox or self.runs.unsettled:
+            self.runs.settle()
+            if self._inbox:
+                host, session, event = self._inbox.popleft()
+                if host.session is session and host.alive:
+                    self._handle(host, session, event)
+
+    # ── what the control plane and faults do ─────────────────────────────────────────────────────
+
+    def begin(self, host: Host) -> None:
+        """Give a host a session, with what its disk holds."""
+        host.have = host.durable.copy()
+        host.begun_s, host.complete, host.error = self.clock.now_s, False, None
+        host.commit_s = None  # what was due had no session, or one that is gone
+        host.session = RelaySession(
+            worker_id=host.name,
+            manifest=self.manifest,
+            held=host.durable,
+            limits=self._limits,
+            seed=self._seed,
+            pieces=self._pieces,
+        )
+
+    def tell(self, host: Host, event: SessionEvent) -> None:
+        """Tell a session something, after everything that arrived before."""
+        if host.session is None:
+            return
+        if host.frozen:
+            host.missed.append(event)
+        else:
+            self._inbox.append((host, host.session, event))
+
+    def assign(self, host: Host, given: WorkerLanes) -> None:
+        """Hand a worker its lanes."""
+        host.lanes = given
+        chunks = self._pieces.chunks
+        lanes = sorted(given.lanes, key=lambda lane: lane.first_chunk)
+        host.lane_starts = [chunks[lane.first_chunk].first for lane in lanes]
+        host.lane_sources = [lane.source.key for lane in lanes]
+        self.runs.flush(host.feeds.values())
+        self.tell(host, LanesAssigned(given, origin_read_bytes=self.origin_bytes(host)))
+
+    def origin_bytes(self, host: Host) -> int:
+        """Return what a host has read from the origin, as its sockets count it: to the byte."""
+        going = sum(
+            self.runs.partial(each) for each in host.feeds.values() if each.source.is_origin
+        )
+        return round(host.origin_bytes + going)
+
+    def kill(self, host: Host) -> None:
+        """End a process: its peers see a reset, its disk keeps what was durable."""
+        self._silence(host)
+        for flow in list(host.readers):
+            flow.open = False
+            lost = PeerLost("the connection was reset", where=host.name)
+            self._later_failed(flow, lost)
+        for flow in list(host.feeds.values()):
+            self.runs.close(flow)
+        host.alive = False
+        host.session, host.timer_s, host.commit_s = None, None, None
+        host.missed.clear()
+        host.have = host.durable.copy()
+
+    def freeze(self, host: Host) -> None:
+        """Stop a process without a word."""
+        self._silence(host)
+        host.frozen, host.frozen_s = True, self.clock.now_s
+
+    def thaw(self, host: Host) -> None:
+        """Let a frozen process go on where it stopped."""
+        if not host.frozen:
+            return
+        host.frozen = False
+        self.runs.start_soon(*host.readers, *host.feeds.values())
+        host.commit_s = None
+        self.disk.commit_soon(host)
+        if host.complete:
+            self.disk.publish_soon(host)
+        missed, host.missed = host.missed, []
+        slept_s = self.clock.now_s - host.frozen_s
+        host.slept = slept_s >= SLEPT_S
+        for event in (Woke(slept_s, replaced=host.slept), *missed, Tick()):
+            self.tell(host, event)
+
+    def confirm(self, host: Host) -> None:
+        """Let a host that had stood still hear that its lanes stand."""
+        if host.slept:
+            host.slept = False
+            self.tell(host, Confirmed())
+
+    def limit(self, host: Host, bytes_s: float) -> None:
+        """Give a host's NIC another rate, both ways."""
+        self.network.limit(host.nic_in, bytes_s)
+        self.network.limit(host.nic_out, bytes_s)
+
+    def slow_down(self, host: Host, share: float) -> None:
+        """Leave a host's NIC ``share`` of what it carries."""
+        for nic in (host.nic_in, host.nic_out):
+            self.network.limit(nic, self.network.capacity(nic) * share)
+
+    def running(self, host: Host) -> dict[tuple[str, str], Tally]:
+        """Return what is to be added to a host's counts for its open streams.
+
+        Corrupt pieces come in one run an extent here: they are counted as if they were spread.
+        """
+        runs, sums = self.runs, dict[tuple[str, str], Tally]()
+        for flow in host.readers:
+            self._add_carried(sums, flow)
+        for flow in host.feeds.values():
+            if flow.source.is_origin:
+                tally = self._add_carried(sums, flow)
+            else:
+                tally = _tally_of(sums, flow)
+            reached = runs.reached(flow)
+            corrupt = runs.share_of_corrupt(flow, reached)
+            refused = flow.gone.size if flow.gone is not None else 0
+            tally.pieces += reached - flow.base - corrupt - refused
+            tally.corrupt += corrupt
+        return sums
+
+    def _add_carried(self, sums: dict[tuple[str, str], Tally], flow: Flow) -> Tally:
+        tally = _tally_of(sums, flow)
+        tally.bytes += self.network.carried.item(flow.slot)
+        tally.busy_s += self.network.busy_s.item(flow.slot)
+        return tally
+
+    # ── sessions ─────────────────────────────────────────────────────────────────────────────────
+
+    def _handle(self, host: Host, session: RelaySession, event: SessionEvent) -> None:
+        self.events += 1
+        host.told_s = self.clock.now_s
+        for action in session.handle(event, self.clock.now_s):
+            match action:
+                case Fetch(source, number, extent):
+                    self._fetch(host, source, number, extent)
+                case Abandon(key, number):
+                    for flow in [f for f in host.feeds.values() if f.key == key]:
+                        if flow.number == number:
+                            self.runs.close(flow)
+                case Complete():
+                    self.disk.completed(host)
+                case Fail(error):
+                    host.error = error
+                    self.on_news(host)
+                case ReportSourceLost():
+                    self.on_news(host)
+        self._arm(host, session)
+
+    def _arm(self, host: Host, session: RelaySession) -> None:
+        deadline_s = session.deadline_s()
+        if deadline_s is None or (host.timer_s is not None and host.timer_s <= deadline_s):
+            return
+        host.timer_s = max(deadline_s, self.clock.now_s + 1e-6)
+        due_s = host.timer_s
+
+        def ring() -> None:
+            if host.session is not session or host.timer_s != due_s:
+                return
+            host.timer_s = None
+            again_s = session.deadline_s()
+            if again_s is not None and again_s <= self.clock.now_s:
+                self.runs.flush(f for f in host.feeds.values() if not self.keepalives.is_vouched(f))
+                self.tell(host, Tick())
+            else:
+                self._arm(host, session)
+
+        self.clock.at(host.timer_s, ring)
+
+    # ── streams ──────────────────────────────────────────────────────────────────────────────────
+
+    def _fetch(self, host: Host, source: Source, number: int, extent: Extent) -> None:
+        lane = bisect_right(host.lane_starts, extent.first)
+        flow = host.feeds.get((source.key, lane))
+        if source.kind == "origin" and extent.first > host.lane_starts[lane - 1]:
+            flow = self._going_on(host, source.key, number, extent) or flow
+        if flow is not None and flow.number == number and _has_passed(flow, extent):
+            # A repair: it takes turns with what is on its way, unless that was paid for before.
+            lane = PAID if host.paid.covers(extent) else ASIDE
+            flow = host.feeds.get((source.key, lane))
+        if flow is None or flow.number != number:
+            flow = self._open(host, source, number, lane)
+        lacking = list(host.have.gaps(extent))
+        if (again := extent.size - sum(run.size for run in lacking)) and not host.frozen:
+            self._asked_again(host, extent, again)
+            self.runs.flush(host.feeds.values())  # it is here: the session was not told yet
+        for run in lacking:
+            self.runs.want(flow, run)
+        if flow.moving:
+            self.runs.extend(flow)
+            if extent.size == 1:
+                self.runs.hear(flow, extent)
+        elif flow.open:
+            self.runs.start_soon(flow)
+
+    def _going_on(self, host: Host, key: str, number: int, extent: Extent) -> Flow | None:
+        """Return what of the stream brings the piece before ``extent``, if it is still to come.
+
+        It was asked for as another lane, of older lanes. A stream brings what it is asked for in
+        its order; beside it, in turns, a seed read a window ahead of everybody who reads from it.
+        """
+        before = Extent(extent.first - 1, extent.first)
+        for flow in host.feeds.values():
+            same = flow.key == key and flow.number == number and flow.lane not in (ASIDE, PAID)
+            if same and flow.wanted.covers(before):
+                return flow
+        return None
+
+    def _asked_again(self, host: Host, extent: Extent, again: int) -> None:
+        told = host.session.progress().pieces_verified if host.session else 0
+        if told >= host.have.count:  # it knew of every one of them
+            self._asked_twice.append(f"{host.name} asked again for {again} pieces of {extent}")
+
+    def _open(self, host: Host, source: Source, number: int, lane: int) -> Flow:
+        far = self.origin if source.kind == "origin" else self.hosts[source.worker_id or ""]
+        if far is None:
+            raise AssertionError("there is no origin")
+        flow = self.runs.open(host, far, source.key, number, lane)
+        if not far.alive:
+            self._later_failed(flow, PeerLost("connection refused", where=source.key))
+        else:
+            self.clock.after(self._timing.connect_s, lambda: self._opened(flow))
+        return flow
+
+    def _opened(self, flow: Flow) -> None:
+        if not flow.closed and flow.source.alive:
+            flow.open = True
+            self.runs.start_soon(flow)
+
+    def _later_failed(self, flow: Flow, error: PacelineError) -> None:
+        session = flow.reader.session
+
+        def failed() -> None:
+            if not flow.closed and flow.reader.session is session:
+                self.tell(flow.reader, SourceFailed(flow.key, flow.number, error))
+
+        self.clock.after(self._timing.latency_s, failed)
+
+    def _silence(self, host: Host) -> None:
+        """Nothing leaves or reaches a host any more; what arrived by now is reported."""
+        flows = [*host.readers, *host.feeds.values()]
+        # Of every lane before anything else: who reads several from here would take those that it
+        # was told of last for standing still, and ask elsewhere for what it has.
+        self.runs.flush(flows)
+        for flow in flows:
+            self.runs.halt(flow)
+            self.keepalives.silence(flow)
+        host.waiting.clear()
+
+
+def _has_passed(flow: Flow, extent: Extent) -> bool:
+    """Return whether ``flow`` has brought these pieces already, corrupt."""
+    gone = flow.gone
+    ahead = gone is not None and gone.first <= extent.first and extent.stop <= gone.stop
+    return ahead or extent.stop <= flow.base
+
+
+def _tally_of(sums: dict[tuple[str, str], Tally], flow: Flow) -> Tally:
+    edge = flow.key, flow.reader.name
+    known = sums.get(edge)
+    if known is None:
+        known = sums[edge] = Tally()
+    return known

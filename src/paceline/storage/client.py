@@ -1,0 +1,235 @@
+"""boto3 clients, configured once: timeouts, bounded retries, no silent environment.
+
+Importing boto3 takes about half a second, so it happens at the first call, never at import.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from paceline.errors import (
+    AccessDenied,
+    CorruptData,
+    InvalidInput,
+    PacelineError,
+    PermanentError,
+    ServiceUnavailable,
+    SourceChanged,
+    SourceMissing,
+    StorageFull,
+)
+
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 20.0  # twice within the budget of objects.patience
+HASTE_S = 4.0  # the same for a first try that another one follows: a healthy server answers sooner
+MAX_ATTEMPTS = 3  # the first try included; botocore's standard mode jitters its backoff
+POOL = 32
+
+_creating = threading.Lock()  # creating botocore sessions is not thread-safe
+_sessions: list[Any] = []  # one for all: another client of it takes 5 ms and 0.4 MB
+
+
+def make_client(
+    endpoint_url: str, access_key: str, secret_key: str, region: str, *, hasty: bool = False
+) -> Any:
+    """Return a thread-safe S3 client for ``endpoint_url`` with exactly these credentials.
+
+    A ``hasty`` one tries once, and waits HASTE_S for each answer and each read.
+    """
+    import boto3
+    from botocore.config import Config
+
+    host = urlsplit(endpoint_url).hostname or ""
+    local = host in ("localhost", "::1") or host.startswith("127.")
+    config = Config(
+        signature_version="s3v4",
+        s3={"addressing_style": "path"},
+        retries={"mode": "standard", "total_max_attempts": 1 if hasty else MAX_ATTEMPTS},
+        connect_timeout=min(CONNECT_TIMEOUT_S, HASTE_S) if hasty else CONNECT_TIMEOUT_S,
+        read_timeout=HASTE_S if hasty else READ_TIMEOUT_S,
+        max_pool_connections=POOL,
+        tcp_keepalive=True,
+        # Servers differ in what they do with the newer checksums; our digests are the check.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        proxies={} if local else None,  # a proxy variable must not catch loopback
+    )
+    with _creating:
+        if not _sessions:
+            _sessions.append(boto3.session.Session())
+        return _sessions[0].client(
+            "s3",
+            endpoint_url=endpoint_url,
+            aws_access_key_id=access_key,
+            aws_secret_access_key=secret_key,
+            region_name=region,
+            config=config,
+        )
+
+
+# Botocore's errors in Paceline's words; knows error codes, does no I/O of its own.
+
+_MISSING = {"NoSuchBucket", "NoSuchKey", "NotFound", "404", "NoSuchUpload", "NoSuchVersion"}
+_DENIED = {
+    "AccessDenied",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "InvalidToken",
+    "ExpiredToken",
+    "AuthorizationHeaderMalformed",
+    "401",
+    "403",
+}
+_CHANGED = {"PreconditionFailed", "412", "InvalidRange", "416"}
+_FULL = {"InsufficientStorage", "QuotaExceeded", "507"}
+_BUSY = {
+    *("SlowDown", "RequestTimeout", "Throttling", "TooManyRequests", "429", "InternalError"),
+    "ConditionalRequestConflict",  # of two conditional writes at once: the next try decides
+}
+_CORRUPT = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch", "IncompleteBody"}
+
+_CHECK_SERVER = "Check that the S3 server runs and answers there, then try again."
+
+
+@contextmanager
+def translated(endpoint_url: str, url: str) -> Iterator[None]:
+    """Raise whatever botocore or the socket raises inside as a PacelineError, chained."""
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except PacelineError:
+        raise
+    except ClientError as error:
+        raise from_client_error(error.response, endpoint_url, url) from error
+    except Boto3Error as error:  # an upload that failed wraps the error of its part
+        cause = error.__cause__ or error.__context__
+        if isinstance(cause, ClientError):
+            raise from_client_error(cause.response, endpoint_url, url) from error
+        raise _unavailable(cause or error, endpoint_url, url) from error
+    except BotoCoreError as error:
+        raise _from_botocore(error, endpoint_url, url) from error
+    except (HTTPError, ConnectionError, TimeoutError) as error:
+        raise _unavailable(error, endpoint_url, url) from error
+    except (ResponseParserError, ValueError) as error:
+        raise PermanentError(
+            "S3 sent an answer that cannot be read",
+            got=f"{type(error).__name__}: {str(error)[:200]}",
+            where=f"{url} on {endpoint_url}",
+            do="Check that an S3 server answers there.",
+        ) from error
+
+
+def from_client_error(response: dict[str, object], endpoint_url: str, url: str) -> PacelineError:
+    """Return the error that an S3 error ``response`` means."""
+    details = response.get("Error")
+    code = str(details.get("Code", "")) if isinstance(details, dict) else ""
+    meta = response.get("ResponseMetadata")
+    status = int(meta.get("HTTPStatusCode", 0)) if isinstance(meta, dict) else 0
+    known = {code, str(status)}
+    got = f"HTTP {status}" if code in ("", str(status)) else f"{code} ({status})"
+    where = f"{url} on {endpoint_url}"
+    if known & _MISSING:
+        what = "bucket does not exist" if code == "NoSuchBucket" else "object does not exist"
+        return SourceMissing(what, got=got, where=where, do="Check the URL, or publish it first.")
+    if known & _DENIED:
+        return AccessDenied(
+            "S3 refused the credentials",
+            got=got,
+            wanted="an access key that may do this",
+            where=where,
+            do="Check the access key and secret key of this installation.",
+        )
+    if known & _CHANGED:
+        return SourceChanged(
+            "object was replaced while it was read",
+            got=got,
+            wanted="the pinned ETag and size",
+            where=where,
+            do="Read its head again and start over, or publish under a new version.",
+        )
+    if known & _FULL:
+        return StorageFull("S3 has no room", got=got, where=where, do="Free space or raise quota.")
+    if code in _CORRUPT:
+        return CorruptData("S3 received other bytes than were sent", got=got, where=where)
+    if known & _BUSY or (status >= 500 and status != 501):  # 501: it never will
+        return ServiceUnavailable("S3 cannot serve now", got=got, where=where, do=_CHECK_SERVER)
+    return PermanentError("S3 refused the request", got=got, where=where)
+
+
+def _from_botocore(error: Exception, endpoint_url: str, url: str) -> PacelineError:
+    from botocore import exceptions
+
+    where = f"{url} on {endpoint_url}"
+    if isinstance(
+        error,
+        (
+            exceptions.ConnectionError,  # no connection at all
+            exceptions.HTTPClientError,  # read timeout, closed, proxy, TLS
+            exceptions.ResponseStreamingError,
+            exceptions.IncompleteReadError,
+        ),
+    ):
+        return _unavailable(error, endpoint_url, url)
+    if isinstance(error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)):
+        return AccessDenied("no S3 credentials", got=error, where=where, do="Start with `up`.")
+    if isinstance(error, (exceptions.ParamValidationError, ValueError)):
+        return InvalidInput("S3 request is malformed", got=error, where=where)
+    return PermanentError("S3 client failed", got=f"{type(error).__name__}: {error}", where=where)
+
+
+def _unavailable(error: BaseException, endpoint_url: str, url: str) -> ServiceUnavailable:
+    return ServiceUnavailable(
+        "S3 does not answer",
+        got=f"{type(error).__name__}: {error}",
+        where=f"{url} on {endpoint_url}",
+        do=_CHECK_SERVER,
+    )
+
+
+# How long a failing S3 server is tried again: jittered waits within a budget, then the error.
+#
+# Botocore tries each request a few times by itself; this is the longer breath around it, for bodies
+# that break off and servers that say "slow down". Progress fills the budget up again.
+
+ATTEMPTS = 8
+BUDGET_S = 45.0  # below the relay's own deadline for an origin, so that the error is told in words
+BACKOFF_S = 0.1  # doubles with each attempt, times a jitter of 0.5 to 1.5
+BACKOFF_MAX_S = 5.0
+
+
+class Patience:
+    """Counts the failures of one transfer since it last moved a byte."""
+
+    def __init__(self) -> None:
+        self.progressed()
+
+    def progressed(self) -> None:
+        """Take note that bytes moved."""
+        self._failures = 0
+        self._since = time.monotonic()
+
+    def failed(self, error: ServiceUnavailable) -> None:
+        """Wait before the next attempt; raises ``error`` when attempts or budget are used up."""
+        self._failures += 1
+        wait_s = min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** (self._failures - 1))
+        wait_s *= random.uniform(0.5, 1.5)
+        waited_s = time.monotonic() - self._since
+        if self._failures >= ATTEMPTS or waited_s + wait_s > BUDGET_S:
+            raise ServiceUnavailable(
+                error.what,
+                got=f"{error.got}, {self._failures} times in {waited_s:.0f} s",
+                wanted=error.wanted,
+                where=error.where,
+                do=error.do,
+            ) from error
+        time.sleep(wait_s)

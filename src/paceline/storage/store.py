@@ -1,0 +1,442 @@
+"""``ObjectStore``: what Paceline needs of S3, with Paceline's errors.
+
+Safe for many threads at once; one boto3 client a store. Deliberately no caching, no digests (the
+manifest's business) and no knowledge of what is stored.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from paceline.config import ObjectAccess, Runtime
+from paceline.errors import (
+    CorruptData,
+    InvalidInput,
+    PacelineError,
+    PermanentError,
+    ServiceUnavailable,
+    SourceChanged,
+    SourceMissing,
+)
+from paceline.storage.client import Patience, from_client_error, make_client, translated
+from paceline.storage.ranges import Failed, PinnedObject, stream_range
+from paceline.storage.uploads import Uploader
+from paceline.storage.url import ObjectInfo, parse_url
+from paceline.system.files import sync_directory
+
+MIB = 1024 * 1024
+PART_BYTES = 16 * MIB
+PARALLEL = 4  # parts of one transfer at once
+_NO_CONDITION = ("NotImplemented", "InvalidArgument", "InvalidRequest", "HTTP 501", "HTTP 400")
+SILENT_ATTEMPTS = 3  # of a server that says nothing before anything moves
+
+
+class ObjectStore:
+    """One S3 endpoint with one pair of credentials."""
+
+    def __init__(
+        self, *, endpoint_url: str, access_key: str, secret_key: str, region: str = "us-east-1"
+    ) -> None:
+        if not endpoint_url.startswith(("http://", "https://")):
+            raise InvalidInput(
+                "bad S3 endpoint",
+                got=repr(endpoint_url),
+                wanted="http://host:port or https://host:port",
+                do="Start the installation, or set the endpoint in its profile.",
+            )
+        self.endpoint_url = endpoint_url
+        self._credentials = (access_key, secret_key, region)
+        self._lock = threading.Lock()
+        self._made: Any = None
+        self._made_hasty: Any = None
+        self.has_conditional_writes: bool | None = None  # None: not known yet
+        self.uploaded_files = 0
+        self.reused_bytes = 0  # of uploads that went on with what an earlier attempt left
+
+    @classmethod
+    def from_runtime(cls, runtime: Runtime) -> ObjectStore:
+        """Return the store of a running installation."""
+        return cls(
+            endpoint_url=runtime.endpoints.s3_url,
+            access_key=runtime.secrets.s3_access_key,
+            secret_key=runtime.secrets.s3_secret_key,
+        )
+
+    @classmethod
+    def from_access(cls, access: ObjectAccess) -> ObjectStore:
+        """Return the store that a profile and the environment name (``profile.object_access``)."""
+        return cls(
+            endpoint_url=access.endpoint_url,
+            access_key=access.access_key,
+            secret_key=access.secret_key,
+            region=access.region,
+        )
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.endpoint_url!r})"
+
+    @property
+    def _client(self) -> Any:
+        with self._lock:
+            if self._made is None:
+                self._made = make_client(self.endpoint_url, *self._credentials)
+            return self._made
+
+    @property
+    def _hasty(self) -> Any:
+        with self._lock:
+            if self._made_hasty is None:
+                self._made_hasty = make_client(self.endpoint_url, *self._credentials, hasty=True)
+            return self._made_hasty
+
+    def warm_up(self) -> None:
+        """Make the clients now (0.4 s and 25 MB), so that nobody waits for them later."""
+        _ = self._client, self._hasty
+
+    def ensure_bucket(self, bucket: str) -> None:
+        """Make ``bucket`` unless it exists."""
+        from botocore.exceptions import ClientError
+
+        url = f"s3://{bucket}/"
+        parse_url(url)
+        with translated(self.endpoint_url, url):
+            try:
+                self._client.create_bucket(Bucket=bucket)
+            except ClientError as error:
+                if error.response.get("Error", {}).get("Code") not in (
+                    "BucketAlreadyOwnedByYou",
+                    "BucketAlreadyExists",
+                ):
+                    raise from_client_error(error.response, self.endpoint_url, url) from error
+
+    def head(self, url: str, on_failed: Failed | None = None) -> ObjectInfo:
+        """Return size and ETag of the object; raises SourceMissing where there is none.
+
+        With ``on_failed`` a server that says nothing is asked again sooner; see ``stream_range``.
+        """
+        bucket, key = _object(url)
+        if on_failed is not None:
+            began_s = time.monotonic()
+            try:
+                with translated(self.endpoint_url, url):
+                    answer = self._hasty.head_object(Bucket=bucket, Key=key)
+                return _info(url, answer, "ContentLength")
+            except ServiceUnavailable as error:
+                on_failed(error, time.monotonic() - began_s)
+        with translated(self.endpoint_url, url):
+            return _info(url, self._client.head_object(Bucket=bucket, Key=key), "ContentLength")
+
+    def require_answer(self, url: str, on_failed: Failed) -> None:
+        """Raise ServiceUnavailable where the server says nothing at all about the object, several
+        times in a row; ``on_failed`` hears of each. Whatever else it says is for who asks next.
+        """
+        from botocore.exceptions import ConnectTimeoutError, ReadTimeoutError
+
+        bucket, key = _object(url)
+        began_s = time.monotonic()
+        for left in reversed(range(SILENT_ATTEMPTS)):
+            try:
+                with translated(self.endpoint_url, url):
+                    self._hasty.head_object(Bucket=bucket, Key=key)
+            except ServiceUnavailable as error:
+                if not isinstance(error.__cause__, ConnectTimeoutError | ReadTimeoutError):
+                    return
+                silent_s = time.monotonic() - began_s
+                if not left:
+                    raise ServiceUnavailable(
+                        "S3 does not answer",
+                        got=f"nothing, {SILENT_ATTEMPTS} times in {silent_s:.0f} s",
+                        where=error.where,
+                        do=error.do,
+                    ) from error
+                on_failed(error, silent_s)
+            except PacelineError:
+                return
+            else:
+                return
+
+    def exists(self, url: str) -> bool:
+        """Return whether the object exists."""
+        try:
+            self.head(url)
+        except SourceMissing:
+            return False
+        return True
+
+    def get_bytes(self, url: str, max_bytes: int = 64 * MIB) -> bytes:
+        """Return the whole object; raises InvalidInput where it is larger than ``max_bytes``, and
+        SourceMissing, which says whether it is the object or its bucket.
+        """
+        try:
+            info = self.head(url)
+        except SourceMissing as error:
+            self._require_bucket(url, error)
+            raise
+        if info.size > max_bytes:
+            raise InvalidInput(
+                "object is too large to read at once",
+                got=f"{info.size} bytes",
+                wanted=f"at most {max_bytes} bytes",
+                where=url,
+            )
+        data = bytearray(info.size)
+        self.read_range_into(url, 0, memoryview(data), etag=info.etag, size=info.size)
+        return bytes(data)
+
+    def put_bytes(self, url: str, data: bytes) -> ObjectInfo:
+        """Write ``data`` as one object and return what is there now."""
+        bucket, key = _object(url)
+        with translated(self.endpoint_url, url):
+            self._client.put_object(Bucket=bucket, Key=key, Body=data)
+        return self._written(url, len(data))
+
+    def put_if_absent(self, url: str, data: bytes) -> bool | None:
+        """Write ``data`` unless an object is there, and return whether it was written; of several
+        writers at once one writes. False may be our own write, whose answer was lost.
+
+        None where the server has no conditional writes (it refuses them, or takes a second one as
+        well): what is there then is not known.
+        """
+        bucket, key = _object(url)
+        patience = Patience()
+
+        def put() -> bool:
+            while True:
+                try:
+                    with translated(self.endpoint_url, url):
+                        self._client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+                except SourceChanged:  # 412
+                    return False
+                except ServiceUnavailable as error:
+                    patience.failed(error)
+                else:
+                    return True
+
+        try:
+            written = self.has_conditional_writes is not False and put()
+            if (
+                self.has_conditional_writes is None
+            ):  # many servers ignore a condition that they do not know
+                self.has_conditional_writes = not (written and put())
+        except PermanentError as error:
+            if not str(error.got).startswith(_NO_CONDITION):
+                raise
+            self.has_conditional_writes = False
+        return written if self.has_conditional_writes else None
+
+    def read_range_into(
+        self,
+        url: str,
+        offset: int,
+        view: memoryview,
+        *,
+        etag: str,
+        size: int | None = None,
+        version_id: str | None = None,
+    ) -> None:
+        """Fill ``view`` with the object's bytes from ``offset`` on, pinned to ``etag``.
+
+        Raises SourceChanged where the object has another ETag (or total size) by now.
+        """
+        for _ in self.stream_range(url, offset, view, etag=etag, size=size, version_id=version_id):
+            pass
+
+    def stream_range(
+        self,
+        url: str,
+        offset: int,
+        view: memoryview,
+        *,
+        etag: str | None,
+        size: int | None = None,
+        version_id: str | None = None,
+        on_socket: Callable[[socket.socket], None] | None = None,
+        on_failed: Failed | None = None,
+    ) -> Iterator[int]:
+        """Do what ``read_range_into`` does, and yield how much of ``view`` is there as it comes.
+
+        With ``on_failed``, who hears of each attempt that failed, a server that says nothing is
+        left after HASTE_S for a new connection, which is given more time.
+        """
+        _object(url)
+        pinned = PinnedObject(url, etag, size, version_id)
+        clients = self._client if on_failed is None else self._hasty, self._client
+        return stream_range(clients, self.endpoint_url, pinned, offset, view, on_socket, on_failed)
+
+    def upload_file(
+        self,
+        path: Path | str,
+        url: str,
+        sha256: str = "",
+        *,
+        stopping: threading.Event | None = None,
+        on_bytes: Callable[[int], None] = lambda _count: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> ObjectInfo:
+        """Write the file as one object, in parallel parts where it is large, going on with the
+        parts that an attempt which died left there. ``sha256`` is kept beside it (see ``holds``).
+
+        Where somebody sets ``stopping`` it ends soon, by Cancelled, and its parts stay.
+        ``on_bytes`` hears of each part that S3 has, from the thread that brought it. ``check`` is
+        called once all is read; where it raises, no object appears.
+        """
+        _object(url)
+        source = _regular(Path(path))
+        size = source.stat().st_size
+        uploader = Uploader(self._client, self.endpoint_url, stopping, on_bytes)
+        reused = uploader.upload(source, url, sha256, check)
+        with self._lock:
+            self.uploaded_files += 1
+            self.reused_bytes += reused
+        return self._written(url, size)
+
+    def holds(self, url: str, size: int, sha256: str) -> bool:
+        """Return whether the object is there, whole, uploaded as content of this digest."""
+        bucket, key = _object(url)
+        uploader = Uploader(self._client, self.endpoint_url)
+        return uploader.holds({"Bucket": bucket, "Key": key}, url, size, sha256)
+
+    def abort_uploads(self, prefix_url: str, older_than_s: float = 0.0) -> int:
+        """Drop the unfinished uploads below ``prefix_url`` that are older, and return how many."""
+        bucket, prefix = _object(prefix_url)
+        prefix = f"{prefix.rstrip('/')}/"
+        uploader = Uploader(self._client, self.endpoint_url)
+        before = time.time() - older_than_s
+        found = [
+            each for each in uploader.unfinished(bucket, prefix) if each.began.timestamp() <= before
+        ]
+        for each in found:
+            uploader.abort(bucket, each)
+        return len(found)
+
+    def download_file(self, url: str, path: Path | str) -> ObjectInfo:
+        """Write the object to ``path`` (replaced at once, when complete) by parallel ranges."""
+        target = Path(path)
+        info = self.head(url)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.part")
+        try:
+            with temporary.open("wb") as file:
+                file.truncate(info.size)
+                self._fetch(info, file.fileno())
+                os.fsync(file.fileno())
+            temporary.replace(target)
+            sync_directory(target.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return info
+
+    def list(self, prefix_url: str) -> list[ObjectInfo]:
+        """Return the objects below ``prefix_url`` by key; a prefix is a directory, so that
+        ``…/v1`` never matches ``…/v10/…``. Nothing there is an empty list.
+        """
+        bucket, prefix = parse_url(prefix_url)
+        prefix = f"{prefix.rstrip('/')}/" if prefix else ""
+        found: list[ObjectInfo] = []
+        with translated(self.endpoint_url, prefix_url):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=bucket, Prefix=prefix
+            )
+            for page in pages:
+                found += [
+                    _info(f"s3://{bucket}/{each['Key']}", each, "Size")
+                    for each in page.get("Contents", ())
+                ]
+        return sorted(found, key=lambda info: info.url)
+
+    def directories(self, prefix_url: str) -> tuple[str, ...]:
+        """Return the names of the directories right below ``prefix_url``, sorted."""
+        bucket, prefix = parse_url(prefix_url)
+        prefix = f"{prefix.rstrip('/')}/" if prefix else ""
+        names: list[str] = []
+        with translated(self.endpoint_url, prefix_url):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=bucket, Prefix=prefix, Delimiter="/"
+            )
+            for page in pages:
+                names += [
+                    each["Prefix"].removeprefix(prefix).rstrip("/")
+                    for each in page.get("CommonPrefixes", ())
+                ]
+        return tuple(sorted(names))
+
+    def delete(self, url: str) -> None:
+        """Delete the object; one that does not exist is no error."""
+        bucket, key = _object(url)
+        try:
+            with translated(self.endpoint_url, url):
+                self._client.delete_object(Bucket=bucket, Key=key)
+        except SourceMissing:
+            return
+
+    def delete_prefix(self, url: str) -> int:
+        """Delete every object below ``url`` (as ``list`` sees it) and return how many."""
+        _object(url)  # a whole bucket is never a prefix
+        found = self.list(url)
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            list(pool.map(self.delete, [info.url for info in found]))
+        return len(found)
+
+    def _require_bucket(self, url: str, missing: SourceMissing) -> None:
+        """Raise SourceMissing where the object is ``missing`` because there is no such bucket."""
+        bucket, _ = parse_url(url)
+        try:
+            with translated(self.endpoint_url, url):
+                self._client.head_bucket(Bucket=bucket)
+        except SourceMissing:
+            raise SourceMissing(
+                "bucket does not exist", got=bucket, where=missing.where, do=missing.do
+            ) from missing
+        except PacelineError:
+            return  # who may read objects may not always ask for their bucket
+
+    def _written(self, url: str, size: int) -> ObjectInfo:
+        info = self.head(url)
+        if info.size != size:
+            raise CorruptData(
+                "S3 holds another size than was written",
+                got=f"{info.size} bytes",
+                wanted=f"{size} bytes",
+                where=f"{url} on {self.endpoint_url}",
+                do="Write it again; somebody else may write to the same key.",
+            )
+        return info
+
+    def _fetch(self, info: ObjectInfo, descriptor: int) -> None:
+        def part(offset: int) -> None:
+            data = memoryview(bytearray(min(PART_BYTES, info.size - offset)))
+            self.read_range_into(info.url, offset, data, etag=info.etag, size=info.size)
+            while data:
+                written = os.pwrite(descriptor, data, offset)
+                data, offset = data[written:], offset + written
+
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            list(pool.map(part, range(0, info.size, PART_BYTES)))
+
+
+def _object(url: str) -> tuple[str, str]:
+    bucket, key = parse_url(url)
+    if not key:
+        raise InvalidInput("URL names no object", got=url, wanted="s3://bucket/key")
+    return bucket, key
+
+
+def _regular(path: Path) -> Path:
+    if not path.is_file():
+        raise SourceMissing("file to upload does not exist", got=path, wanted="a regular file")
+    return path
+
+
+def _info(url: str, answer: dict[str, Any], size_field: str) -> ObjectInfo:
+    return ObjectInfo(
+        url=url,
+        size=int(answer[size_field]),
+        etag=str(answer.get("ETag", "")).strip('"'),
+        version_id=answer.get("VersionId"),
+    )

@@ -1,0 +1,333 @@
+"""One file to one object, in parts where it is large; what an earlier attempt left is gone on with.
+
+A part that S3 holds counts as uploaded when its size and its MD5 (the ETag that S3 gives it) are
+those of the file; where a server's ETags are no MD5 (server-side encryption by key) parts are sent
+again, which is slower and as safe. Every body carries its Content-MD5, so that what was damaged on
+the way is refused. A file that is there already is known by the SHA-256 in its metadata.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.errors import (
+    Cancelled,
+    PermanentError,
+    ServiceUnavailable,
+    SourceChanged,
+    SourceMissing,
+)
+from paceline.storage.client import Patience, translated
+from paceline.storage.url import parse_url
+
+MIB = 1024 * 1024
+PART_BYTES = 16 * MIB
+MOST_PARTS = 9_000  # S3 allows 10,000
+PARALLEL = 4  # parts of one file at once
+ATTEMPTS = 3  # uploads of one file that somebody else ends before they are whole
+DIGEST_KEY = "paceline-sha256"  # in the object's metadata
+BLOCK = 1 * MIB
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A multipart upload that somebody began and nobody ended."""
+
+    key: str
+    upload_id: str
+    began: datetime
+
+
+class Uploader:
+    """Uploads files for one ObjectStore; ``client`` is its boto3 client.
+
+    ``stopping``, once set, ends uploads by Cancelled wherever they are; their parts stay.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        endpoint_url: str,
+        stopping: threading.Event | None = None,
+        on_bytes: Callable[[int], None] = lambda _count: None,
+    ) -> None:
+        self._client = client
+        self._endpoint_url = endpoint_url
+        self._on_bytes = on_bytes  # that S3 has by now
+        self._stopping = stopping or threading.Event()
+        self._failed = threading.Event()  # ours alone: others go on, and say why they end
+
+    def _ends(self) -> bool:
+        return self._stopping.is_set() or self._failed.is_set()
+
+    def upload(
+        self, path: Path, url: str, sha256: str, check: Callable[[], None] = lambda: None
+    ) -> int:
+        """Write the file as one object and return how many bytes of it were there already.
+
+        ``check`` is called when all of it was read and nothing appears yet, and may raise.
+        """
+        bucket, key = parse_url(url)
+        where = {"Bucket": bucket, "Key": key}
+        metadata = {DIGEST_KEY: sha256} if sha256 else {}
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size <= 2 * PART_BYTES:
+                with _Slice(descriptor, 0, size, path, self._ends) as body:
+                    md5 = body.md5()
+                    check()  # what changes from here on is not what its Content-MD5 says
+                    self._patiently(
+                        url,
+                        lambda: self._client.put_object(
+                            **where, Body=body.rewound(), ContentMD5=_b64(md5), Metadata=metadata
+                        ),
+                    )
+                self._on_bytes(size)
+                return 0
+            parts = (descriptor, size, path, url, where, metadata, check)
+            for attempt in range(ATTEMPTS):
+                try:
+                    return self._in_parts(*parts, resume=not attempt)
+                except _Unusable:
+                    # Two that upload the same file share one upload: it ends with the first of them
+                    if sha256 and self.holds(where, url, size, sha256):
+                        self._on_bytes(size)
+                        return size
+            raise ServiceUnavailable(
+                "somebody else ends our uploads of this object",
+                got=f"{ATTEMPTS} uploads that were gone before they were whole",
+                where=f"{url} on {self._endpoint_url}",
+                do="See who else writes there, and publish again.",
+            )
+        finally:
+            os.close(descriptor)
+
+    def unfinished(self, bucket: str, prefix: str) -> list[Upload]:
+        """Return the uploads below ``prefix`` that were begun and not ended, newest first."""
+        found: list[Upload] = []
+        try:
+            with translated(self._endpoint_url, f"s3://{bucket}/{prefix}"):
+                pages = self._client.get_paginator("list_multipart_uploads").paginate(
+                    Bucket=bucket, Prefix=prefix
+                )
+                for page in pages:
+                    found += [
+                        Upload(each["Key"], each["UploadId"], each["Initiated"])
+                        for each in page.get("Uploads") or ()
+                    ]
+        except SourceMissing:  # rclone says so where there are none
+            return []
+        return sorted(found, key=lambda upload: upload.began, reverse=True)
+
+    def abort(self, bucket: str, upload: Upload) -> None:
+        """Drop an unfinished upload and its parts; one that is gone is no error."""
+        url = f"s3://{bucket}/{upload.key}"
+        try:
+            with translated(self._endpoint_url, url):
+                self._client.abort_multipart_upload(
+                    Bucket=bucket, Key=upload.key, UploadId=upload.upload_id
+                )
+        except SourceMissing:
+            return
+
+    # ── in parts ─────────────────────────────────────────────────────────────────────────────────
+
+    def _in_parts(
+        self,
+        descriptor: int,
+        size: int,
+        path: Path,
+        url: str,
+        where: dict[str, str],
+        metadata: dict[str, str],
+        check: Callable[[], None],
+        *,
+        resume: bool,
+    ) -> int:
+        part_bytes = max(PART_BYTES, -(-size // MOST_PARTS))
+        starts = range(0, size, part_bytes)
+        lengths = {number: min(part_bytes, size - at) for number, at in enumerate(starts, start=1)}
+        upload_id, there = self._resume(where, url, lengths) if resume else (None, {})
+        if upload_id is None:
+            answer = self._patiently(
+                url,
+                lambda: self._client.create_multipart_upload(**where, Metadata=metadata),
+            )
+            upload_id = str(answer["UploadId"])
+        into = {**where, "UploadId": upload_id}
+
+        def part(number: int) -> tuple[int, str, bool]:
+            start, length = starts[number - 1], lengths[number]
+            with _Slice(descriptor, start, length, path, self._ends) as body:
+                md5 = body.md5()
+                if number in there:
+                    if there[number] != md5.hex():
+                        raise _Unusable
+                    self._on_bytes(length)
+                    return number, there[number], True
+                answer = self._patiently(
+                    url,
+                    lambda: self._client.upload_part(
+                        **into, PartNumber=number, Body=body.rewound(), ContentMD5=_b64(md5)
+                    ),
+                )
+                self._on_bytes(length)
+                return number, str(answer["ETag"]).strip('"'), False
+
+        with ThreadPoolExecutor(PARALLEL, thread_name_prefix="part") as pool:
+            running = [pool.submit(part, number) for number in lengths]
+            try:
+                done = [each.result() for each in running]
+            except _Unusable:
+                pool.shutdown(wait=True, cancel_futures=True)
+                self.abort(where["Bucket"], Upload(where["Key"], upload_id, datetime.now(UTC)))
+                raise
+            except SourceMissing as error:  # somebody else ended or aborted this upload
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise _Unusable from error
+            except BaseException:  # what is uploaded stays, for the next attempt to go on with
+                self._failed.set()
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        check()
+        parts = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag, _ in done]
+        try:
+            with translated(self._endpoint_url, url):
+                self._client.complete_multipart_upload(**into, MultipartUpload={"Parts": parts})
+        except SourceMissing as error:
+            raise _Unusable from error
+        except PermanentError as error:
+            if not str(error.got).startswith("InvalidPart"):
+                raise
+            self.abort(where["Bucket"], Upload(where["Key"], upload_id, datetime.now(UTC)))
+            raise _Unusable from error  # so some say of one that has ended
+        return sum(lengths[number] for number, _, known in done if known)
+
+    def holds(self, where: dict[str, str], url: str, size: int, sha256: str) -> bool:
+        """Return whether the object is there, whole, as content of this digest."""
+        try:
+            with translated(self._endpoint_url, url):
+                answer = self._client.head_object(**where)
+        except SourceMissing:
+            return False
+        known = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
+        return int(answer["ContentLength"]) == size and known.get(DIGEST_KEY) == sha256
+
+    def _resume(
+        self, where: dict[str, str], url: str, lengths: dict[int, int]
+    ) -> tuple[str | None, dict[int, str]]:
+        """Return the newest unfinished upload that was cut as this one, and its parts' ETags."""
+        bucket, key = where["Bucket"], where["Key"]
+        for upload in self.unfinished(bucket, key):
+            if upload.key != key:
+                continue
+            try:
+                parts = list(self._parts(bucket, upload, url))
+            except SourceMissing:  # ended or aborted since it was listed
+                continue
+            if all(lengths.get(number) == size for number, size, _ in parts):
+                return upload.upload_id, {number: etag for number, _, etag in parts}
+        return None, {}
+
+    def _parts(self, bucket: str, upload: Upload, url: str) -> Iterator[tuple[int, int, str]]:
+        with translated(self._endpoint_url, url):
+            pages = self._client.get_paginator("list_parts").paginate(
+                Bucket=bucket, Key=upload.key, UploadId=upload.upload_id
+            )
+            for page in pages:
+                for each in page.get("Parts") or ():
+                    yield each["PartNumber"], each["Size"], str(each["ETag"]).strip('"')
+
+    def _patiently(self, url: str, request: Callable[[], T]) -> T:
+        patience = Patience()
+        while True:
+            try:
+                with translated(self._endpoint_url, url):
+                    return request()
+            except ServiceUnavailable as error:
+                if self._ends():  # botocore calls a body that ends by Cancelled so
+                    raise Cancelled("the upload was stopped", where=url) from error
+                patience.failed(error)
+
+
+class _Unusable(Exception):
+    """An unfinished upload cannot be gone on with: other bytes, or it ended meanwhile."""
+
+
+class _Slice(io.RawIOBase):
+    """Part of an open file as a body of its own; never more than a block of it in memory."""
+
+    def __init__(
+        self, descriptor: int, offset: int, length: int, path: Path, ends: Callable[[], bool]
+    ) -> None:
+        super().__init__()
+        self._ends = ends
+        self._descriptor, self._offset, self._length = descriptor, offset, length
+        self._path = path
+        self._at = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        if not view:
+            return 0
+        if self._ends():
+            raise Cancelled("the upload was stopped", where=self._path)
+        got = os.preadv(self._descriptor, [view], self._offset + self._at)
+        if not got:
+            raise SourceChanged(
+                "file became shorter while it was uploaded",
+                got=f"{self._offset + self._at} bytes",
+                wanted=f"{self._offset + self._length} bytes",
+                where=self._path,
+                do="Publish when nothing writes to the directory.",
+            )
+        self._at += got
+        return got
+
+    def md5(self) -> bytes:
+        """Return the MD5 that S3 compares a body with; not a digest that anything trusts."""
+        digest = hashlib.md5(usedforsecurity=False)
+        buffer = memoryview(bytearray(min(BLOCK, max(1, self._length))))
+        self.seek(0)
+        while got := self.readinto(buffer):
+            digest.update(buffer[:got])
+        return digest.digest()
+
+    def rewound(self) -> _Slice:
+        """Return this body at its beginning, for another attempt."""
+        self.seek(0)
+        return self
+
+
+def _b64(md5: bytes) -> str:
+    return base64.b64encode(md5).decode()

@@ -1,0 +1,117 @@
+"""Prometheus metrics of the control plane: every name stands here and nowhere else.
+
+They are computed from one snapshot at each scrape, so nothing is counted twice and nothing keeps
+the label of a worker that is gone. The registry is our own: no process metrics of other libraries.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from paceline.schemas.records import Deployment, DeploymentStatus, Worker
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MOST_SERIES = 2_000  # per-worker and per-deployment series beyond this are left out, newest stay
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What is to be shown at one moment."""
+
+    deployments: list[Deployment]
+    progress: dict[str, float]  # share of bytes held, of deployments in flight
+    workers: list[Worker]
+    beats: int
+    beats_refused: int
+    leader_epoch: int
+
+
+class FleetMetrics(Collector):
+    """Turns snapshots into Prometheus text."""
+
+    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+        self._snapshot = snapshot
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """Return everything in the text format."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: describing would need a snapshot before there is one."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of one snapshot."""
+        shot = self._snapshot()
+        yield from _of_deployments(shot)
+        yield from _of_workers(shot)
+        beats = CounterMetricFamily(
+            "paceline_coordinator_beats", "Heartbeats taken.", labels=["taken"]
+        )
+        beats.add_metric(["yes"], shot.beats)
+        beats.add_metric(["no"], shot.beats_refused)
+        yield beats
+        yield GaugeMetricFamily(
+            "paceline_coordinator_epoch", "Epoch of this leader.", value=shot.leader_epoch
+        )
+
+
+def _of_deployments(shot: Snapshot) -> Iterator[Metric]:
+    statuses = Counter(each.status for each in shot.deployments)
+    count = GaugeMetricFamily("paceline_deployments", "Deployments by status.", labels=["status"])
+    for status in DeploymentStatus:
+        count.add_metric([status.value], statuses[status])
+    yield count
+    newest = shot.deployments[-MOST_SERIES:]
+    labels = ["deployment_id", "model_id", "version"]
+    size = GaugeMetricFamily("paceline_deployment_bytes", "Size of the model.", labels=labels)
+    origin = GaugeMetricFamily(
+        "paceline_deployment_origin_bytes", "Read from the source so far.", labels=labels
+    )
+    share = GaugeMetricFamily(
+        "paceline_deployment_progress_ratio",
+        "Share of bytes held by living targets.",
+        labels=labels,
+    )
+    seconds = GaugeMetricFamily(
+        "paceline_deployment_seconds", "Accepted plan to last verified rename.", labels=labels
+    )
+    for each in newest:
+        names = [each.deployment_id, each.model_id, each.version]
+        size.add_metric(names, each.total_bytes)
+        origin.add_metric(names, each.origin_bytes)
+        if each.deployment_id in shot.progress:
+            share.add_metric(names, shot.progress[each.deployment_id])
+        if each.seconds is not None:
+            seconds.add_metric(names, each.seconds)
+    yield from (size, origin, share, seconds)
+
+
+def _of_workers(shot: Snapshot) -> Iterator[Metric]:
+    alive = sum(worker.alive for worker in shot.workers)
+    yield GaugeMetricFamily("paceline_workers_alive", "Workers heard of.", value=alive)
+    yield GaugeMetricFamily(
+        "paceline_workers_lost", "Workers not heard of.", value=len(shot.workers) - alive
+    )
+    rate = GaugeMetricFamily(
+        "paceline_worker_bytes_per_second",
+        "Rate that the worker last reported.",
+        labels=["worker_id", "rack", "direction"],
+    )
+    storage = GaugeMetricFamily(
+        "paceline_worker_available_bytes", "Room on its disk.", labels=["worker_id", "rack"]
+    )
+    for worker in shot.workers[-MOST_SERIES:]:
+        names = [worker.worker_id, worker.labels.rack]
+        rate.add_metric([*names, "in"], worker.bandwidth_in)
+        rate.add_metric([*names, "out"], worker.bandwidth_out)
+        storage.add_metric(names, worker.available_storage)
+    yield from (rate, storage)

@@ -1,0 +1,1 @@
+"""Starting a gang of ranks, watching it, and restarting it after a failure."""

@@ -1,0 +1,160 @@
+"""What a job must satisfy before any rank of it is started: its data, mesh, checkpoints and code.
+
+Whatever fits neither a node's model, the snapshot's label nor what is stored under the job's id is
+refused here, with the reason, and nothing was changed. What only the node's own disk knows, each
+rank checks again (loading.py). Knows no torch and starts nothing but what imports a user's code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+
+from paceline.config import TrainingSettings, load_runtime
+from paceline.data import Snapshot, Split, load_snapshot, require_purpose
+from paceline.data.loading.columns import reading
+from paceline.data.loading.process_transform import require_runnable
+from paceline.data.loading.transform import require_allowed
+from paceline.data.snapshot import require_readable
+from paceline.errors import CorruptData, InvalidInput, InvalidSnapshot
+from paceline.models import ModelConfig, read_config, require_tokenizer
+from paceline.models.files import CONFIG_FILE
+from paceline.schemas.training import TrainJob
+from paceline.storage import ObjectStore, join_url
+from paceline.training.checkpoint import Generations
+from paceline.training.identity import config_digest, size_of
+from paceline.training.parallel import readers_of, require_layout
+from paceline.training.parallel.mesh import MeshSpec
+from paceline.training.strategies import is_asynchronous, replicas_of
+from paceline.training.user_code import check_watcher, require_code
+
+log = logging.getLogger(__name__)
+
+
+def admit(job: TrainJob, worker_id: str, store: ObjectStore) -> None:
+    """Raise what keeps ``job`` from being run; ``worker_id`` is the node of its first rank.
+
+    InvalidInput for mesh, settings or code, InvalidSnapshot for data, TrainingFailed where the job
+    id's checkpoints are another configuration's.
+    """
+    snapshot = load_snapshot(job.snapshot_url, store)
+    require_data(job, worker_id, snapshot)
+    require_mesh(job, worker_id)
+    runtime = load_runtime(job.state_dir)
+    if watcher := job.settings.guard.preemption:
+        check_watcher(watcher, runtime.profile.security.code_sources, runtime.state_dir / "code")
+    require_checkpoint(job, store)
+    require_code(job, runtime, snapshot.vocabulary.vocab_size)
+
+
+def require_mesh(job: TrainJob, worker_id: str) -> None:
+    """Raise InvalidInput where the job's mesh cannot work, before any rank is started.
+
+    The base model's own shape is looked at where its node's disk is this machine's.
+    """
+    settings = job.settings
+    mesh = MeshSpec.of(settings.mesh, replicas_of(settings))
+    require_layout(mesh, settings, _base_config(job, worker_id), job.data)
+
+
+def require_checkpoint(job: TrainJob, store: ObjectStore) -> None:
+    """Raise TrainingFailed where the job id's newest checkpoint is of another configuration."""
+    generations = Generations(store, join_url(job.checkpoint_url, job.job_id))
+    for newest in generations.find().committed[:1]:
+        with contextlib.suppress(CorruptData):  # ranks set it aside, and use the one before
+            generations.commit_of(newest, config_digest(job))
+
+
+def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
+    """Raise InvalidSnapshot or InvalidInput where the job may not, or cannot, learn from
+    ``snapshot``: labelled for something else, tokenised by another tokenizer than the base
+    model's, or without any tokens for it."""
+    require_purpose(snapshot, job.purpose, job.data.project)
+    require_allowed(job.data.transform, load_runtime(job.state_dir).profile.security.code_sources)
+    require_runnable(job.data.transform)
+    config = _base_config(job, worker_id)
+    # Where it is None, on another machine's disk or a user's own model: each rank looks.
+    if config is not None and not snapshot.tokens:
+        raise InvalidSnapshot(
+            "snapshot has no tokens for a transformer",
+            got=f"columns {', '.join(each.name for each in snapshot.columns)}",
+            wanted="text or tokens",
+            where=snapshot.url,
+            do="Name the text's field when it is built (data.text_field is "
+            f"{job.data.text_field!r}), or train a model of your own (code_ref).",
+        )
+    if config is not None:
+        vocabulary = snapshot.vocabulary
+        require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
+    require_reading(job, snapshot, config)
+
+
+def require_reading(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> None:
+    """Raise InvalidInput or InvalidSnapshot where ranks could not make one batch; say in the log
+    what it costs that nodes read what others read too, where it is much."""
+    settings = job.settings
+    if config is None:
+        context = size_of(job, load_runtime(job.state_dir).profile).context
+    else:
+        context = config.context
+    # Of a model on another machine's disk, the profile's is a guess: each rank looks.
+    surely = context if config is not None or settings.code_ref else 0
+    splits: list[Split] = ["train", "held-out"] if settings.evaluate_every_steps else ["train"]
+    rows = settings.batch_sequences
+    require_readable(snapshot, job.data, context=surely, global_batch=rows, splits=splits)
+    train = snapshot.of_split("train")
+    sharing = not is_asynchronous(settings)
+    found = reading(job.data, train, context, rows, readers_of(settings), sharing=sharing)
+    if found.advice:
+        log.warning("%s; %s", found, found.advice)
+
+
+def _base_config(job: TrainJob, worker_id: str) -> ModelConfig | None:
+    base = load_runtime(job.state_dir).node_dir(worker_id) / "store" / "models"
+    directory = base / job.model_id / job.version
+    known = not job.settings.code_ref and (directory / CONFIG_FILE).exists()
+    return read_config(directory) if known else None
+
+
+# Whether this machine's memory holds the ranks that are asked for; a lower bound, so never wrong
+# about a job that fits. Knows no torch.
+
+MIB = 1024 * 1024
+RANK_BYTES = 26 * MIB  # of its own, forked from a launcher that has torch imported
+LAUNCHER_BYTES = 200 * MIB
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def require_room(settings: TrainingSettings, weights_bytes: int, free_bytes: int | None) -> None:
+    """Raise InvalidInput where ``settings.ranks`` ranks on one machine need more memory than
+    ``free_bytes`` (None: nobody knows); ``weights_bytes`` is the whole model's, 0 if unknown.
+    """
+    mesh = settings.mesh
+    copies = 4 if settings.optimizer == "adamw" else 2  # weights, gradients; two moments
+    share = weights_bytes * copies // (mesh.shard * mesh.tp * mesh.pp)
+    needed = LAUNCHER_BYTES + settings.ranks * (share + RANK_BYTES)
+    if free_bytes is None or needed <= free_bytes:
+        return
+    raise InvalidInput(
+        "more ranks than this machine's memory holds",
+        got=f"{settings.ranks} ranks, at least {needed // MIB:,} MiB together",
+        wanted=f"at most {free_bytes // MIB:,} MiB, which is free now",
+        do="Lower --ranks (training.ranks), or cut the model: training.mesh.shard.",
+    )
+
+
+def free_memory() -> int | None:
+    """Return the bytes that processes can still get here, swap and this cgroup's limit included."""
+    found = None
+    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+        found = (kib["MemAvailable"] + kib["SwapFree"]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        limit = int((_CGROUP / "memory.max").read_text())
+        left = max(0, limit - int((_CGROUP / "memory.current").read_text()))
+        stat = (_CGROUP / "memory.stat").read_text().split()
+        left += int(stat[stat.index("inactive_file") + 1])  # given back when it is needed
+        found = left if found is None else min(found, left)
+    return found

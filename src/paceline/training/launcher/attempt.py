@@ -1,0 +1,410 @@
+"""One attempt of a gang: start all or none, follow, find who is at fault, end everywhere.
+
+An attempt is ended when a rank fails, a node is lost, or a rank is late in its phase (start, step,
+checkpoint). The result names the rank at fault.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import Cancelled, PacelineError
+from paceline.training.launcher.ports import GangMember, GangResult, OnLine
+from paceline.training.loop.rank_process import STOPPED_EXIT, waits
+
+if TYPE_CHECKING:
+    from paceline.training.launcher.gang import Gangs
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+LAUNCH_DEADLINE_S = 30.0  # for a launcher to fork its ranks, all their imports done
+END_DEADLINE_S = 15.0
+HURRY_S = 2.0  # the same where the caller asked for the end: whoever asks kills us soon
+NODE_SILENCE_S = 15.0  # a launcher beats twice a second; one that does not is frozen or cut off
+PAUSE_S = 5.0  # between two looks: it was us who did not listen (stopped, or busy elsewhere)
+STOPPED_S = 2.0  # a rank in state T for so long is frozen, not looked at by a debugger
+
+
+@dataclass(eq=False)
+class RankState:
+    member: GangMember
+    state: Mapping[str, Any] = field(default_factory=dict)
+    code: int | None = None
+    order: int = 0  # in which they ended
+    killed: bool = False  # by its launcher, after another had failed
+    stderr: str = ""
+    over: bool = False
+
+
+@dataclass(frozen=True)
+class Fault:
+    rank: RankState | None
+    what: str
+    hung: bool = False
+    overdue: bool = False
+    suspects: tuple[RankState, ...] = ()  # of a hang: who it may be as well, seen from outside
+
+
+class Attempt:
+    """One attempt: from its first order to its last word."""
+
+    def __init__(
+        self, gangs: Gangs, ranks: dict[int, RankState], attempt: int, on_event: OnLine | None
+    ) -> None:
+        self._gangs = gangs
+        self._nodes = gangs.nodes
+        self._ranks = ranks
+        self._attempt = attempt
+        self._on_event = on_event
+        self._workers = list(dict.fromkeys(each.member.worker_id for each in ranks.values()))
+        self._ordered: set[str] = set()  # nodes that were told to start ranks
+        self._begun: set[str] = set()
+        self._over: set[str] = set()
+        self._store: tuple[str, int] | None = None
+        self._ended = 0
+        self._stopping: float | None = None  # seconds of grace that the ranks were given
+        self._store_error = ""
+        self._looked_at = time.monotonic()
+
+    def start(self, text: str) -> Fault | None:
+        """Start all ranks; return why not, where one node could not."""
+        ready = self._gangs.prepare(self._workers)
+        if away := [each for each in self._workers if each not in ready]:
+            for each in away:
+                if each not in self._gangs.lost:
+                    self._gangs.lose(each, "its node is away")
+                self._mark_lost(each)
+            return self._not_started(away[0])
+        head = self._workers[0]
+        store = {"do": "store", "host": self._nodes.host(head), "job": self._gangs.id}
+        return (
+            self._tell({head: store})
+            or self._await(lambda: set() if self._store else {head}, "the rendezvous store")
+            or self._tell({each: self._order(self._on(each), text) for each in self._workers})
+            or self._await(lambda: set(self._workers) - self._begun, "its ranks")
+        )
+
+    def follow(self) -> Fault | None:
+        """Follow the ranks to their end; return the fault that ended the gang, if one did."""
+        stop_at: float | None = None
+        self._looked_at = time.monotonic()
+        while len(self._over) < len(self._workers):
+            self._hear(TICK_S)
+            if (fault := self._failed() or self._late()) is not None:
+                self._check_cancel()
+                return fault
+            grace = self._grace()
+            if grace is not None and (self._stopping is None or grace < self._stopping):
+                self._stopping = grace
+                stop_at = time.monotonic() + grace + self._patience()
+                self._tell(
+                    {each: stop_order(grace) for each in self._workers if each not in self._over}
+                )
+            if stop_at is not None and time.monotonic() > stop_at:
+                self._check_cancel()
+                return Fault(None, "did not stop as asked", overdue=True)
+        self._check_cancel()
+        return self._failed()
+
+    def end(self, *, stacks: bool, grace_s: float) -> None:
+        """End every rank, and hear their last words; a launcher that is silent is ended too."""
+        self._over |= set(self._workers) - self._ordered  # nothing of this attempt runs there
+        stop = stop_order(grace_s, stacks=stacks)
+        self._tell({each: stop for each in self._workers if each not in self._over})
+        until = time.monotonic() + self._patience()
+        while len(self._over) < len(self._workers) and time.monotonic() < until:
+            try:
+                self._hear(TICK_S)
+            except PacelineError as error:  # then nothing is known of any node
+                log.warning("nodes cannot be heard: %s", error)
+                break
+        for worker in self._workers:
+            if worker not in self._over:
+                log.warning("launcher does not answer worker=%s", worker)
+                self._lose(worker, "its launcher does not answer")
+
+    def abandon(self) -> None:
+        """End every rank at once, whoever listens: an error is on its way."""
+        self._on_event = None  # it may be the one who raised
+        self.end(stacks=False, grace_s=0.0)
+
+    def blame(self) -> Fault | None:
+        """Return the rank that failed first, by all that is known now."""
+        return self._failed()
+
+    def who_hung(self, fault: Fault) -> Fault:
+        """Return ``fault`` by what the ranks' stacks say: who waits for others is not to blame."""
+        if fault.rank is None or not waits(fault.rank.stderr):
+            return fault
+        for each in fault.suspects:
+            if waits(each.stderr) is False:
+                return self._hung(each)
+        return fault
+
+    def result(self, fault: Fault | None) -> GangResult:
+        """Return how it ended."""
+        codes = {rank: each.code for rank, each in self._ranks.items()}
+        stderr = {rank: each.stderr for rank, each in self._ranks.items() if each.stderr}
+        lost = frozenset(self._workers) & self._gangs.lost
+        if fault is None:
+            return GangResult(ok=True, exit_codes=codes, stderr=stderr)
+        reason, member = fault.what, None
+        if fault.rank is not None:
+            member = fault.rank.member
+            reason = f"rank {member.rank} on {member.worker_id} {fault.what}"
+            words = _last_words(fault.rank)
+            if words and not fault.hung:
+                reason = f"{reason}: {words}"
+        log.warning("gang ended attempt=%d reason=%s", self._attempt, reason)
+        return GangResult(
+            ok=False,
+            exit_codes=codes,
+            failed_rank=None if member is None else member.rank,
+            failed_worker=None if member is None else member.worker_id,
+            reason=reason,
+            hung=fault.hung,
+            overdue=fault.overdue,
+            stderr=stderr,
+            preempted=frozenset(self._gangs.preempted),
+            lost=lost,
+        )
+
+    # -- what is heard
+
+    def _order(self, mine: list[RankState], text: str) -> dict[str, Any]:
+        assert self._store is not None
+        host, port = self._store
+        ranks = []
+        for local, each in enumerate(mine):
+            member = each.member
+            env = {
+                "RANK": str(member.rank),
+                "WORLD_SIZE": str(len(self._ranks)),
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": str(len(mine)),
+                "MASTER_ADDR": host,
+                "MASTER_PORT": str(port),
+                "PACELINE_ATTEMPT": str(self._attempt),
+                "PACELINE_NODE": member.worker_id,
+                "PACELINE_HOST": self._nodes.host(member.worker_id),
+                **member.env,
+            }
+            ranks.append({"rank": member.rank, "env": env, "spare": member.spare})
+            self._gangs.spares.pop(member.spare, None)
+        return {
+            "do": "start",
+            "attempt": self._attempt,
+            "ranks": ranks,
+            "host": host,
+            "port": port,
+            "input": text,
+        }
+
+    def _hear(self, timeout_s: float) -> None:
+        for heard in self._nodes.hear(timeout_s):
+            kind = self._gangs.note(heard)
+            if heard.worker_id not in self._workers:
+                continue
+            if kind == "lost":
+                self._mark_lost(heard.worker_id)
+            else:
+                self._take(kind, heard.worker_id, heard.line)
+
+    def _take(self, kind: str, worker: str, line: Mapping[str, Any]) -> None:
+        if not kind:
+            if self._on_event is not None:
+                self._on_event(dict(line))
+        elif kind == "store":
+            if line.get("port") and worker == self._workers[0]:  # not a late word of another head
+                self._store = (str(line["host"]), int(line["port"]))
+            elif worker == self._workers[0]:
+                self._store_error = str(line.get("error"))
+        elif line.get("attempt") != self._attempt:
+            return
+        elif kind == "started":
+            self._begun.add(worker)
+        elif kind == "beat":
+            for rank, state in line.get("ranks", {}).items():
+                self._ranks[int(rank)].state = state
+        elif kind == "ended":
+            rank = self._ranks[int(line["rank"])]
+            self._ended += 1
+            rank.over, rank.order = True, self._ended
+            rank.code, rank.killed = line["code"], bool(line.get("killed"))
+            rank.stderr = str(line.get("stderr", ""))
+        elif kind == "over":
+            self._over.add(worker)
+
+    def _mark_lost(self, worker: str) -> None:
+        self._over.add(worker)
+        for each in self._ranks.values():
+            if each.member.worker_id == worker and not each.over:
+                self._ended += 1
+                each.over, each.order = True, self._ended
+
+    # -- who is at fault
+
+    def _failed(self) -> Fault | None:
+        failed = [each for each in self._ranks.values() if each.over and each.code != 0]
+        failed = [each for each in failed if not each.killed] or failed
+        if not failed or (
+            all(each.code == STOPPED_EXIT for each in failed)
+            and any(not each.over for each in self._ranks.values())
+        ):
+            return None  # those that stop as asked end by themselves
+
+        def first(each: RankState) -> tuple[int, int]:
+            # A killed rank takes the others down with it: a lost node or a signal comes before an
+            # exit code, that before having lost a peer, then the earliest counts.
+            violent = each.code is None or each.code < 0
+            return (0 if violent else 2 if each.code in (75, STOPPED_EXIT) else 1, each.order)
+
+        guilty = min(failed, key=first)
+        if self._stopping is not None and all(each.killed for each in failed):
+            what = f"did not stop within its grace of {self._stopping:.0f} s and was killed"
+            return Fault(guilty, what, overdue=True)
+        if guilty.code is None:
+            why = self._gangs.why_lost.get(guilty.member.worker_id, "")
+            return Fault(guilty, "was lost with its node" + (f": {why}" if why else ""))
+        if guilty.code < 0:
+            return Fault(guilty, f"was killed by signal {-guilty.code}")
+        return Fault(guilty, f"exited with {guilty.code}")
+
+    def _late(self) -> Fault | None:
+        if (worker := self._lose_silent()) is not None:
+            return Fault(self._first_on(worker), "was lost with its node: it fell silent")
+        living = [each for each in self._ranks.values() if not each.over and each.state]
+        if not any(self._is_late(each.state) for each in living):
+            return None
+        # One rank that hangs silences all that wait for it: a stopped one is to blame, then one
+        # that does not even beat, then the one that got least far, then the one longest there.
+        guilty = max(
+            living,
+            key=lambda each: (
+                bool(each.state["stopped"]),
+                each.state["silent_s"] > 3 * TICK_S + 2.0,
+                -int(each.state["step"]),
+                each.state["since_s"],
+            ),
+        )
+        alike = [each for each in living if each.state["step"] == guilty.state["step"]]
+        sure = guilty.state["stopped"] or guilty.state["silent_s"] > 3 * TICK_S + 2.0
+        return self._hung(guilty, () if sure else tuple(alike))
+
+    def _lose_silent(self) -> str | None:
+        """Give up the first node that fell silent, if one did, and return it."""
+        now = time.monotonic()
+        if (paused := now - self._looked_at) > PAUSE_S:
+            self._gangs.beaten = {at: beat + paused for at, beat in self._gangs.beaten.items()}
+        self._looked_at = now
+        for worker in self._workers:
+            silent = now - self._gangs.beaten.get(worker, now)
+            if worker not in self._over and silent > NODE_SILENCE_S:
+                self._lose(worker, "it fell silent")
+                return worker
+        return None
+
+    def _hung(self, guilty: RankState, suspects: tuple[RankState, ...] = ()) -> Fault:
+        state = guilty.state
+        phase, since = state["phase"], state["since_s"]
+        how = " (it is stopped)" if state["stopped"] else ""
+        limit = self._gangs.deadlines.of(phase)
+        return Fault(
+            guilty,
+            f"hung in phase {phase!r} at step {state['step']}: nothing for {since:.1f} s of "
+            f"{limit:.0f}{how}",
+            hung=True,
+            suspects=suspects,
+        )
+
+    def _is_late(self, state: Mapping[str, Any]) -> bool:
+        deadline = self._gangs.deadlines.of(state["phase"])
+        late = state["running_s"] if state["phase"] == "starting" else state["since_s"]
+        frozen = state["stopped"] and state["silent_s"] > min(STOPPED_S, deadline)
+        return bool(frozen) or late > deadline or state["silent_s"] > deadline
+
+    # -- stopping, losing, waiting
+
+    def _patience(self) -> float:
+        """Return how long a launcher may take to answer that its ranks are gone."""
+        cancel = self._gangs.cancel
+        return HURRY_S if cancel is not None and cancel.is_set() else END_DEADLINE_S
+
+    def _grace(self) -> float | None:
+        """Return how long the ranks may take to save and end, where they are to stop."""
+        gangs = self._gangs
+        wanted = []
+        if gangs.cancel is not None and gangs.cancel.is_set():
+            wanted.append(gangs.grace_s)
+        if gangs.asked:  # nobody is in a hurry: as long as any save may take
+            wanted.append(gangs.deadlines.checkpoint_s)
+        if gangs.preempted or any(each.code == STOPPED_EXIT for each in self._ranks.values()):
+            # One that had nothing to save yet is gone already, and the others wait for it.
+            wanted.append(gangs.notice_grace_s)
+        return min(wanted, default=None)
+
+    def _check_cancel(self) -> None:
+        """Raise Cancelled where the caller asked for it; says who could not save."""
+        try:
+            self._gangs.check_cancel()
+        except Cancelled as cancelled:
+            unsaved = [r for r, each in self._ranks.items() if each.code not in (0, STOPPED_EXIT)]
+            if not unsaved:
+                raise
+            got = f"ranks {unsaved} had not saved within {self._gangs.grace_s:.0f} s"
+            told = next((each for r in unsaved if (each := _last_words(self._ranks[r]))), "")
+            got = f"{got}: {told}" if told else got
+            raise Cancelled(cancelled.what, got=got, where=cancelled.where) from None
+
+    def _on(self, worker: str) -> list[RankState]:
+        return [each for each in self._ranks.values() if each.member.worker_id == worker]
+
+    def _first_on(self, worker: str) -> RankState:
+        return self._on(worker)[0]
+
+    def _not_started(self, worker: str) -> Fault:
+        why = self._gangs.why_lost.get(worker, "its node was lost")
+        return Fault(self._first_on(worker), f"could not be started: {why}")
+
+    def _lose(self, worker: str, why: str) -> None:
+        self._gangs.lose(worker, why)
+        self._mark_lost(worker)
+
+    def _tell(self, orders: Mapping[str, Mapping[str, Any]]) -> Fault | None:
+        """Tell nodes their orders; who takes none is lost, and the first of them is the fault."""
+        self._ordered |= {each for each, order in orders.items() if order["do"] == "start"}
+        untold = self._nodes.tell_all(orders) if orders else {}
+        for worker, why in untold.items():
+            self._lose(worker, why)
+        return self._not_started(next(iter(untold))) if untold else None
+
+    def _await(self, missing: Callable[[], set[str]], what: str) -> Fault | None:
+        """Wait until no node is ``missing``; return the fault where one is lost or too late."""
+        until = time.monotonic() + LAUNCH_DEADLINE_S
+        while waited := missing():
+            self._hear(TICK_S)
+            self._gangs.check_cancel()
+            if lost := [each for each in self._workers if each not in self._gangs.ready]:
+                return self._not_started(lost[0])
+            if self._store_error:
+                return Fault(self._first_on(self._workers[0]), f"got no store: {self._store_error}")
+            if time.monotonic() > until and (waited := missing()):
+                for worker in waited:
+                    self._lose(worker, f"it did not start {what} within {LAUNCH_DEADLINE_S:.0f} s")
+                return self._not_started(min(waited))
+        return None
+
+
+def _last_words(rank: RankState) -> str:
+    """Return the last line that the rank wrote to its standard error."""
+    return rank.stderr.strip().rsplit("\n", 1)[-1].strip()[:500]
+
+
+def stop_order(grace_s: float, *, stacks: bool = False) -> dict[str, Any]:
+    """Return what has a node end its ranks."""
+    return {"do": "stop", "grace_s": grace_s, "stacks": stacks}

@@ -1,0 +1,422 @@
+"""One training job from start to stored result: run the gang, bring it back, keep the account.
+
+Idempotent: a finished job returns its stored result. Each restart resumes from the newest healthy
+checkpoint, with the ranks that the roster finds; a batch that made training go wrong is passed over
+from then on. Knows no torch and no Dask: ranks are reached through a launcher that is handed in.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from pydantic import ValidationError
+
+from paceline.config import load_runtime
+from paceline.errors import Conflict, InvalidInput, SourceMissing, TemporaryError, TrainingFailed
+from paceline.schemas.base import canonical_json
+from paceline.schemas.training import RankEvent, TrainJob, TrainResult
+from paceline.storage import ObjectStore, join_url, open_store
+from paceline.training.identity import config_digest, learned_from
+from paceline.training.launcher.admission import admit
+from paceline.training.launcher.gang import (
+    Deadlines,
+    GangMember,
+    GangResult,
+    Gangs,
+    Launcher,
+    OnLine,
+)
+from paceline.training.launcher.independent_restart import Fell, Keeper
+from paceline.training.launcher.job_notes import History, Notes, read_history
+from paceline.training.launcher.job_tracker import Account, Restarting
+from paceline.training.launcher.local import launcher_argv
+from paceline.training.launcher.placement import Lineup, Roster, shrunk
+from paceline.training.parallel import readers_of
+from paceline.training.strategies import SERVING, is_asynchronous
+
+# Where a rank of a loose gang starts again: what the driver decides about each that falls.
+#
+# Its own node first, then the one with the fewest ranks; the two that hold the state on two nodes
+# where there are two. A rank that falls more often than ``guard.max_restarts`` is left out. Knows
+# no processes.
+
+
+class Waiting(Protocol):
+    """What is needed of ``Gangs``: which nodes are ready, and the spares there."""
+
+    ready: set[str]
+    spares: dict[str, str]
+
+
+class Replacing:
+    """The ``Keeper`` of one attempt of a job."""
+
+    keepers = SERVING
+
+    def __init__(
+        self,
+        roster: Roster,
+        account: Account,
+        gangs: Waiting,
+        environment: Callable[[str], Mapping[str, str]],
+        most: int,
+        keep_stacks: Callable[[Fell], object] = lambda _fell: None,
+    ) -> None:
+        """``most``: times that one rank is started again; ``environment``: its, on a node."""
+        self._roster, self._account, self._gangs = roster, account, gangs
+        self._environment, self._most, self._keep_stacks = environment, most, keep_stacks
+        self._times: Counter[int] = Counter()
+
+    def replace(self, fell: Fell, living: Mapping[int, str]) -> GangMember | None:
+        """Note the fall; return where the rank starts again, None to leave it out."""
+        now, member = time.monotonic(), fell.member
+        self._account.fell(member.rank, member.worker_id, fell.kind, fell.reason, now)
+        if fell.kind == "hung":
+            self._keep_stacks(fell)
+        if fell.kind == "preempted":
+            self._roster.taken_away(member.worker_id)
+        else:
+            self._times[member.rank] += 1
+            if member.worker_id not in self._roster.away:  # a node is lost once, with all its ranks
+                self._roster.failed(member.worker_id, lost=fell.kind == "lost", now=now)
+        if self._times[member.rank] > self._most:
+            return None
+        ready = [each for each in self._roster.good if each in self._gangs.ready]
+        if not ready:
+            return None
+        worker, spare = place(member, ready, living, self._gangs.spares)
+        return GangMember(worker, member.rank, dict(self._environment(worker)), spare)
+
+
+def place(
+    member: GangMember,
+    ready: list[str],
+    living: Mapping[int, str],
+    spares: Mapping[str, str],
+) -> tuple[str, str]:
+    """Return node and spare for a rank that fell; ``ready`` are the nodes there are, never none."""
+    apart = ready
+    if member.rank < SERVING:
+        others = {living[rank] for rank in range(SERVING) if rank in living}
+        apart = [each for each in ready if each not in others] or ready
+    waiting = [(name, at) for name, at in sorted(spares.items()) if at in apart]
+    if waiting:
+        name, at = next((each for each in waiting if each[1] == member.worker_id), waiting[0])
+        return at, name
+    if member.worker_id in apart:
+        return member.worker_id, ""
+    load = Counter(living.values())
+    return min(apart, key=lambda each: (load[each], ready.index(each))), ""
+
+
+log = logging.getLogger(__name__)
+
+RESULT_FILE = "result.json"
+RANK = "paceline.training.loop.rank:main"
+MAX_BACKOFF_S = 5.0
+MOST_IDLE = 20  # attempts in a row without one step, whoever asked for their ends
+SPARE_BACKOFF_S = 300.0  # at most, between two spares that replace ones that ended
+LOOK_S = 3.0  # at a checkpoint, for nodes that returned; the gang is not heard meanwhile
+# From a cancel to the ranks' end, at most. Prefect's worker kills 30 s after its SIGTERM; launchers
+# that do not answer, nodes that are given back and the record's end take 8 s more at worst.
+CANCEL_GRACE_S = 15.0
+
+
+class GangRunner(Protocol):
+    """What the driver needs of ``Gangs``."""
+
+    spares: dict[str, str]
+    ready: set[str]
+
+    def run_gang(
+        self,
+        members: Sequence[GangMember],
+        text: str,
+        attempt: int,
+        on_event: OnLine | None,
+        *,
+        keeper: Keeper | None = None,
+    ) -> GangResult: ...
+    def keep_spare(self, name: str, worker_id: str, env: dict[str, str], text: str) -> None: ...
+    def call_back(self, worker_id: str) -> bool: ...
+    def stop_soon(self, why: str) -> None: ...
+
+
+def run_job(
+    job: TrainJob,
+    workers: Sequence[str],
+    launcher: Launcher,
+    *,
+    on_event: Callable[[RankEvent], None] | None = None,
+    store: ObjectStore | None = None,
+    cancel: threading.Event | None = None,
+    on_wait: Callable[[str], None] | None = None,
+) -> TrainResult:
+    """Run ``job`` on ``workers`` (ranks go round them in turn) and return its stored result.
+
+    Raises TrainingFailed when its restarts are used up or it cannot succeed, Conflict where the job
+    id was used with other settings or other gangs keep the nodes, InvalidSnapshot where the data
+    are for another purpose, Cancelled once ``cancel`` was set, every rank has saved and is gone.
+    """
+    if not workers:
+        raise InvalidInput("no workers to train on", got=0, wanted="at least one")
+    store = store or open_store(load_runtime(job.state_dir))
+    if (finished := stored_result(job, store)) is not None:
+        return finished
+    admit(job, workers[0], store)
+    guard = job.settings.guard
+    deadlines = Deadlines(
+        start_s=guard.start_deadline_s,
+        step_s=guard.step_deadline_s,
+        checkpoint_s=guard.checkpoint_deadline_s,
+    )
+    with launcher.open_nodes(
+        workers, launcher_argv(RANK), wait_s=guard.node_wait_s, cancel=cancel, on_wait=on_wait
+    ) as nodes:
+        gangs = Gangs(nodes, deadlines, cancel=cancel, grace_s=min(guard.grace_s, CANCEL_GRACE_S))
+        gangs.watch_for_preemption(guard.preemption, guard.grace_s, job.state_dir)
+        if (finished := stored_result(job, store)) is not None:
+            return finished  # by the one who had the nodes while we waited for them
+        return drive(job, workers, gangs, store, on_event)
+
+
+def drive(
+    job: TrainJob,
+    workers: Sequence[str],
+    gangs: GangRunner,
+    store: ObjectStore,
+    on_event: Callable[[RankEvent], None] | None = None,
+) -> TrainResult:
+    """Run ``job`` on nodes that are ours; see ``run_job``."""
+    with Notes(job, store) as notes:
+        result = _Course(job, workers, gangs, read_history(job, store), notes, on_event).run()
+    store.put_bytes(_result_url(job), canonical_json(result))
+    return result
+
+
+def stored_result(job: TrainJob, store: ObjectStore) -> TrainResult | None:
+    """Return the result of ``job`` where it finished; raises Conflict for other settings."""
+    where = _result_url(job)
+    try:
+        result = TrainResult.model_validate_json(store.get_bytes(where))
+    except SourceMissing:
+        return None
+    except ValidationError as error:
+        raise Conflict("stored result cannot be read", where=where, do="Delete it.") from error
+    if result.config_digest != config_digest(job):
+        raise Conflict(
+            "job id is taken by a job with other settings",
+            got=job.job_id,
+            where=where,
+            do="Use another job id.",
+        )
+    if not store.list(result.export_url):
+        log.warning("a finished job's model is gone, it is exported again url=%s", where)
+        return None
+    # an older version's result names neither; the configuration, which is the same, holds both
+    return result.model_copy(update=learned_from(job))
+
+
+class _Course:
+    """The attempts of one job."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        workers: Sequence[str],
+        gangs: GangRunner,
+        before: History,
+        notes: Notes,
+        on_event: Callable[[RankEvent], None] | None,
+    ) -> None:
+        self._job = job
+        self._gangs = gangs
+        self._before = before
+        self._notes = notes
+        self._on_event = on_event
+        self._roster = Roster(workers, job.settings)
+        self._began = time.monotonic()
+        self._account = Account(job, self._began, self._before)
+        self._lineup: Lineup | None = None
+        self._now_running = job
+        self._spares_made = 0
+        self._spare_due, self._spare_tries = 0.0, 0
+
+    def run(self) -> TrainResult:
+        """Run attempts until one ends well."""
+        attempt, idle = self._before.attempts, 0  # counted on, so that nothing kept is overwritten
+        while True:
+            attempt += 1
+            outcome = self._attempt(attempt)
+            if outcome.ok:
+                return self._account.result(
+                    time.monotonic(), self._roster, self._now_running.settings.ranks
+                )
+            progressed = self._account.progressed
+            self._judge(outcome, attempt)
+            idle = 0 if progressed else idle + 1
+            if idle > max(MOST_IDLE, self._job.settings.guard.max_restarts):
+                raise TrainingFailed(
+                    "attempt after attempt ended before its first step",
+                    got=self._account.reasons(),
+                    wanted=f"one step within {idle} attempts",
+                    where=join_url(self._job.checkpoint_url, self._job.job_id),
+                    do="Look at the reasons; the same job id goes on from the newest checkpoint.",
+                )
+            if idle:  # at once after a failure on the way; with patience where it fails at once
+                time.sleep(min(MAX_BACKOFF_S, 0.25 * 2**idle))
+
+    def _attempt(self, attempt: int) -> GangResult:
+        lineup = self._lineup = self._line_up()
+        self._account.begin(attempt, lineup.ranks)
+        self._spare_due, self._spare_tries = 0.0, 0
+        job = self._now_running = self._job.model_copy(
+            update={
+                "settings": shrunk(self._job.settings, lineup.ranks),
+                "data_readers": readers_of(self._job.settings),
+                "skip_batches": tuple(sorted(self._account.skipped)),
+                "failures": self._account.failures,
+                "running_s": self._account.running_s(time.monotonic()),
+            }
+        )
+        if lineup.reduced:
+            log.warning(
+                "gang goes on with nodes away ranks=%d of=%d nodes=%d of=%d",
+                lineup.ranks,
+                self._job.settings.ranks,
+                len({each.worker_id for each in lineup.seats}),
+                len(self._roster.workers),
+            )
+        members = [
+            GangMember(each.worker_id, each.rank, environment(job, each.worker_id), each.spare)
+            for each in lineup.seats
+        ]
+        try:
+            text = job.model_dump_json()
+            if is_asynchronous(job.settings):
+                keeper = self._keeper(job, attempt)
+                return self._gangs.run_gang(members, text, attempt, self._on_line, keeper=keeper)
+            return self._gangs.run_gang(members, text, attempt, self._on_line)
+        except TemporaryError as error:
+            return GangResult(ok=False, exit_codes={}, reason=error.one_line())
+
+    def _keeper(self, job: TrainJob, attempt: int) -> Replacing:
+        return Replacing(
+            self._roster,
+            self._account,
+            self._gangs,
+            lambda worker: environment(job, worker),
+            job.settings.guard.max_restarts,
+            lambda fell: self._notes.keep_stack(attempt, fell.member.rank, fell.stderr),
+        )
+
+    def _line_up(self) -> Lineup:
+        self._roster.forgive(time.monotonic())
+        try:
+            return self._roster.lineup(self._gangs.spares)
+        except TrainingFailed:
+            if not self._roster.missing:
+                raise
+            for each in self._roster.missing:  # a worker that died is back within seconds:
+                self._roster.returned(each)  # the gang's start waits for it, and counts
+            return self._roster.lineup(self._gangs.spares)
+
+    def _on_line(self, raw: dict[str, object]) -> None:
+        event = self._account.on_line(raw, time.monotonic())
+        if event is None:
+            return
+        if event.rank == 0 and event.event == "step":
+            self._keep_spares()
+        elif event.rank == 0 and event.event == "checkpoint" and not event.data.get("rejected"):
+            self._look_for_returned()
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def _keep_spares(self) -> None:
+        wanted = self._job.settings.guard.spares - len(self._gangs.spares)
+        now = time.monotonic()
+        if wanted <= 0 or now < self._spare_due:
+            return
+        # Those that are made at an attempt's begin are expected; one that ends, and ends again, or
+        # whose node does not answer, must neither be made at every step nor for ever at once.
+        self._spare_due = now + min(SPARE_BACKOFF_S, 2.0**self._spare_tries)
+        self._spare_tries += 1
+        for worker in self._roster.spare_nodes(wanted):
+            if not self._gangs.call_back(worker):
+                continue
+            self._spares_made += 1
+            env = {**environment(self._job, worker), "PACELINE_SPARE": "1"}
+            name = f"spare-{self._spares_made}"
+            self._gangs.keep_spare(name, worker, env, self._now_running.model_dump_json())
+
+    def _look_for_returned(self) -> None:
+        """At a checkpoint: ask nodes that were lost to come back, and stop where all others are."""
+        assert self._lineup is not None
+        if not self._lineup.reduced:
+            return
+        until = time.monotonic() + LOOK_S
+        back = [
+            each
+            for each in self._roster.missing
+            if time.monotonic() < until and self._gangs.call_back(each)
+        ]
+        for each in back:
+            self._roster.returned(each)
+        if back:
+            self._account.stopping("returned", f"{', '.join(back)} returned")
+            self._gangs.stop_soon("nodes returned")
+
+    def _judge(self, outcome: GangResult, attempt: int) -> None:
+        """Note the failure; raises TrainingFailed where another attempt cannot do better."""
+        now = time.monotonic()
+        for worker in outcome.preempted:
+            self._roster.taken_away(worker)
+        restarting = Restarting(outcome, now, preempted=bool(outcome.preempted))
+        if outcome.hung:
+            restarting.stacks_url = self._keep_stacks(outcome, attempt)
+        try:
+            self._account.failed(restarting)
+            self._blame(outcome, restarting, now)
+        finally:
+            self._notes.keep_history(self._account.history(now, self._roster))
+        if self._account.recent > self._job.settings.guard.max_restarts:
+            raise TrainingFailed(
+                "training used up its restarts",
+                got=self._account.reasons(),
+                wanted=f"at most {self._job.settings.guard.max_restarts} restarts",
+                where=join_url(self._job.checkpoint_url, self._job.job_id),
+                do="Look at the reasons; the last healthy checkpoint is kept, the same job id "
+                "resumes it.",
+            )
+
+    def _blame(self, outcome: GangResult, ended: Restarting, now: float) -> None:
+        for worker in sorted(outcome.lost - outcome.preempted):  # those were announced
+            self._roster.failed(worker, lost=True, now=now)
+        failed = outcome.failed_worker
+        if ended.counts and failed is not None and failed not in outcome.lost:
+            lost = outcome.failed_rank is not None and (
+                outcome.exit_codes.get(outcome.failed_rank, 0) is None and not outcome.hung
+            )
+            self._roster.failed(failed, lost=lost, now=now)
+
+    def _keep_stacks(self, outcome: GangResult, attempt: int) -> str:
+        for rank, text in outcome.stderr.items():
+            self._notes.keep_stack(attempt, rank, text)
+        return self._notes.stacks_of(attempt)
+
+
+def environment(job: TrainJob, worker_id: str) -> dict[str, str]:
+    """Return a rank's own variables."""
+    return {
+        "PACELINE_WORKER_ID": worker_id,
+        "OMP_NUM_THREADS": str(job.settings.threads_per_rank),
+    }
+
+
+def _result_url(job: TrainJob) -> str:
+    return join_url(job.checkpoint_url, job.job_id, RESULT_FILE)

@@ -1,0 +1,386 @@
+"""A node's launcher: a small parent with torch imported, from which ranks start in 0.3 s.
+
+``python -m paceline.training.launcher.forkserver`` reads orders on standard input and writes what
+happens on standard output, a JSON object a line (see ``Launcher`` for both). Ranks are forked,
+each into a session and process group of its own; none outlives the launcher (parent-death signal),
+the launcher ends when its standard input closes, and what a rank leaves behind comes back to the
+launcher, which is a subreaper, and is killed. Nothing here blocks and no thread is ever started:
+what must wait (the rendezvous store, the watch on its abort key, a preemption watcher) is a forked
+child as well, for forking a process with threads deadlocks sooner or later.
+
+What runs as a rank is ``module:function``, imported before the first fork; the function reads its
+own standard input and environment like any program. Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from paceline.training.launcher.children import (
+    Child,
+    Children,
+    fork,
+    is_stopped,
+    send_signal,
+    write_all,
+)
+from paceline.training.launcher.watchers import (
+    ABORTED,
+    become_subreaper,
+    die_with_thread,
+    keep_store,
+    watch_abort_key,
+    watch_preemption,
+)
+
+BEAT_S = 0.5
+SETTLE_S = 0.05  # after a first failure: the others fall by themselves, and tell why
+STACKS_S = 0.4  # a frozen rank goes on for this long, to write where it was
+MAX_WAITING_BYTES = 4 * 1024 * 1024  # towards the driver; then ranks are not read any more
+STOPPED = 143  # a rank's exit code: stopped as asked, its state saved; the others end by themselves
+
+
+class Launcher:
+    """The event loop.
+
+    Orders: ``store`` (host, job), ``start`` (attempt, ranks, env, input, host, port, loose),
+    ``spare`` (name, env, input), ``signal`` (rank, number), ``stop`` (grace_s, stacks), ``watch``
+    (preemption, state_dir, grace_s). Ranks of a loose gang outlive each other: none is ended for
+    another's failure, and ``start`` may come again for one that ended. Told:
+    ``ready``, ``store`` (port), ``started`` (pids), ``beat`` (ranks), ``ended`` (rank, code,
+    stderr), ``over`` (attempt), ``spare``, ``preempted``; lines of ranks pass through as they are.
+    """
+
+    def __init__(self, run: Callable[[], int], read_fd: int, write_fd: int) -> None:
+        self._run = run
+        self._in, self._out = read_fd, write_fd
+        self._orders = b""
+        self._waiting = bytearray()
+        self._children = Children(self._say, self._ended)
+        self._kill_at: float | None = None
+        self._port: tuple[str, str, int] | None = None
+        self._attempt = 0
+        self._grace_s = 30.0
+        self._over = True
+        self._loose = False
+        self._closing = False
+        self._pid = os.getpid()
+        self._parent = os.getppid()
+
+    # -- the loop
+
+    def serve(self) -> int:
+        """Serve until standard input closes or SIGTERM; return once no child is left."""
+        wake_read, wake_write = os.pipe()
+        for fd in (wake_read, wake_write, self._in, self._out):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        self._tell("ready", pid=self._pid)
+        next_beat = time.monotonic() + BEAT_S
+        while not (self._closing and not self._children.living("rank")):
+            for fd, event in self._ready(wake_read, next_beat):
+                if fd == wake_read:
+                    self._on_signals(os.read(wake_read, 4096))
+                elif fd == self._in:
+                    self._on_orders()
+                elif fd == self._out:
+                    self._flush()
+                else:
+                    self._children.read(fd, event)
+            self._children.reap()
+            now = time.monotonic()
+            if now >= next_beat:
+                next_beat = now + BEAT_S
+                self._beat(now)
+            if self._kill_at is not None and now >= self._kill_at:
+                self._kill_ranks()
+        self._children.end_all()
+        with contextlib.suppress(OSError):
+            self._flush()
+        return 0
+
+    def _ready(self, wake: int, next_beat: float) -> list[tuple[int, int]]:
+        poller = select.poll()
+        poller.register(wake, select.POLLIN)
+        if not self._closing:
+            poller.register(self._in, select.POLLIN)
+        if self._waiting:
+            poller.register(self._out, select.POLLOUT)
+        if len(self._waiting) < MAX_WAITING_BYTES:
+            for fd in self._children.pipes:
+                poller.register(fd, select.POLLIN)
+        due = min(next_beat, self._kill_at or next_beat)
+        return poller.poll(max(0.0, due - time.monotonic()) * 1000)
+
+    def _on_signals(self, numbers: bytes) -> None:
+        if signal.SIGTERM in numbers or signal.SIGINT in numbers:
+            self._tell("preempted", reason="the node's launcher got SIGTERM")
+            self._closing = True
+            self._ask_to_stop(self._grace_s)
+
+    def _on_orders(self) -> None:
+        try:
+            chunk = os.read(self._in, 1 << 20)
+        except BlockingIOError:
+            return
+        if not chunk:  # the driver is gone, and with it every reason to run
+            self._closing = True
+            self._kill_ranks()
+            return
+        self._orders += chunk
+        *lines, self._orders = self._orders.split(b"\n")
+        for line in lines:
+            if line.strip():
+                self._obey(json.loads(line))
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        do = order.pop("do")
+        if do == "store":
+            self._store(order["host"], order["job"])
+        elif do == "start":
+            self._start(**order)
+        elif do == "spare":
+            child = self._children.keep(
+                fork("spare", self._run, env=order["env"], text=order["input"])
+            )
+            child.name = order["name"]
+        elif do == "dismiss":
+            for child in self._children.living("spare"):
+                self._children.kill(child)
+        elif do == "signal":
+            self._signal(int(order["rank"]), int(order["number"]))
+        elif do == "stop":
+            if order.get("stacks"):
+                self._dump_stacks()
+                self._kill_at = time.monotonic() + STACKS_S
+            else:
+                self._ask_to_stop(float(order["grace_s"]))
+        elif do == "watch":
+            self._grace_s = float(order["grace_s"])
+            self._watch(order["preemption"], order.get("state_dir", ""))
+        else:
+            raise ValueError(f"no such order: {do}")
+
+    # -- orders
+
+    def _store(self, host: str, job: str) -> None:
+        # A new job begins with an empty store: its attempts are counted from 1 again.
+        if (
+            not self._children.living("store")
+            or self._port is None
+            or self._port[:2] != (host, job)
+        ):
+            for child in self._children.living("store"):
+                child.killed = True
+                self._children.kill(child)
+            read, write = os.pipe()
+            self._children.keep(fork("store", lambda: keep_store(host, write), keep_fd=write))
+            os.close(write)
+            with os.fdopen(read, "rb") as pipe:  # the child binds and answers at once
+                answer = pipe.read()
+            if not answer:
+                self._tell("store", error=f"cannot listen on {host}")
+                return
+            self._port = (host, job, int(answer))
+        self._tell("store", host=host, port=self._port[2])
+
+    def _start(
+        self,
+        attempt: int,
+        ranks: list[dict[str, Any]],
+        host: str,
+        port: int,
+        input: str,
+        loose: bool = False,
+    ) -> None:
+        self._attempt, self._over, self._kill_at = attempt, False, None
+        self._loose = loose
+        spares = {each.name: each for each in self._children.living("spare")}
+        pids: dict[int, int] = {}
+        for each in ranks:
+            child = spares.get(each.get("spare") or "")
+            if child is not None:
+                place = json.dumps(each["env"]) + "\n" + input + "\n"
+                write_all(child.stdin, place.encode())
+                child.kind = "rank"
+            else:
+                child = self._children.keep(fork("rank", self._run, env=each["env"], text=input))
+            child.attempt, child.rank = attempt, int(each["rank"])
+            child.said_at = time.monotonic()
+            if child.stdin >= 0:
+                os.close(child.stdin)
+                child.stdin = -1
+            pids[child.rank] = child.pid
+        if not loose:
+            read, write = os.pipe()
+            watcher = self._children.keep(
+                fork("abort", lambda: watch_abort_key(host, port, attempt, read), keep_fd=read)
+            )
+            os.close(read)
+            watcher.attempt, watcher.stdin = attempt, write
+        self._tell("started", attempt=attempt, pids=pids)
+
+    def _watch(self, named: str, state_dir: str) -> None:
+        if named and not self._children.living("preemption"):
+            self._children.keep(fork("preemption", lambda: watch_preemption(named, state_dir)))
+
+    def _ask_to_stop(self, grace_s: float) -> None:
+        for child in self._children.living("rank"):
+            send_signal(child.pid, signal.SIGTERM)
+            send_signal(child.pid, signal.SIGCONT)
+        due = time.monotonic() + grace_s
+        self._kill_at = due if self._kill_at is None else min(due, self._kill_at)
+
+    def _signal(self, rank: int, number: int) -> None:
+        for child in self._children.living("rank"):
+            if child.rank == rank:
+                if number == signal.SIGKILL:
+                    self._children.kill(child)
+                else:
+                    send_signal(child.pid, number)
+                    send_signal(child.pid, signal.SIGCONT)  # a stopped process takes no signal
+
+    def _dump_stacks(self) -> None:
+        for child in self._children.living("rank"):
+            send_signal(child.pid, signal.SIGUSR1)
+            send_signal(child.pid, signal.SIGCONT)  # a stopped process takes no signal
+
+    def _kill_ranks(self) -> None:
+        living = self._children.living("rank")
+        self._kill_at = time.monotonic() + 1.0 if living else None
+        for child in living:
+            child.killed = True
+            self._children.kill(child)
+
+    def _ended(self, child: Child) -> None:
+        if child.kind == "rank":
+            self._tell(
+                "ended",
+                attempt=child.attempt,
+                rank=child.rank,
+                code=child.status,
+                killed=child.killed and (child.status or 0) < 0,  # not if it ended by itself
+                stderr=child.stderr.decode(errors="replace"),
+            )
+            if child.status not in (0, STOPPED) and not self._loose:
+                self._abort(child.attempt)
+        elif child.kind == "spare":
+            self._tell(
+                "spare",
+                name=child.name,
+                code=child.status,
+                stderr=child.stderr.decode(errors="replace")[-2000:],
+            )
+        elif child.kind == "abort" and child.status and not child.killed:
+            if child.attempt == self._attempt and self._children.living("rank"):
+                why = "aborted elsewhere" if child.status == ABORTED else "the store was lost"
+                self._tell("abort", attempt=child.attempt, why=why)
+                self._due(SETTLE_S)
+        elif child.kind == "preemption" and child.status == 0:
+            self._tell("preempted", reason="the machine's owner takes it back")
+            self._ask_to_stop(self._grace_s)
+        elif child.kind == "preemption" and not self._closing:
+            self._tell("unwatched", code=child.status)
+        elif child.kind == "store" and not child.killed and not self._closing:
+            self._tell("store", error="the store ended")
+        if not self._children.living("rank") and not self._over:
+            self._over = True
+            self._kill_at = None
+            for each in self._children.living("abort"):
+                each.killed = True
+                self._children.kill(each)
+            self._children.sweep()
+            self._tell("over", attempt=self._attempt)
+
+    def _abort(self, attempt: int) -> None:
+        for child in self._children.living("abort"):
+            if child.attempt == attempt and child.stdin >= 0:
+                with contextlib.suppress(OSError):
+                    os.write(child.stdin, b"x")
+        if self._children.living("rank"):
+            self._due(SETTLE_S)
+
+    def _due(self, delay_s: float) -> None:
+        due = time.monotonic() + delay_s
+        self._kill_at = due if self._kill_at is None else min(due, self._kill_at)
+
+    # -- words
+
+    def _beat(self, now: float) -> None:
+        if os.getppid() != self._parent:
+            self._closing = True
+            self._kill_ranks()
+        ranks = {}
+        for child in self._children.living("rank"):
+            if len(self._waiting) >= MAX_WAITING_BYTES:  # nobody hears us: we do not listen either
+                child.said_at = now
+            state = child.state
+            ranks[child.rank] = {
+                "phase": state.get("phase", "starting"),
+                "step": state.get("step", 0),
+                "since_s": round(float(state.get("since_s", 0.0)) + now - child.said_at, 3),
+                "silent_s": round(now - child.said_at, 3),
+                "running_s": round(now - child.started, 3),
+                "stopped": is_stopped(child.pid),
+            }
+        spares = {
+            each.name: each.state.get("phase", "loading") for each in self._children.living("spare")
+        }
+        self._tell("beat", attempt=self._attempt, ranks=ranks, spares=spares)
+
+    def _tell(self, what: str, **data: Any) -> None:
+        self._say(json.dumps({"launcher": what, **data}).encode())
+
+    def _say(self, line: bytes) -> None:
+        self._waiting += line + b"\n"
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._waiting:
+                sent = os.write(self._out, self._waiting)
+                del self._waiting[:sent]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._closing = True
+            self._waiting.clear()
+            self._kill_ranks()
+
+
+def main(arguments: list[str]) -> int:
+    """Serve ranks of ``module:function``; ``--die`` ends with the thread that started us."""
+    from paceline.training.loop.rank_process import share_cores, stand_somewhere
+
+    share_cores()
+    if "--die" in arguments:
+        die_with_thread(os.getppid())
+    become_subreaper()
+    stand_somewhere()
+    # Whether there are GPUs is asked of NVML: CUDA, once it was asked, serves no forked rank.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    importlib.import_module("torch.distributed")  # once here, not in each child
+    module, function = arguments[0].split(":")
+    found = importlib.import_module(module)
+    if (preload := getattr(found, "preload", None)) is not None:
+        preload()
+    out = os.dup(1)
+    os.dup2(2, 1)  # whatever an import prints is no line of ours
+    return Launcher(getattr(found, function), os.dup(0), out).serve()
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)

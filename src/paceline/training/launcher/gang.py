@@ -1,0 +1,204 @@
+"""Gangs: ranks that start together on several nodes and end together, whatever happens to one.
+
+``Gangs`` runs one attempt after another on nodes whose launchers (forkserver.py) stay warm between
+them, and knows which nodes are ready, lost, or about to be taken away. Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.errors import Cancelled, InvalidInput, WorkerLost
+from paceline.training.launcher.attempt import TICK_S, Attempt, RankState
+from paceline.training.launcher.independent_restart import Keeper, LooseAttempt
+from paceline.training.launcher.ports import (
+    Deadlines,
+    GangMember,
+    GangResult,
+    Heard,
+    Launcher,
+    Nodes,
+    OnLine,
+    Word,
+)
+
+__all__ = [
+    "Deadlines",
+    "GangMember",
+    "GangResult",
+    "Gangs",
+    "Heard",
+    "Launcher",
+    "Nodes",
+    "OnLine",
+    "Word",
+]
+
+log = logging.getLogger(__name__)
+
+RETURN_DEADLINE_S = 15.0  # for a node that is away to be back
+READY_DEADLINE_S = 120.0  # for a launcher to import torch, on a machine that does other things too
+
+
+class Gangs:
+    """Attempts on one set of nodes."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        deadlines: Deadlines,
+        *,
+        cancel: threading.Event | None = None,
+        grace_s: float = 10.0,
+    ) -> None:
+        self.nodes = nodes
+        self.deadlines = deadlines
+        self.cancel = cancel
+        self.grace_s = grace_s
+        self.id = uuid.uuid4().hex[:12]
+        self.ready: set[str] = set()
+        self.beaten: dict[str, float] = {}
+        self.preempted: set[str] = set()
+        self._watch: Mapping[str, Any] | None = None
+        self.asked: str = ""
+        self.spares: dict[str, str] = {}  # name → worker, once it waits
+        self.lost: set[str] = set()
+        self.why_lost: dict[str, str] = {}
+        self.notice_grace_s = grace_s  # from a notice, or a rank's own SIGTERM, to the gang's end
+
+    # -- nodes
+
+    def watch_for_preemption(self, named: str, grace_s: float, state_dir: str = "") -> None:
+        """Have every node's launcher watch for a notice (see preemption.py); the profile in
+        ``state_dir`` says which code may be its watcher."""
+        self._watch = {
+            "do": "watch", "preemption": named, "state_dir": state_dir, "grace_s": grace_s
+        }  # fmt: skip
+        self.notice_grace_s = grace_s
+
+    def prepare(self, workers: Sequence[str], deadline_s: float = READY_DEADLINE_S) -> set[str]:
+        """Return which of ``workers`` have a launcher that is ready.
+
+        Those that start are waited for, and for a while those that are away: a Dask worker that
+        died is back within seconds.
+        """
+        began = time.monotonic()
+        away = [each for each in dict.fromkeys(workers) if each not in self.ready]
+        starting: set[str] = set()
+        while (passed := time.monotonic() - began) < deadline_s:
+            settled = starting <= self.ready | self.lost
+            if settled and (not away or passed > RETURN_DEADLINE_S):
+                break
+            for worker in list(away):
+                if self.nodes.start(worker):
+                    away.remove(worker)
+                    starting.add(worker)
+                    self.lost.discard(worker)
+                self._listen(0.0)  # one that hangs must not keep us from the others' news
+            self.check_cancel()
+            self._listen(TICK_S)
+        return self.ready & set(workers)
+
+    def lose(self, worker_id: str, why: str) -> None:
+        """Give the node up until it is started again: nothing of us is to go on there."""
+        self.nodes.drop(worker_id)
+        self.note(Heard(worker_id, lost=why))
+
+    def call_back(self, worker_id: str) -> bool:
+        """Start a lost node's launcher again, where it can be; return whether it is ready now."""
+        if worker_id in self.ready:
+            return True
+        if worker_id in self.lost and self.nodes.start(worker_id):
+            self.lost.discard(worker_id)
+        return False
+
+    def stop_soon(self, why: str) -> None:
+        """Have the attempt that runs save its state and end (from ``on_event``, any thread)."""
+        self.asked = why
+
+    def keep_spare(self, name: str, worker_id: str, env: Mapping[str, str], text: str) -> None:
+        """Start a rank on ``worker_id`` that loads all it can and waits for a place."""
+        order = {"do": "spare", "name": name, "env": dict(env), "input": text}
+        try:
+            self.nodes.tell(worker_id, order)
+        except WorkerLost as error:
+            log.warning("no spare on that node worker=%s why=%s", worker_id, error)
+            return
+        self.spares[name] = worker_id
+
+    # -- an attempt
+
+    def run_gang(
+        self,
+        members: Sequence[GangMember],
+        text: str,
+        attempt: int,
+        on_event: OnLine | None,
+        *,
+        keeper: Keeper | None = None,
+    ) -> GangResult:
+        """Run a rank a member, each with ``text`` as its input; return how the gang ended.
+
+        With a ``keeper`` it is a loose gang: who falls is started again or left out (loose.py).
+        Raises Cancelled once ``cancel`` was set and every rank is gone.
+        """
+        ranks = {each.rank: RankState(each) for each in sorted(members, key=lambda m: m.rank)}
+        if not ranks or list(ranks) != list(range(len(members))):
+            raise InvalidInput("gang's ranks do not count up from 0", got=sorted(ranks))
+        self.asked = ""
+        self.preempted.clear()
+        attempted = Attempt(self, ranks, attempt, on_event)
+        if keeper is not None:
+            attempted = LooseAttempt(self, ranks, attempt, on_event, keeper)
+        try:
+            fault = attempted.start(text) or attempted.follow()
+        except BaseException:
+            attempted.abandon()
+            raise
+        found_at = time.monotonic()
+        if fault is not None:
+            attempted.end(stacks=fault.hung, grace_s=0.0)
+            found = attempted.who_hung(fault) if fault.hung else attempted.blame()
+            fault = found or fault
+        return dataclasses.replace(attempted.result(fault), found_at=found_at)
+
+    def _listen(self, timeout_s: float) -> None:
+        for heard in self.nodes.hear(timeout_s):
+            self.note(heard)
+
+    def check_cancel(self) -> None:
+        """Raise Cancelled where the caller asked for it."""
+        if self.cancel is not None and self.cancel.is_set():
+            raise Cancelled("cancelled by the caller", where="a gang of ranks")
+
+    def note(self, heard: Word) -> str:
+        """Take in what concerns the node; return what kind of word it was."""
+        worker, line = heard.worker_id, heard.line
+        if heard.lost:
+            self.ready.discard(worker)
+            self.lost.add(worker)
+            self.why_lost[worker] = heard.lost
+            self.spares = {name: at for name, at in self.spares.items() if at != worker}
+            return "lost"
+        self.beaten[worker] = time.monotonic()
+        kind = str(line.get("launcher", ""))
+        if kind == "ready":
+            self.ready.add(worker)
+            if self._watch is not None and (why := self.nodes.tell_all({worker: self._watch})):
+                self.lose(worker, why[worker])
+                return "lost"
+        elif kind == "preempted":
+            log.warning("node is taken away worker=%s why=%s", worker, line.get("reason"))
+            self.preempted.add(worker)
+        elif kind == "unwatched":
+            log.warning("notices are no longer watched for worker=%s code=%s", worker, line["code"])
+        elif kind == "spare":
+            log.warning("spare ended name=%s code=%s", line.get("name"), line.get("code"))
+            self.spares.pop(str(line.get("name")), None)
+        return kind

@@ -1,0 +1,457 @@
+"""What happened over all attempts of one job: steps, restarts, failures, batches passed over, time.
+
+Fed with the ranks' lines and the gang's ends; decides only whether another attempt can do better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from pydantic import ValidationError
+
+from paceline.errors import TrainingFailed
+from paceline.schemas.training import (
+    Failures,
+    RankEvent,
+    Restart,
+    TimeLedger,
+    TrainJob,
+    TrainResult,
+)
+from paceline.storage import join_url
+from paceline.training.identity import learned_from
+from paceline.training.launcher.gang import GangResult
+from paceline.training.launcher.job_notes import History
+from paceline.training.launcher.placement import FORGOTTEN_S, Roster
+
+# Where the time of a job went: each second in exactly one account, so that they sum to the wall.
+#
+# A pure object: times go in, accounts come out. Work that a failure undid moves from ``productive``
+# to ``lost_work`` when the job resumes before it. A lost step that ended only after the failure was
+# found is no work: a frozen rank goes on for a moment, so that it can say where it was, and what
+# then ends is a step that its peers had waited in. That time is ``detection``, and ``restart`` from
+# the finding on.
+
+STEPS_KEPT = 100_000  # of which a later resume could still say that they were lost
+ACCOUNTS = (
+    "start",
+    "productive",
+    "data_wait",
+    "checkpoint_stall",
+    "lost_work",
+    "detection",
+    "restart",
+    "finish",
+)
+
+
+class _Step(NamedTuple):
+    number: int
+    began: float
+    ended: float
+    worked: float
+    waited: float
+    stalled: float
+
+
+class Ledger:
+    """The accounts of one job, from ``now`` on (seconds of any one clock that goes forward)."""
+
+    def __init__(self, now: float) -> None:
+        self._began = self._last = now
+        self._phase = "start"
+        self._spent = dict.fromkeys(ACCOUNTS, 0.0)
+        self._steps: deque[_Step] = deque(maxlen=STEPS_KEPT)
+        self._first_step: float | None = None
+        self._last_step: float | None = None
+        self._found_at = math.inf  # a failure, until the job resumes after it
+
+    def stepped(
+        self, now: float, step: int, *, seconds: float, data_wait_s: float, stall_s: float
+    ) -> None:
+        """A step ended that took ``seconds``, of which it waited and stalled so long."""
+        passed = self._take(now)
+        own = min(passed, max(0.0, seconds))
+        if self._phase != "productive":  # what came before the first step of an attempt
+            self._spent[self._phase] += passed - own
+            passed = own
+            if self._first_step is None:
+                self._first_step = now - own
+        waited = min(passed, max(0.0, data_wait_s))
+        stalled = min(passed - waited, max(0.0, stall_s))
+        worked = passed - waited - stalled
+        self._spent["data_wait"] += waited
+        self._spent["checkpoint_stall"] += stalled
+        self._spent["productive"] += worked
+        self._steps.append(_Step(step, now - passed, now, worked, waited, stalled))
+        self._phase, self._last_step = "productive", now
+
+    def noticed(self, now: float, found_at: float | None = None) -> None:
+        """The gang is gone whose failure was found at ``found_at`` (``now`` where it is not known).
+
+        Since the last word before that it may have been dead.
+        """
+        found_at = min(now, now if found_at is None else found_at)
+        self._found_at = min(self._found_at, found_at)  # the next attempt may not resume either
+        account = "detection" if self._phase == "productive" else self._phase
+        until_found = max(0.0, found_at - self._last)
+        self._spent[account] += until_found
+        self._spent["restart"] += self._take(now) - until_found
+        self._phase = "restart"
+
+    def stopping(self, now: float) -> None:
+        """The gang ended as asked: nothing was to be detected."""
+        self._spent["restart"] += self._take(now)
+        self._phase = "restart"
+
+    def resumed(self, step: int) -> None:
+        """The job goes on after ``step``: what was done beyond it is lost."""
+        while self._steps and self._steps[-1].number > step:
+            lost = self._steps.pop()
+            self._spent["productive"] -= lost.worked
+            if lost.ended <= self._found_at:
+                self._spent["lost_work"] += lost.worked
+                continue
+            self._spent["data_wait"] -= lost.waited
+            self._spent["checkpoint_stall"] -= lost.stalled
+            found_at = max(lost.began, self._found_at)
+            self._spent["detection"] += found_at - lost.began
+            self._spent["restart"] += lost.ended - found_at
+        self._found_at = math.inf
+
+    def finished(self, now: float) -> TimeLedger:
+        """Return the accounts, closed at ``now``."""
+        self._spent["finish"] += self._take(now)
+        wall = now - self._began
+        trained = (self._last_step or now) - (self._first_step or self._began)
+        productive = max(0.0, self._spent["productive"])
+        return TimeLedger(
+            **{f"{name}_s": max(0.0, seconds) for name, seconds in self._spent.items()},
+            wall_s=wall,
+            goodput=min(1.0, productive / trained) if trained > 0 else 0.0,
+        )
+
+    def _take(self, now: float) -> float:
+        passed = max(0.0, now - self._last)
+        self._last = max(now, self._last)
+        return passed
+
+
+Kind = Literal["failed", "hung", "lost", "preempted", "bad-step", "returned"]
+
+REASONS_TOLD = 5  # of how attempts ended, in one error
+DIVERGED = "TrainingFailed"
+BAD_STEP = "BadStep"
+NOT_SAVED = "NotSaved"
+# Errors that the next attempt would meet again; anything else may be the machine's.
+HOPELESS = {
+    "InvalidInput",
+    "InvalidSnapshot",
+    "InvalidManifest",
+    "DataRejected",
+    "AccessDenied",
+    "Conflict",
+    DIVERGED,
+    NOT_SAVED,
+}
+
+
+@dataclass
+class Restarting:
+    """An attempt that ended, until the next one makes its first step."""
+
+    outcome: GangResult
+    seen_at: float
+    preempted: bool = False
+    kind: Kind = "failed"
+    stacks_url: str = ""
+    reason: str = ""
+    reached: int = 0  # its last step
+
+    @property
+    def counts(self) -> bool:
+        """Return whether it uses up a restart: what was asked for does not."""
+        return self.kind in ("failed", "hung", "lost")
+
+
+class Account:
+    """The account of one job."""
+
+    def __init__(self, job: TrainJob, now: float, before: History | None = None) -> None:
+        self._job = job
+        self._before = before or History()
+        self._started = now
+        self._attempt = self._ranks = 0
+        self._step = self._reached = 0
+        self._resumed = 0
+        self._first_resumed: int | None = None
+        self._restarts: list[Restart] = []
+        self._fallen: dict[int, tuple[int, float]] = {}  # rank → its restart, and since when
+        self._open: Restarting | None = None
+        self._said: dict[int, dict[str, Any]] = {}
+        self._diverged_at: int | None = None
+        self._asked: tuple[Kind, str] | None = None
+        self._result: RankEvent | None = None
+        self._ledger = Ledger(now)
+        self._shards: Counter[str] = Counter()
+        self._why: dict[str, str] = {}  # they are in quarantine
+        self._stalled = self._waited = 0.0
+        self.counted = 0  # restarts that count against the job's
+        self._counted_at: list[float] = []
+        self.skipped: set[int] = {*job.skip_batches, *self._before.skipped_batches}
+        self.progressed = False
+
+    def fell(self, rank: int, worker_id: str, kind: Kind, reason: str, now: float) -> None:
+        """Note that one rank of a loose gang fell, while the others went on: no step is lost."""
+        self._said.pop(rank, None)
+        if kind in ("failed", "hung", "lost"):
+            self.counted += 1
+        self._fallen[rank] = (len(self._restarts), now)
+        self._restarts.append(
+            Restart(
+                attempt=self._attempt,
+                failed_rank=rank,
+                worker_id=worker_id,
+                reason=reason[:2000],
+                resumed_step=self._reached,
+                lost_steps=0,
+                seconds=0.0,  # until its place makes a step again
+                kind=kind,
+                ranks=self._ranks,
+            )
+        )
+
+    def _rose(self, rank: int, now: float) -> None:
+        number, fell_at = self._fallen.pop(rank)
+        again = {"seconds": now - fell_at}
+        self._restarts[number] = self._restarts[number].model_copy(update=again)
+
+    def begin(self, attempt: int, ranks: int) -> None:
+        """Another attempt starts, of so many ranks."""
+        self._attempt, self._ranks = attempt, ranks
+        self._reached = 0
+        self._fallen = {}
+        self._said = {}
+        self._result = None
+        self._asked = None
+        self._stalled = self._waited = 0.0
+        self.progressed = False
+
+    def stopping(self, kind: Kind, why: str) -> None:
+        """The attempt is about to be stopped by us, for this reason."""
+        self._asked = (kind, why)
+
+    def on_line(self, raw: dict[str, Any], now: float) -> RankEvent | None:
+        """Take in one line of a rank; return the event, unless it is an old attempt's or none."""
+        try:
+            event = RankEvent.model_validate(raw)
+        except ValidationError:
+            return None
+        if event.attempt != self._attempt:
+            return None
+        if event.event == "failed":
+            self._said[event.rank] = {"step": event.step, **event.data}
+        if event.event == "step" and event.rank in self._fallen:
+            self._rose(event.rank, now)
+        for shard in _names(event.data.get("quarantined_shards")):  # whichever rank met it
+            self._shards[shard] = max(1, self._shards[shard])
+        why = event.data.get("quarantined_why")
+        self._why |= {str(k): str(v) for k, v in why.items()} if isinstance(why, dict) else {}
+        if event.rank == 0:
+            self._of_first(event, now)
+        return event
+
+    def _of_first(self, event: RankEvent, now: float) -> None:
+        if event.event == "resumed":
+            self._resumed = event.step
+            self._ledger.resumed(event.step)
+            if self._first_resumed is None:
+                self._first_resumed = event.step
+        elif event.event == "step":
+            data = event.data
+            waited, stalled = _seconds(data, "waited_s"), _seconds(data, "stalled_s")
+            self._ledger.stepped(
+                now,
+                event.step,
+                seconds=_seconds(data, "step_seconds"),
+                data_wait_s=waited - self._waited,
+                stall_s=stalled - self._stalled,
+            )
+            self._waited, self._stalled = waited, stalled
+            self._close(now)
+            self.progressed = True
+            self._reached = event.step
+            self._step = max(self._step, event.step)
+        elif event.event == "result":
+            self._close(now)
+            self._step = max(self._step, event.step)
+            self._result = event
+
+    def failed(self, ended: Restarting) -> None:
+        """Note that the attempt failed; raises TrainingFailed where another cannot do better."""
+        now = ended.seen_at
+        self._close(now)
+        ended.kind, ended.reached = self._kind(ended), self._reached
+        asked = self._asked is not None and self._asked[0] == ended.kind
+        ended.reason = self._asked[1] if self._asked and asked else ended.outcome.reason
+        if ended.outcome.stopped:
+            self._ledger.stopping(now)
+        else:
+            self._ledger.noticed(now, ended.outcome.found_at)
+        self._open = ended
+        if ended.counts:
+            self.counted += 1
+            self._counted_at = [*(e for e in self._counted_at if now - e < FORGOTTEN_S), now]
+        if ended.kind == "bad-step":
+            self._pass_over()
+            return
+        for said in self._said.values():
+            if said.get("code") not in HOPELESS:
+                continue
+            if said["code"] == NOT_SAVED and (ended.preempted or self._asked_to_go):
+                continue  # steps are lost, but elsewhere, or with room again, it goes on
+            if said.get("code") == DIVERGED and self._diverged_at is None:
+                self._diverged_at = self._step  # once may be a flipped bit; twice is the recipe
+                continue
+            raise TrainingFailed(
+                "training cannot succeed as asked",
+                got=said.get("message"),
+                where=join_url(self._job.checkpoint_url, self._job.job_id),
+            )
+
+    @property
+    def _asked_to_go(self) -> bool:
+        """Return whether ranks stopped as asked, unable to save."""
+        return any(said.get("stopped") for said in self._said.values())
+
+    def _kind(self, ended: Restarting) -> Kind:
+        outcome = ended.outcome
+        if any(said.get("code") == BAD_STEP for said in self._said.values()):
+            return "bad-step"
+        if outcome.hung:
+            return "hung"
+        if self._asked is None and outcome.lost - outcome.preempted:
+            return "lost"
+        if outcome.stopped or self._asked_to_go:
+            return self._asked[0] if self._asked is not None else "preempted"
+        if outcome.lost - outcome.preempted:
+            return "lost"
+        if ended.preempted:
+            return "preempted"
+        # Told to stop, it was too slow to save: the steps are lost, but nothing failed.
+        return self._asked[0] if outcome.overdue and self._asked is not None else "failed"
+
+    def _pass_over(self) -> None:
+        bad = {
+            int(said["bad_batch"]): str(said.get("message", ""))
+            for said in self._said.values()
+            if said.get("code") == BAD_STEP and "bad_batch" in said
+        }
+        allowed = self._job.settings.guard.max_bad_steps
+        if bad.keys() <= self.skipped or len(self.skipped | bad.keys()) > allowed:
+            raise TrainingFailed(
+                "too many bad steps",
+                got=f"batches {sorted(self.skipped | bad.keys())}: {'; '.join(bad.values())}",
+                wanted=f"at most {allowed}, training.guard.max_bad_steps",
+                where=join_url(self._job.checkpoint_url, self._job.job_id),
+                do="Lower training.learning_rate or training.clip_norm, or look at those batches; "
+                "the last healthy checkpoint is intact.",
+            )
+        self.skipped |= bad.keys()
+
+    @property
+    def recent(self) -> int:
+        """Return how many failures count against ``max_restarts``: those of the last day."""
+        return len(self._counted_at)
+
+    @property
+    def failures(self) -> int:
+        """Return how many failures the job had, those under earlier drivers included."""
+        return self._before.failures + self.counted
+
+    def running_s(self, now: float) -> float:
+        """Return for how long the job has run, under earlier drivers too."""
+        return self._before.running_s + now - self._started
+
+    def history(self, now: float, roster: Roster) -> History:
+        """Return what the next driver of this job should know."""
+        return History(
+            attempts=max(self._before.attempts, self._attempt),
+            failures=self.failures,
+            running_s=self.running_s(now),
+            hosts=self._before.with_hosts(roster.failures),
+            shards=self._before.with_shards(self._shards),
+            skipped_batches=tuple(sorted(self.skipped)),
+        )
+
+    def reasons(self) -> str:
+        """Return why the last attempts ended."""
+        last = [self._open.reason] if self._open else []
+        all_of_them = [*(each.reason for each in self._restarts), *last]
+        told = all_of_them[-REASONS_TOLD:]
+        more = len(all_of_them) - len(told)
+        return "; ".join([*([f"({more} before)"] if more else []), *told])
+
+    def result(self, now: float, roster: Roster, ranks: int) -> TrainResult:
+        """Return the account of a gang that ended well."""
+        if self._result is None:
+            raise TrainingFailed("rank 0 ended without a result", where=self._job.job_id)
+        said = {
+            key: value
+            for key, value in self._result.data.items()
+            if key in TrainResult.model_fields
+        }
+        said["resumed_from_step"] = self._first_resumed or 0
+        said["quarantined_shards"] = sorted(self._before.with_shards(self._shards))
+        said["quarantined_why"] = self._why
+        return TrainResult.model_validate(
+            said
+            | {
+                **learned_from(self._job),
+                "job_id": self._job.job_id,
+                "restarts": [each.model_dump() for each in self._restarts],
+                "seconds": now - self._started,
+                "skipped_batches": sorted(self.skipped),
+                "ranks": ranks,
+                "ledger": self._ledger.finished(now).model_dump(),
+                "failures": Failures(
+                    job=self.failures,
+                    hosts=self._before.with_hosts(roster.failures),
+                    shards=self._before.with_shards(self._shards),
+                    left_out=tuple(sorted(roster.left_out)),
+                ).model_dump(),
+            }
+        )
+
+    def _close(self, now: float) -> None:
+        if self._open is None:
+            return
+        ended, self._open = self._open, None
+        outcome = ended.outcome
+        seen_at = ended.seen_at if outcome.found_at is None else outcome.found_at
+        self._restarts.append(
+            Restart(
+                attempt=self._attempt,
+                failed_rank=outcome.failed_rank,
+                worker_id=outcome.failed_worker,
+                reason=ended.reason[:2000],
+                resumed_step=self._resumed,
+                lost_steps=max(0, ended.reached - self._resumed),
+                seconds=now - seen_at,
+                kind=ended.kind,
+                ranks=self._ranks,
+                stacks_url=ended.stacks_url,
+            )
+        )
+
+
+def _seconds(data: dict[str, Any], name: str) -> float:
+    value = data.get(name, 0.0)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _names(value: object) -> list[str]:
+    return [str(each) for each in value] if isinstance(value, list | tuple) else []

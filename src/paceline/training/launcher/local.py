@@ -1,0 +1,247 @@
+"""Nodes that are plain subprocesses of this one: training on one machine, without any server.
+
+Same port as the fleet's. Each node is a launcher process (forkserver.py); all of them, and so all
+ranks, are gone when the ``with`` ends, and when this process dies, however it does. Launchers stay
+warm from one job to the next for as long as the ``LocalLauncher`` itself is open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import IO, Any
+
+from paceline.errors import WorkerLost
+from paceline.training.launcher.gang import Heard
+
+log = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+END_S = 5.0
+TELL_PATIENCE_S = 5.0
+MAX_LINES = 10_000  # unheard; then launchers are not read any more, and they their ranks
+_LAUNCHER_ENV = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # a thread spoils forking
+
+
+class LocalLauncher:
+    """Runs nodes on this machine; ``pids`` names the ranks of the gang that runs now.
+
+    As a context manager it keeps its launchers warm until the end of the ``with``; without, they
+    end with each job. Not for several jobs at once.
+    """
+
+    def __init__(self) -> None:
+        self.pids: dict[int, int] = {}
+        self.launcher_pids: dict[str, int] = {}
+        self._running: dict[str, _Node] = {}
+        self._lines: queue.Queue[Heard] = queue.Queue(MAX_LINES)
+        self._ready_again: list[Heard] = []
+        self._argv: tuple[str, ...] = ()
+        self._kept = False
+
+    def __enter__(self) -> LocalLauncher:
+        self._kept = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._kept = False
+        self._end_all()
+
+    @contextlib.contextmanager
+    def open_nodes(
+        self,
+        workers: Sequence[str],
+        argv: Sequence[str],
+        *,
+        wait_s: float,  # noqa: ARG002 - nobody else holds these nodes
+        cancel: threading.Event | None,  # noqa: ARG002
+        on_wait: Callable[[str], None] | None,  # noqa: ARG002
+    ) -> Iterator[LocalLauncher]:
+        """Run ``argv`` once for each of ``workers``; see ``Launcher`` (nobody is waited for)."""
+        if tuple(argv) != self._argv:
+            self._end_all()
+            self._argv = tuple(argv)
+        try:
+            for each in dict.fromkeys(workers):
+                if not self.start(each):
+                    raise WorkerLost("launcher could not be started", where=each)
+            yield self
+        finally:
+            self.pids = {}
+            if not self._kept:
+                self._end_all()
+
+    # -- Nodes
+
+    def tell(self, worker_id: str, order: Mapping[str, Any]) -> None:
+        """Send an order; see ``Nodes``."""
+        if why := self.tell_all({worker_id: order}):
+            raise WorkerLost("the node takes no order", got=why[worker_id], where=worker_id)
+
+    def tell_all(self, orders: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Send each node its order; see ``Nodes``."""
+        untold: dict[str, str] = {}
+        for worker_id, order in orders.items():
+            node = self._running.get(worker_id)
+            if why := "its launcher is gone" if node is None else node.tell(order):
+                untold[worker_id] = why
+        return untold
+
+    def hear(self, timeout_s: float) -> list[Heard]:
+        """Return what was said; see ``Nodes``."""
+        found, self._ready_again = self._ready_again, []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._lines.get(timeout=0.0 if found else timeout_s))
+            while True:
+                found.append(self._lines.get_nowait())
+        for heard in found:
+            if heard.line.get("launcher") == "started":
+                self.pids |= {int(rank): pid for rank, pid in heard.line["pids"].items()}
+            if heard.lost:
+                self._forget(heard.worker_id)
+        return found
+
+    def host(self, worker_id: str) -> str:  # noqa: ARG002
+        """Return the loopback address."""
+        return HOST
+
+    def start(self, worker_id: str) -> bool:
+        """Start the node's launcher unless it runs; always possible here."""
+        node = self._running.get(worker_id)
+        if node is not None and node.process.poll() is None:
+            if node.is_ready:
+                self._ready_again.append(Heard(worker_id, {"launcher": "ready"}))
+            return True
+        try:
+            node = _Node(worker_id, self._argv, self._lines)
+        except OSError as error:  # no memory, no more processes
+            log.warning("launcher cannot be started worker=%s why=%s", worker_id, error)
+            return False
+        self._running[worker_id] = node
+        self.launcher_pids[worker_id] = node.process.pid
+        return True
+
+    def drop(self, worker_id: str) -> None:
+        """Kill the node's launcher; its ranks die with it."""
+        if (node := self._running.get(worker_id)) is not None:
+            node.kill()
+            self._forget(worker_id)
+
+    def _forget(self, worker_id: str) -> None:
+        if (node := self._running.pop(worker_id, None)) is not None:
+            node.wait(END_S)
+        self.launcher_pids.pop(worker_id, None)
+
+    def _end_all(self) -> None:
+        for node in self._running.values():
+            node.close()
+        deadline = time.monotonic() + END_S
+        for node in self._running.values():
+            node.wait(deadline - time.monotonic())
+        self._running.clear()
+        self.launcher_pids.clear()
+        self._ready_again = []
+        self._lines = queue.Queue(MAX_LINES)
+
+
+class _Node:
+    """A launcher process and the thread that reads it."""
+
+    def __init__(self, worker_id: str, argv: Sequence[str], lines: queue.Queue[Heard]) -> None:
+        self.worker_id = worker_id
+        self.is_ready = False
+        self._lines = lines
+        self._unheard = False  # nobody takes its lines any more
+        self._lock = threading.Lock()
+        self.process = subprocess.Popen(
+            [*argv, "--die"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env={**os.environ, **_LAUNCHER_ENV},
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, name=f"node-{worker_id}", daemon=True)
+        self._reader.start()
+
+    def tell(self, order: Mapping[str, Any]) -> str:
+        """Send one order; return why it was not taken, or "" where it was."""
+        assert self.process.stdin is not None
+        deadline = time.monotonic() + TELL_PATIENCE_S
+        try:
+            with self._lock:
+                pipe = self.process.stdin.fileno()
+                data = memoryview(json.dumps(order).encode() + b"\n")
+                while data:
+                    left = deadline - time.monotonic()
+                    if left <= 0 or not select.select([], [pipe], [], left)[1]:
+                        return "its launcher does not read its orders"
+                    data = data[os.write(pipe, data[: select.PIPE_BUF]) :]
+        except (OSError, ValueError) as error:
+            return f"its launcher is gone: {error}"
+        return ""
+
+    def close(self) -> None:
+        """Close its standard input: it ends its ranks and itself."""
+        with contextlib.suppress(OSError):
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+
+    def kill(self) -> None:
+        """SIGKILL: the kernel kills its ranks, too."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for its end; past ``timeout_s`` it is killed. What it still says is not heard."""
+        self._unheard = True
+        try:
+            self.process.wait(max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self.process.wait(END_S)
+        self._reader.join(END_S)
+        self.close()
+
+    def _read(self) -> None:
+        pipe: IO[bytes] | None = self.process.stdout
+        assert pipe is not None
+        with pipe:
+            for raw in pipe:
+                try:
+                    line = json.loads(raw)
+                except ValueError:
+                    log.info("%s: %s", self.worker_id, raw[:500])
+                    continue
+                if isinstance(line, dict):
+                    self.is_ready = self.is_ready or line.get("launcher") == "ready"
+                    self._say(Heard(self.worker_id, line))
+        code = self.process.wait()
+        self._say(Heard(self.worker_id, lost=f"its launcher ended with {code}"))
+
+    def _say(self, heard: Heard) -> None:
+        while not self._unheard:
+            with contextlib.suppress(queue.Full):
+                self._lines.put(heard, timeout=0.5)
+                return
+
+
+def launcher_argv(run: str) -> list[str]:
+    """Return the argv of a launcher whose ranks are ``run`` (``module:function``)."""
+    return [sys.executable, "-m", "paceline.training.launcher.forkserver", run]

@@ -1,0 +1,162 @@
+"""Who runs the next attempt: which ranks on which nodes, given what failed so far.
+
+Pure decisions. A node that is away is worked around at once and taken back when it returns; one
+that fails too often is left out for good where others remain. Spares take a lost node's ranks
+first; then, where ``min_ranks`` allows, the gang goes on with fewer; else the others take more.
+What a node did more than a day ago is forgotten: in a month every machine fails twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.config import TrainingSettings
+from paceline.errors import TrainingFailed
+
+FORGOTTEN_S = 86_400.0  # after which a failure says nothing about a node, or a job, any more
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place: its node, and the spare that waits there for it, if one does."""
+
+    rank: int
+    worker_id: str
+    spare: str = ""
+
+
+@dataclass(frozen=True)
+class Lineup:
+    """The gang of the next attempt."""
+
+    seats: tuple[Seat, ...]
+    reduced: bool  # fewer ranks, or more of them a node, than with all nodes there
+
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks."""
+        return len(self.seats)
+
+
+class Roster:
+    """The nodes of a job and what became of them."""
+
+    def __init__(self, workers: Sequence[str], settings: TrainingSettings) -> None:
+        self.workers = tuple(dict.fromkeys(workers))
+        self._settings = settings
+        self.failures: Counter[str] = Counter()  # by node
+        self._failed_at: dict[str, list[float]] = {}
+        self.left_out: set[str] = set()
+        self.away: set[str] = set()
+        seats = [self.workers[rank % len(self.workers)] for rank in range(settings.ranks)]
+        self._home = tuple(seats)  # of each rank, with all nodes there
+
+    @property
+    def missing(self) -> list[str]:
+        """Return the nodes that would be used again if they came back."""
+        return [each for each in self.workers if each in self.away and each not in self.left_out]
+
+    def failed(self, worker_id: str, *, lost: bool, now: float = 0.0) -> None:
+        """A rank failed on the node, or the whole node was lost; ``now`` in seconds."""
+        self.failures[worker_id] += 1
+        known = self._failed_at.setdefault(worker_id, [])
+        known[:] = [*(each for each in known if now - each < FORGOTTEN_S), now]
+        if lost:
+            self.away.add(worker_id)
+        if len(known) >= self._settings.guard.failures_per_host:
+            self.left_out.add(worker_id)
+        if not self.good:  # a bad node is better than none
+            self.left_out.clear()
+            self.away.clear()
+
+    def taken_away(self, worker_id: str) -> None:
+        """The node's owner takes it back: no fault of its own."""
+        self.away.add(worker_id)
+        if not self.good:
+            self.away.clear()
+
+    def returned(self, worker_id: str) -> None:
+        """The node is back."""
+        self.away.discard(worker_id)
+
+    def forgive(self, now: float) -> None:
+        """Use nodes again that were left out and whose failures are forgotten by now."""
+        most = self._settings.guard.failures_per_host
+        for worker_id in list(self.left_out):
+            recent = [e for e in self._failed_at.get(worker_id, ()) if now - e < FORGOTTEN_S]
+            if len(recent) < most:
+                self.left_out.discard(worker_id)
+
+    @property
+    def good(self) -> list[str]:
+        """Return the nodes to use now."""
+        return [
+            each for each in self.workers if each not in self.left_out and each not in self.away
+        ]
+
+    def lineup(self, spares: Mapping[str, str]) -> Lineup:
+        """Return the next gang; ``spares`` are those that wait, and where.
+
+        Raises TrainingFailed where fewer ranks are left than the policy allows.
+        """
+        good = self.good
+        waiting = {name: at for name, at in spares.items() if at in good}
+        homes: list[str | None] = [each if each in good else None for each in self._home]
+        free = list(waiting.values())
+        homes = [each if each is not None else (free.pop(0) if free else None) for each in homes]
+        vacant = homes.count(None)
+        floor = self._settings.guard.min_ranks
+        if vacant and floor:
+            kept = [each for each in homes if each is not None]
+            size = self._size(len(kept), floor)
+            return Lineup(_seated(kept[:size], waiting), reduced=True)
+        nodes = iter(good[number % len(good)] for number in range(vacant))
+        full = [each if each is not None else next(nodes) for each in homes]
+        return Lineup(_seated(full, waiting), reduced=vacant > 0)
+
+    def spare_nodes(self, count: int) -> list[str]:
+        """Return where ``count`` spares should wait: on nodes with the fewest ranks first."""
+        good = self.good
+        load = Counter(each for each in self._home if each in good)
+        ordered = sorted(good, key=lambda each: (load[each], -good.index(each)))
+        return [ordered[number % len(ordered)] for number in range(count)]
+
+    def _size(self, available: int, floor: int) -> int:
+        mesh = self._settings.mesh
+        unit = mesh.shard * mesh.tp * mesh.pp  # a replica is whole or not at all
+        size = available // unit * unit
+        if size < max(1, floor):
+            raise TrainingFailed(
+                "too few ranks are left",
+                got=f"{available} (replicas of {unit})",
+                wanted=f"at least {floor}, training.guard.min_ranks",
+                do="Bring nodes back and run the same job again: it resumes.",
+            )
+        return size
+
+
+def _seated(homes: Sequence[str], waiting: Mapping[str, str]) -> tuple[Seat, ...]:
+    left = dict(waiting)
+    seats = []
+    for rank, worker in enumerate(homes):
+        spare = next((name for name, at in left.items() if at == worker), "")
+        left.pop(spare, None)
+        seats.append(Seat(rank, worker, spare))
+    return tuple(seats)
+
+
+def shrunk(settings: TrainingSettings, ranks: int) -> TrainingSettings:
+    """Return ``settings`` for fewer ranks: the same global batch, in more parts a rank."""
+    if ranks == settings.ranks:
+        return settings
+    parts = math.ceil(settings.accumulation * settings.ranks / ranks)
+    return settings.model_copy(
+        update={
+            "ranks": ranks,
+            "accumulation": min(parts, settings.batch_sequences),
+            "mesh": settings.mesh.model_copy(update={"dp": 0}),
+        }
+    )

@@ -1,0 +1,1 @@
+"""What one rank does: load, join the group, resume, train step by step, report."""

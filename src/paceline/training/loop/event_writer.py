@@ -1,0 +1,260 @@
+"""Who a rank is, and how it speaks: a line an event, and a pulse that tells its phase and step.
+
+What others print in this process, a user's own model for one, are no lines of ours: they become
+events too, or go to standard error. Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import InvalidInput
+from paceline.schemas.training import RankEvent
+
+if TYPE_CHECKING:
+    from paceline.data import PlannedStream
+    from paceline.training.checkpoint import Checkpointer
+    from paceline.training.loop.loop import Progress, StepReport
+    from paceline.training.metrics import Exporter
+
+
+LOOPBACK = "127.0.0.1"
+PULSE_S = 0.5
+PRINTED_CHARACTERS = 500  # of a line, the rest is cut
+PRINTED_A_MINUTE = 120  # lines of one rank, the rest are counted
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who this process is, as its launcher said."""
+
+    rank: int
+    world_size: int
+    master_host: str
+    master_port: int
+    attempt: int
+    worker_id: str
+    host: str = LOOPBACK  # that other ranks reach this one at
+    gang_key: str = field(default="", repr=False)  # of a loose gang, known to its ranks only
+
+    @classmethod
+    def from_environment(cls) -> Place:
+        """Return the place in the environment; raises InvalidInput where a variable is missing."""
+        if "PACELINE_SPARE" in os.environ:  # its place comes later
+            os.environ.setdefault("RANK", "0")
+            os.environ.setdefault("WORLD_SIZE", "1")
+        try:
+            return cls(
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+                master_host=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+                master_port=int(os.environ.get("MASTER_PORT", "0")),
+                attempt=int(os.environ.get("PACELINE_ATTEMPT", "1")),
+                worker_id=os.environ["PACELINE_WORKER_ID"],
+                host=os.environ.get("PACELINE_HOST", LOOPBACK),
+                gang_key=os.environ.get("PACELINE_GANG_KEY", ""),
+            )
+        except (KeyError, ValueError) as error:
+            raise InvalidInput(
+                "rank was started without its environment",
+                got=repr(error),
+                wanted="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, PACELINE_WORKER_ID",
+            ) from error
+
+
+class Voice:
+    """Writes this rank's events, one line each, and its pulse: phase, step, and since when.
+
+    The pulse is a thread, so that a process that is frozen falls silent, while one whose main
+    thread hangs goes on beating with a step that does not: the launcher tells them apart.
+    """
+
+    _phase, _step, _since = "loading", 0, 0.0
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._lock = threading.Lock()
+        self._since = time.monotonic()
+        self._out = sys.stdout
+
+    def have_to_itself(self) -> None:
+        """Take standard output away from everybody else in this process: a line of ours is whole,
+        whatever they write. What Python prints is told as "said", what C writes goes to stderr."""
+        self._out = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+        sys.stdout = Printed(self)
+
+    def beat(self) -> None:
+        """Start the pulse."""
+        threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
+
+    def take(self, place: Place) -> None:
+        """Speak as ``place`` from now on (a spare that was given one)."""
+        self._place = place
+
+    def say(self, event: Any, step: int = 0, **data: object) -> None:
+        """Write one event."""
+        place = self._place
+        record = RankEvent(
+            event=event, rank=place.rank, attempt=place.attempt, step=step, data=data
+        )
+        self._write(record.model_dump_json())
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Be in ``phase`` from now on; with "step", a step has just been made."""
+        self._phase, self._since = phase, time.monotonic()
+        if step is not None:
+            self._step = step
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Be in phase ``name`` for the time of the ``with``, then back in the one before."""
+        before = self._phase
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def _pulse(self) -> None:
+        while True:
+            since = time.monotonic() - self._since
+            line = {"event": "beat", "phase": self._phase, "step": self._step, "since_s": since}
+            self._write(json.dumps(line, separators=(",", ":")))
+            time.sleep(PULSE_S)
+
+    def _write(self, line: str) -> None:
+        with self._lock:
+            self._out.write(line + "\n")
+            self._out.flush()
+
+
+class Printed(io.TextIOBase):
+    """Standard output for whoever prints in a rank: each line becomes an event, within bounds."""
+
+    def __init__(self, voice: Voice, clock: Callable[[], float] = time.monotonic) -> None:
+        self._voice, self._clock = voice, clock
+        self._lock = threading.Lock()
+        self._line = ""
+        self._since, self._told, self._kept_back = clock(), 0, 0
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Take ``text``; lines that are whole are told."""
+        with self._lock:
+            *lines, rest = (self._line + text).split("\n")
+            self._line = rest[:PRINTED_CHARACTERS]
+            for line in lines:
+                self._tell(line[:PRINTED_CHARACTERS])
+        return len(text)
+
+    def close(self) -> None:
+        """Tell what is left of a line."""
+        with self._lock:
+            rest, self._line = self._line, ""
+            if rest:
+                self._tell(rest)
+        super().close()
+
+    def _tell(self, line: str) -> None:
+        now = self._clock()
+        if now - self._since >= 60.0:
+            if self._kept_back:
+                self._voice.say("said", text=f"({self._kept_back} more lines were printed)")
+            self._since, self._told, self._kept_back = now, 0, 0
+        if self._told >= PRINTED_A_MINUTE:
+            self._kept_back += 1
+        elif line.strip():
+            self._told += 1
+            self._voice.say("said", text=line)
+
+
+# What a rank says of its steps: a line each to its launcher, a page to Prometheus.
+#
+# Rank 0 tells every step; the others enough to show how they do.
+
+FOLLOWER_BEAT_S = 0.5  # ranks other than 0 tell their steps this often
+
+
+class News:
+    """What came into quarantine and was not told yet: each shard and sample is told once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def any_in(self, quarantined: Collection[str]) -> bool:
+        """Return whether there is something to tell."""
+        return len(quarantined) > len(self._told)
+
+    def of(self, quarantined: Collection[str]) -> dict[str, Any]:
+        """Return what an event says of it, with the reasons that a mapping gives."""
+        why = dict(quarantined) if isinstance(quarantined, Mapping) else {}  # threads add to it
+        new = sorted(set(why or quarantined) - self._told)
+        if not new:
+            return {}
+        self._told.update(new)
+        return {
+            "quarantined_shards": new,
+            "quarantined_why": {each: why[each] for each in new if each in why},
+        }
+
+
+class Teller:
+    """Says each step of rank 0, and enough of the others' to show how they do."""
+
+    def __init__(
+        self,
+        voice: Voice,
+        saver: Checkpointer,
+        progress: Progress,
+        rank: int,
+        stream: PlannedStream,
+        exporter: Exporter,
+    ) -> None:
+        self._exporter = exporter
+        self._voice = voice
+        self._saver = saver
+        self._progress = progress
+        self._rank = rank
+        self._stream = stream
+        self._said_at = 0.0
+        self._alerts = 0
+        self._news = News()
+
+    def __call__(self, report: StepReport) -> None:
+        self._voice.enter("step", report.step)
+        self._exporter.take(report, len(self._stream.quarantined), self._saver.expected_s)
+        now = time.monotonic()
+        rare = bool(report.alerts) or self._news.any_in(self._stream.quarantined)
+        if self._rank != 0 and now - self._said_at < FOLLOWER_BEAT_S and not rare:
+            return
+        self._said_at = now
+        data = report.data() | {
+            "waited_s": self._progress.data_wait_s,
+            "stalled_s": self._progress.stall_s,
+            "checkpoints_put_off": self._saver.put_off,
+        }
+        data |= self._news.of(self._stream.quarantined)
+        if raised := self._saver.alerts[self._alerts :]:
+            self._alerts += len(raised)
+            data["checkpoint_alerts"] = [each.message for each in raised]
+        self._voice.say("step", report.step, **data)
+        self.tell_saved()
+
+    def tell_saved(self) -> None:
+        """Say which checkpoints are committed by now (rank 0 does)."""
+        for ref in self._saver.report() if self._rank == 0 else ():
+            self._exporter.saved()
+            self._voice.say("checkpoint", ref.step, url=ref.url, digest=ref.digest, bytes=ref.bytes)

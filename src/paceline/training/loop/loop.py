@@ -1,0 +1,346 @@
+"""The training loop, top to bottom: batch, parts, accumulate, clip, agree, judge, save, step, tell.
+
+It knows no layout, no model and no file format: ``Parallel`` spreads the work, a ``Workload`` says
+what is learned, a ``Saver`` keeps states. Randomness is a pure function of (seed, step, data rank):
+there is no generator whose state would have to be saved.
+
+A state is saved only after the next batch has shown that its loss is sane, and before the optimiser
+changes it: what was poisoned is never a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from paceline.config import TrainingSettings
+from paceline.data import Batch, Stream
+from paceline.models import Transformer
+from paceline.training.checkpoint.stateful import keeps_of, let_go, settle
+from paceline.training.loop.evaluating import Evaluator
+from paceline.training.loop.group import Group
+from paceline.training.loop.optimizer import LossScale, learning_rate, take_step
+from paceline.training.loop.step_guard import Guard, Verdict
+from paceline.training.loop.workload import ShuffledLabels, TransformerWorkload, Workload
+from paceline.training.metrics import AlertChange, Numbers, Straggler
+from paceline.training.parallel import Parallel, parallelise
+from paceline.training.parallel.mesh import Mesh, MeshSpec, open_mesh
+
+CPU = torch.device("cpu")
+
+
+class Saver(Protocol):
+    """What the loop needs of a checkpointer; every rank calls it at the same steps."""
+
+    stall_s: float  # that training stood still for it, so far
+
+    def due(self, step: int, steps: int) -> bool:
+        """Return whether the state after ``step`` steps is to be saved; asked once a step."""
+        ...
+
+    def save(self, step: int, position: dict[str, Any], metrics: dict[str, float]) -> bool:
+        """Begin to save the state as it is now."""
+        ...
+
+
+@dataclass
+class Progress:
+    """Where training stands, and what it took so far in this process."""
+
+    step: int = 0
+    first_loss: float | None = None
+    loss: float | None = None
+    held_out: dict[str, float] = field(default_factory=dict)  # the newest evaluation's figures
+    extra: dict[str, Any] = field(default_factory=dict)  # JSON that a checkpoint keeps for us
+    stopped: bool = False  # somebody asked us to stop (SIGTERM on any rank)
+    seconds: float = 0.0  # without evaluations
+    evaluate_s: float = 0.0
+    tokens: int = 0
+    bad_steps: int = 0
+    data_wait_s: float = 0.0
+    stall_s: float = 0.0
+    skipped: set[str] = field(default_factory=set)
+
+    @classmethod
+    def at(cls, step: int, metrics: Mapping[str, float]) -> Progress:
+        """Return where training stands after ``step``, by what a state was kept with."""
+        held_out = {name: found for name, found in metrics.items() if name.startswith("held_out")}
+        first, last = metrics.get("first_loss"), metrics.get("loss")
+        return cls(step=step, first_loss=first, loss=last, held_out=held_out)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what a checkpoint keeps beside the state."""
+        found = {"first_loss": self.first_loss, "loss": self.loss, **self.held_out}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def share(self, seconds: float) -> float:
+        """Return ``seconds`` as a share of the time spent."""
+        return seconds / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step's figures; ``loss`` is the mean over all ranks' tokens, in nats."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    seconds: float
+    tokens_per_second: float
+    data_wait_s: float
+    taken: bool = True  # False: the weights stayed as they were
+    figures: dict[str, float] = field(default_factory=dict)  # of this rank, by name
+    held_out: dict[str, float] = field(default_factory=dict)  # where this step evaluated
+    slow: tuple[Straggler, ...] = ()
+    alerts: tuple[AlertChange, ...] = ()
+
+    def data(self) -> dict[str, Any]:
+        """Return what a rank says of this step, by name."""
+        found: dict[str, Any] = {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.learning_rate,
+            **self.figures,
+            **self.held_out,
+        }
+        if not self.taken:
+            found["step_skipped"] = 1.0
+        if self.slow:
+            found["stragglers"] = {str(each.rank): round(each.factor, 3) for each in self.slow}
+        if self.alerts:
+            found["alerts"] = [
+                {"name": each.name, "raised": each.raised, "message": each.message}
+                for each in self.alerts
+            ]
+        return found
+
+
+def train(
+    parallel: Parallel,
+    workload: Workload,
+    optimizer: torch.optim.Optimizer,
+    stream: Stream,
+    settings: TrainingSettings,
+    group: Group,
+    *,
+    progress: Progress,
+    device: torch.device = CPU,
+    saver: Saver | None = None,
+    evaluator: Evaluator | None = None,
+    guard: Guard | None = None,
+    numbers: Numbers | None = None,
+    on_step: Callable[[StepReport], None] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Progress:
+    """Train from ``progress.step`` to ``settings.steps`` and return ``progress``.
+
+    Stops early once ``should_stop()`` is true on any rank. The state it leaves is sound, and the
+    caller saves it as the last one. Raises BadStep where the job is to go back to its last healthy
+    checkpoint, TrainingFailed where it cannot go on: weights in memory are not to be used then.
+    """
+    if progress.step >= settings.steps:
+        return progress
+    guard = guard or Guard.of(settings.guard)
+    scaler = LossScale.of(settings)
+    _restore(progress.extra, guard, scaler)
+    numbers = numbers or Numbers.of(settings, parallel, group, device)
+    keeps = keeps_of(parallel, workload)
+    started, owed = time.perf_counter(), False
+    while progress.step < settings.steps:
+        settle(keeps)
+        numbers.begin(progress.step + 1, stream.data_wait_s, progress.stall_s)
+        seed_step(settings.seed, progress.step, parallel.data_rank, device)
+        position = stream.position
+        batch = stream.next()
+        parts = [workload.inputs(part, device) for part in batch.split(settings.accumulation)]
+
+        scale = scaler.scale if scaler else 1.0
+        sums = parallel.accumulate(parts, scale / max(batch.global_tokens, 1.0))
+        norm = parallel.clip(settings.clip_norm, 1.0 / scale)
+
+        flags = [float(should_stop()), float(not math.isfinite(norm))]
+        mine = [float(sums.loss), sums.weight, *flags, *numbers.shared(stream.data_wait_s)]
+        loss_total, counted, stops, overflows, *slots = group.sums(mine)
+        loss = loss_total / counted if counted else 0.0
+        norm = math.inf if overflows else norm  # of some rank's own step, where each takes its own
+
+        verdict = _judge(guard, scaler, progress.step, batch, loss=loss, norm=norm, counted=counted)
+        rate = learning_rate(progress.step, settings.steps, settings)
+        if verdict is Verdict.TAKE:
+            if saver is not None and owed:
+                saver.save(progress.step, position, progress.metrics())
+                progress.stall_s, owed = saver.stall_s, False
+            take_step(optimizer, rate)
+        else:
+            let_go(keeps)
+
+        _count(progress, batch, loss, verdict)
+        progress.extra.update(_kept(guard, scaler))  # in place: the saver has this very dict
+        progress.stopped = stops > 0
+        if saver is not None and saver.due(progress.step, settings.steps):
+            owed = True
+        progress.data_wait_s = stream.data_wait_s
+        figures = numbers.end(
+            progress.step, batch.global_tokens, slots, progress.data_wait_s, progress.stall_s
+        )
+        held_out: dict[str, float] = {}
+        if evaluator is not None and _evaluates(progress.step, settings):
+            held_out = _evaluate(evaluator, parallel, workload, group, device, progress)
+        progress.seconds = time.perf_counter() - started - progress.evaluate_s
+        if on_step is not None:
+            on_step(
+                StepReport(
+                    step=progress.step,
+                    loss=loss,
+                    grad_norm=norm,
+                    learning_rate=rate,
+                    seconds=figures["step_seconds"],
+                    tokens_per_second=figures["tokens_per_second"],
+                    data_wait_s=figures["data_wait_s"],
+                    taken=verdict is Verdict.TAKE,
+                    figures=figures,
+                    held_out=held_out,
+                    slow=tuple(numbers.slow),
+                    alerts=tuple(numbers.changes(figures)),
+                )
+            )
+        if progress.stopped:
+            break
+    settle(keeps)
+    numbers.close()
+    guard.require_sound(
+        group.all(finite_state(parallel.modules, optimizer)),
+        step=progress.step - 1,
+        batch=batch.step,
+    )
+    return progress
+
+
+def train_model(
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    stream: Stream,
+    settings: TrainingSettings,
+    group: Group,
+    *,
+    progress: Progress,
+    labels: str = "true",
+    saver: Saver | None = None,
+    on_step: Callable[[StepReport], None] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Progress:
+    """Train our transformer, whole on each of ``group``'s ranks; see ``train``."""
+    workload: Workload = TransformerWorkload(model.config)
+    if labels == "shuffled":
+        workload = ShuffledLabels(workload, settings.seed)
+    mesh = Mesh(MeshSpec()) if group.world_size == 1 else open_mesh(MeshSpec(dp=group.world_size))
+    return train(
+        parallelise(model, mesh, settings, workload),
+        workload,
+        optimizer,
+        stream,
+        settings,
+        group,
+        progress=progress,
+        saver=saver,
+        on_step=on_step,
+        should_stop=should_stop,
+    )
+
+
+def seed_step(seed: int, step: int, data_rank: int, device: torch.device = CPU) -> None:
+    """Make what a model draws in this step (dropout) a pure function of its place."""
+    number = (seed * 1_000_003 + step) * 4096 + data_rank
+    if not -(2**63) <= number < 2**64:  # of a large seed: torch takes no more
+        number %= 2**64
+    torch.default_generator.manual_seed(number)  # torch.manual_seed asks every backend: 0.4 ms
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number)
+
+
+def finite_state(modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether this rank's weights and optimiser state are finite numbers throughout."""
+    weights = [each.detach() for module in modules for each in module.parameters()]
+    moments = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    ]
+    return all(bool(torch.isfinite(_local(each)).all()) for each in weights + moments)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _judge(
+    guard: Guard,
+    scaler: LossScale | None,
+    step: int,
+    batch: Batch,
+    *,
+    loss: float,
+    norm: float,
+    counted: float,
+) -> Verdict:
+    if not counted:  # every sample of it is in quarantine
+        return Verdict.SKIP
+    if scaler and math.isfinite(loss):
+        scaler.update(finite=math.isfinite(norm))
+        if not math.isfinite(norm):  # fp16 gradients overflowed: no fault of the batch
+            return Verdict.SKIP
+    return guard.judge(step=step, batch=batch.step, loss=loss, norm=norm)
+
+
+def _count(progress: Progress, batch: Batch, loss: float, verdict: Verdict) -> None:
+    progress.step += 1
+    progress.tokens += int(batch.global_tokens)
+    progress.skipped |= set(batch.skipped)
+    if verdict is not Verdict.TAKE:
+        progress.bad_steps += 1
+        return
+    progress.loss = loss
+    if progress.first_loss is None:
+        progress.first_loss = loss
+
+
+def _evaluates(step: int, settings: TrainingSettings) -> bool:
+    every = settings.evaluate_every_steps
+    return every > 0 and (step % every == 0 or step == settings.steps)
+
+
+def _evaluate(
+    evaluator: Evaluator,
+    parallel: Parallel,
+    workload: Workload,
+    group: Group,
+    device: torch.device,
+    progress: Progress,
+) -> dict[str, float]:
+    began = time.perf_counter()
+    progress.held_out = evaluator.evaluate(parallel, workload, group, device).metrics()
+    progress.evaluate_s += time.perf_counter() - began
+    return progress.held_out
+
+
+def _kept(guard: Guard, scaler: LossScale | None) -> dict[str, Any]:
+    """Return what the next state to be saved keeps for a resumed run to decide alike."""
+    kept: dict[str, Any] = {"guard": guard.state}
+    if scaler:
+        kept["loss_scale"] = scaler.state
+    return kept
+
+
+def _restore(extra: dict[str, Any], guard: Guard, scaler: LossScale | None) -> None:
+    if "guard" in extra:
+        guard.restore(extra["guard"])
+    if scaler and "loss_scale" in extra:
+        scaler.restore(extra["loss_scale"])

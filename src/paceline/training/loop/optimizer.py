@@ -1,0 +1,182 @@
+"""How weights are updated: AdamW or plain SGD, and the state that they carry.
+
+Knows no ranks, no schedule and no files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from paceline.config import TrainingSettings
+from paceline.errors import CorruptData, TrainingFailed
+
+BETAS = (0.9, 0.95)
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+def new_optimizer(
+    modules: nn.Module | Sequence[nn.Module], settings: TrainingSettings
+) -> torch.optim.Optimizer:
+    """Return the optimiser of ``settings`` over one rank's modules (``Parallel.modules``).
+
+    AdamW decays matrices only: norms have nothing to shrink to. SGD is plain: no momentum, no
+    decay, so that averaging weights each step is averaging gradients.
+    """
+    parts = [modules] if isinstance(modules, nn.Module) else modules
+    # A rank may hold one parameter in several parts: it is updated once.
+    trained = list(dict.fromkeys(p for part in parts for p in part.parameters() if p.requires_grad))
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(trained, lr=settings.learning_rate, foreach=True)
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    filled = [each for each in groups if each["params"]]
+    return torch.optim.AdamW(filled, lr=settings.learning_rate, betas=BETAS, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Use ``rate`` from now on."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def take_step(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Change the weights by their gradients, at ``rate``."""
+    set_learning_rate(optimizer, rate)
+    optimizer.step()
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimiser's state as flat named tensors; empty before the first step."""
+    return {
+        f"{moment}.{name}": optimizer.state[parameter][moment]
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+        for moment in _MOMENTS
+    }
+
+
+def restore_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
+) -> None:
+    """Give the optimiser the state that ``optimizer_tensors`` returned.
+
+    Raises CorruptData where it does not fit the model.
+    """
+    for name, parameter in model.named_parameters():
+        try:
+            state = {moment: tensors[f"{moment}.{name}"].clone() for moment in _MOMENTS}
+        except KeyError as error:
+            raise CorruptData("optimiser state is incomplete", got=f"no {error}") from error
+        if state["exp_avg"].shape != parameter.shape:
+            raise CorruptData("optimiser state does not fit the model", got=name)
+        optimizer.state[parameter] = state
+
+
+# The learning rate of each step: a warm-up, then a cosine, a line, or a plateau with a decay.
+#
+# Pure arithmetic: the rate is a function of (step, settings) alone, so that nothing of it has to be
+# saved and a resumed run goes on at the very same rate. Knows no torch.
+#
+# Sources: cosine (arXiv 1608.03983), warmup-stable-decay (2404.06395).
+
+
+def learning_rate(step: int, steps: int, settings: TrainingSettings) -> float:
+    """Return the rate of step ``step`` (from 0) of ``steps``.
+
+    It rises in equal parts through ``warmup_steps``, of which the last has the full rate, and never
+    after them; it ends near ``final_share`` of the full rate, and stays there beyond ``steps``.
+    """
+    if step < settings.warmup_steps:
+        return settings.learning_rate * (step + 1) / settings.warmup_steps
+    start = settings.warmup_steps
+    if settings.schedule == "wsd":
+        start = max(start, steps - math.ceil(settings.decay_share * steps))
+    done = min(1.0, max(0, step - start) / max(1, steps - start))
+    left = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
+    return settings.learning_rate * (settings.final_share + (1 - settings.final_share) * left)
+
+
+# Precision: in which type products are computed, and loss scaling where that is fp16.
+#
+# Parameters, gradients and the optimiser stay fp32 masters (fp64 with ``precision = float64``);
+# only products are cast. fp16 gradients underflow, so the loss is multiplied by a scale that grows
+# while gradients stay finite and halves when they do not (arXiv 1710.03740). The loop hands the
+# scale to ``Parallel.accumulate`` and its inverse to ``Parallel.clip``, whose norm is the same on
+# every rank: all ranks change the scale alike, and it works with accumulation and under every
+# layout.
+
+INITIAL_SCALE = 2.0**16
+LARGEST_SCALE = 2.0**24
+GROWTH_STEPS = 2000  # steps in a row without an overflow before the scale doubles
+
+_HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def autocast(settings: TrainingSettings, device_type: str) -> AbstractContextManager[object]:
+    """Return the context in which forward passes run: products in ``settings.precision``."""
+    half = _HALVES.get(settings.precision)
+    if half is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, dtype=half)
+
+
+def master_dtype(settings: TrainingSettings) -> torch.dtype:
+    """Return the type that parameters and the optimiser's state are kept in."""
+    return torch.float64 if settings.precision == "float64" else torch.float32
+
+
+@dataclass
+class LossScale:
+    """The dynamic scale of fp16; its ``state`` travels in each checkpoint."""
+
+    scale: float = INITIAL_SCALE
+    good_steps: int = 0
+    growth_steps: int = GROWTH_STEPS
+
+    @classmethod
+    def of(cls, settings: TrainingSettings) -> LossScale | None:
+        """Return the scale that ``settings`` need, None where gradients cannot underflow."""
+        return cls() if settings.precision == "float16" else None
+
+    def update(self, finite: bool) -> None:
+        """Learn whether the last gradients were finite.
+
+        Raises TrainingFailed where they still are not at the smallest scale.
+        """
+        if not finite:
+            if self.scale <= 1.0:
+                raise TrainingFailed(
+                    "gradients are not finite at any loss scale",
+                    got=f"scale {self.scale:g}",
+                    wanted="a finite gradient norm",
+                    do="Use training.precision bfloat16, or lower training.learning_rate.",
+                )
+            self.scale, self.good_steps = self.scale / 2, 0
+            return
+        self.good_steps += 1
+        if self.good_steps >= self.growth_steps:
+            self.scale, self.good_steps = min(LARGEST_SCALE, self.scale * 2), 0
+
+    @property
+    def state(self) -> dict[str, float]:
+        """Return what a checkpoint keeps."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Take back what ``state`` gave; raises CorruptData where it is not that."""
+        try:
+            scale, good_steps = float(state["scale"]), int(state["good_steps"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptData("loss scale of a checkpoint is unusable", got=repr(state)) from error
+        if not 0 < scale <= LARGEST_SCALE or good_steps < 0:
+            raise CorruptData("loss scale of a checkpoint is out of range", got=repr(state))
+        self.scale, self.good_steps = scale, good_steps

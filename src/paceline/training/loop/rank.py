@@ -1,0 +1,216 @@
+"""One rank of a training job, from its first line to its last: load, join, lay out, resume, train.
+
+``main`` is what a node's launcher forks (``python -m paceline.training.loop.rank`` does the same).
+It reads one line of JSON, a TrainJob, on standard input, and RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT, PACELINE_ATTEMPT and PACELINE_WORKER_ID from its environment; writes RankEvent lines
+on standard output. A spare (PACELINE_SPARE) loads, then waits for a place: two more lines, of
+variables and of the job as it is by then.
+
+Exit codes: 0 done; 143 stopped as asked, state saved; 70 the parent died; else the error's own (75:
+try again, 1: it will not work).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from paceline.errors import PacelineError, PeerLost
+from paceline.schemas.training import TrainJob
+from paceline.text import log_to_stderr
+from paceline.training.checkpoint.stateful import keeps_of
+from paceline.training.loop import rank_setup as outfit
+from paceline.training.loop.event_writer import LOOPBACK, Place, Teller, Voice
+from paceline.training.loop.rank_process import STOPPED_EXIT, StopFlag, die_with_parent, share_cores
+from paceline.training.loop.starting_state import load
+from paceline.training.strategies import is_asynchronous
+
+if TYPE_CHECKING:
+    from paceline.config import GuardSettings
+    from paceline.training.loop.group import Group
+
+
+def main() -> int:
+    """Run this rank and return its exit code."""
+    from paceline.training.loop.step_guard import BadStep
+
+    log_to_stderr(logging.WARNING, "%(name)s: %(message)s")
+    stop = StopFlag()
+    stop.install()
+    die_with_parent()
+    share_cores()
+    place = Place.from_environment()
+    voice = Voice(place)
+    voice.have_to_itself()
+    voice.beat()
+    try:
+        job = TrainJob.model_validate_json(sys.stdin.readline())
+        if "PACELINE_SPARE" in os.environ:
+            place, job = wait_for_place(job, voice)
+        voice.say("started", worker_id=place.worker_id, pid=os.getpid())
+        return run_rank(job, place, voice, stop)
+    except BadStep as error:
+        voice.say(
+            "failed",
+            error.step,
+            code="BadStep",
+            message=error.one_line(),
+            bad_step=error.step,
+            bad_batch=error.batch,
+        )
+        return error.exit_code
+    except PacelineError as error:
+        traceback.print_exc()
+        voice.say("failed", code=error.code, message=error.one_line())
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - a process's last word
+        traceback.print_exc()
+        # A collective inside the backward pass fails as a bare RuntimeError of gloo's.
+        lost = isinstance(error, RuntimeError) and "gloo" in str(error)
+        code = PeerLost.__name__ if lost else type(error).__name__
+        voice.say("failed", code=code, message=str(error)[:2000])
+        return PeerLost.exit_code if lost else 1
+
+
+def preload() -> None:
+    """Import what a rank needs, before ranks are forked; starts no thread."""
+    import torch
+    import torch.distributed
+    import torch.nn.parallel
+
+    from paceline.training.reproducibility import current
+
+    torch.set_num_threads(1)
+    current()  # asks git, once a launcher
+
+
+def wait_for_place(job: TrainJob, voice: Voice) -> tuple[Place, TrainJob]:
+    """Load what can be loaded without a place in the gang, then wait for one."""
+    place = Place.from_environment()
+    load(job, place.worker_id, place.rank).cache.close()  # verified, and in this node's caches
+    voice.enter("spare")
+    os.environ.update(json.loads(_line()))
+    place = Place.from_environment()
+    voice.take(place)
+    voice.enter("loading")
+    return place, TrainJob.model_validate_json(_line())
+
+
+def _line() -> str:
+    line = sys.stdin.readline()
+    if not line:  # no longer wanted
+        sys.stdout.flush()
+        os._exit(0)
+    return line
+
+
+def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
+    """Train as ``place`` in ``job``; return the exit code."""
+    from paceline.training.checkpoint import TrainState
+    from paceline.training.loop.loop import train
+    from paceline.training.loop.optimizer import new_optimizer
+    from paceline.training.loop.step_guard import Guard
+    from paceline.training.parallel.mesh import MeshSpec, open_mesh
+    from paceline.training.reproducibility import current
+
+    settings = job.settings
+    environment = current(settings.threads_per_rank).model_dump(mode="json")
+    with contextlib.ExitStack() as stack:
+        its = load(job, place.worker_id, place.rank)
+        stack.enter_context(its.cache)
+        if is_asynchronous(settings):
+            from paceline.training.strategies.job import run_part
+
+            return run_part(its, place, voice, stop)
+        voice.enter("joining")
+        group = stack.enter_context(_join(place, settings.guard))
+        device = outfit.own_device()
+        mesh = open_mesh(MeshSpec.of(settings.mesh, place.world_size), device.type)
+        parallel, follow = outfit.spread(its, mesh)
+        optimizer = new_optimizer(parallel.modules, settings)
+
+        state = TrainState(parallel, optimizer, group, mesh, keeps=keeps_of(parallel, its.workload))
+        voice.enter("resuming")
+        progress, position = outfit.resumed(its, state, voice)
+        state.extra = progress.extra
+        resumed_from = progress.step
+        follow(optimizer, progress.step)
+        exporter = stack.enter_context(outfit.exporter_of(job, place.rank))
+        voice.say("resumed", progress.step, position=position, metrics_port=exporter.port)
+
+        checkpointer = outfit.checkpointer_of(its, state, environment)
+        stack.callback(checkpointer.close)
+        saver = outfit.saver_of(checkpointer, parallel)
+        stream = stack.enter_context(outfit.stream_of(its, mesh, position))
+        teller = Teller(voice, checkpointer, progress, place.rank, stream, exporter)
+        stop.listening = True
+        voice.enter("first step", progress.step)  # lays out buckets, fetches shards
+        train(
+            parallel,
+            its.workload,
+            optimizer,
+            stream,
+            settings,
+            group,
+            progress=progress,
+            device=device,
+            saver=saver,
+            evaluator=outfit.evaluator_of(its, mesh, lambda: voice.phase("evaluating")),
+            guard=Guard.of(settings.guard, bad_before=len(job.skip_batches)),
+            numbers=outfit.numbers_of(its, parallel, group, device, place.rank, voice),
+            on_step=teller,
+            should_stop=stop,
+        )
+        if progress.step > resumed_from:
+            unsaved = outfit.save_last(saver, progress, stream.position, voice)
+            teller.tell_saved()
+            if unsaved:
+                return unsaved
+        if progress.stopped:
+            voice.say("failed", progress.step, code="Stopped", message="stopped, state saved")
+            return STOPPED_EXIT
+
+        with voice.phase("exporting"):
+            exported = outfit.exported(its, state, place.rank)
+        if place.rank == 0:
+            done = outfit.result_of(
+                its,
+                progress,
+                checkpointer,
+                resumed_from=resumed_from,
+                quarantined=stream.quarantined,
+                environment=environment,
+            )
+            voice.say("result", progress.step, **exported, **done)
+    return 0
+
+
+def _join(place: Place, guard: GuardSettings) -> contextlib.AbstractContextManager[Group]:
+    from paceline.training.loop.group import join_group
+
+    return join_group(
+        place.rank,
+        place.world_size,
+        place.master_host,
+        place.master_port,
+        place.attempt,
+        # Longer than any step: the launcher finds who hangs, and names it, while ranks that take
+        # longer than others to check a checkpoint are not lost for it.
+        guard.step_deadline_s + guard.start_deadline_s,
+        serve=False,
+        # A driver of before says nothing of it, and loopback stands for that.
+        own="" if place.host == LOOPBACK else place.host,
+    )
+
+
+if __name__ == "__main__":
+    # Not through interpreter shutdown: a collective with a dead peer may never return its thread.
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,312 @@
+"""What a rank has before it meets the others: base model, data and store, each checked.
+
+Everything is checked against what the job names, byte by byte where it came over a network. Knows
+no ranks and no process groups.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config import ModelSettings, Runtime, load_runtime
+from paceline.config.settings import scrub
+from paceline.errors import InvalidInput, SourceMissing
+from paceline.models import ModelConfig, config_for, read_config
+from paceline.models.files import CONFIG_FILE
+from paceline.schemas.training import TrainJob
+from paceline.storage import ObjectStore, join_url, open_store
+from paceline.training.checkpoint import Generations
+from paceline.training.identity import code_version, config_digest, size_of
+from paceline.training.loop.rank_process import keep_memory
+from paceline.training.reproducibility import CUBLAS
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from paceline.data import ShardCache, Snapshot
+    from paceline.models import ModelConfig, Transformer
+    from paceline.training.checkpoint.dcp_reading import Imported
+    from paceline.training.loop.workload import Workload
+
+
+@dataclass
+class Loaded:
+    """A job's parts on one node."""
+
+    job: TrainJob
+    runtime: Runtime
+    node: Path
+    work_dir: Path
+    store: ObjectStore
+    snapshot: Snapshot
+    cache: ShardCache
+    model: nn.Module
+    config: ModelConfig | None  # None: a model of one's own
+    workload: Workload
+    generations: Generations
+    config_digest: str
+
+    @property
+    def context(self) -> int:
+        """Return the tokens of a row."""
+        if self.config is None:
+            return size_of(self.job, self.runtime.profile).context
+        return self.config.context
+
+
+def load(job: TrainJob, worker_id: str, rank: int) -> Loaded:
+    """Return base model, snapshot and workload, each checked against what the job names.
+
+    Also makes this process one that trains: its threads, its memory, determinism.
+    """
+    import torch
+
+    from paceline.data import ShardCache, load_snapshot, require_purpose
+    from paceline.data.loading.process_transform import open_transforms
+
+    keep_memory()
+    torch.set_num_threads(job.settings.threads_per_rank)
+    torch.use_deterministic_algorithms(job.deterministic)
+    if job.deterministic and torch.cuda.is_available():
+        os.environ.setdefault(*CUBLAS)  # without it torch refuses every product on a GPU
+    runtime = load_runtime(job.state_dir)
+    node = runtime.node_dir(worker_id)
+    work_dir = node / "work" / job.job_id / f"rank-{rank}"
+    work_dir.mkdir(parents=True, exist_ok=True)
+    store = open_store(runtime)
+    snapshot = load_snapshot(job.snapshot_url, store)
+    if snapshot.digest != job.snapshot_digest:
+        raise InvalidInput(
+            "another snapshot than the job's",
+            got=snapshot.digest,
+            wanted=job.snapshot_digest,
+            where=job.snapshot_url,
+        )
+    require_purpose(snapshot, job.purpose, job.data.project)
+    model, config, workload = _task(job, runtime, node, snapshot)
+    if job.data.transform:
+        scrub(os.environ, secrets_only=True)  # it is imported here, too
+    cache = ShardCache(
+        snapshot,
+        store,
+        node / "cache",
+        limit_bytes=job.data.cache_bytes,
+        ahead=job.data.prefetch_shards,
+        transforms=open_transforms(
+            job.data.transform,
+            runtime.profile.security.code_sources,
+            processes=job.data.transform_processes,
+            deadline_s=job.data.transform_deadline_s,
+        ),
+        max_bad_share=job.data.max_bad_share,
+        purpose=job.purpose,
+        project=job.data.project,
+    )
+    return Loaded(
+        job=job,
+        runtime=runtime,
+        node=node,
+        work_dir=work_dir,
+        store=store,
+        snapshot=snapshot,
+        cache=cache,
+        model=model,
+        config=config,
+        workload=workload,
+        generations=Generations(store, join_url(job.checkpoint_url, job.job_id)),
+        config_digest=config_digest(job),
+    )
+
+
+def _task(
+    job: TrainJob, runtime: Runtime, node: Path, snapshot: Snapshot
+) -> tuple[nn.Module, ModelConfig | None, Workload]:
+    from paceline.models import require_tokenizer
+    from paceline.training.loop.workload import ShuffledLabels, TransformerWorkload
+
+    vocabulary = snapshot.vocabulary
+    config: ModelConfig | None = None
+    workload: Workload
+    if job.settings.code_ref:
+        from paceline.training import user_code as code_ref
+
+        profile = runtime.profile
+        size = size_of(job, profile)
+        task = code_ref.Task(
+            seed=job.settings.seed,
+            context=size.context,
+            vocabulary=vocabulary.vocab_size,
+            parameters=size.parameters,
+        )
+        sources = profile.security.code_sources
+        workload = code_ref.load(job.settings.code_ref, sources, node / "code", task)
+        model = workload.build()
+    else:
+        model, config = load_base(node, job)
+        require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
+        workload = TransformerWorkload(config, job.settings.seed)
+    if job.labels == "shuffled":
+        workload = ShuffledLabels(workload, job.settings.seed)
+    return model, config, workload
+
+
+def load_base(node: Path, job: TrainJob) -> tuple[Transformer, ModelConfig]:
+    """Return the base model from this node's own store, after checking every byte of it."""
+    from paceline.manifest import MANIFEST_FILE, parse_manifest, verify_directory
+    from paceline.models import load_model
+
+    directory = node / "store" / "models" / job.model_id / job.version
+    try:
+        manifest = parse_manifest((directory / MANIFEST_FILE).read_bytes())
+    except OSError as error:
+        raise InvalidInput(
+            "base model is not on this node",
+            got=error.strerror,
+            wanted=f"{job.model_id} {job.version}",
+            where=directory,
+            do="Distribute it first: `paceline distribute`.",
+        ) from error
+    if manifest.digest != job.manifest_digest:
+        raise InvalidInput(
+            "another model than the job's is on this node",
+            got=manifest.digest,
+            wanted=job.manifest_digest,
+            where=directory,
+        )
+    verify_directory(directory, manifest)
+    return load_model(directory)
+
+
+# What a training starts from that was not made here: a DCP checkpoint, optimizer included.
+#
+# Weights become the base model; what AdamW kept becomes a generation of step 0, so that ranks of
+# any layout resume it as they resume everything else. Knows no ranks.
+
+log = logging.getLogger(__name__)
+
+START_FILE = "started-from.json"  # in the base model's directory, and so in its digest
+
+
+def is_checkpoint(source: Path) -> bool:
+    """Return whether ``source`` is a directory as dcp.save writes it; needs no torch."""
+    return (source / ".metadata").is_file()
+
+
+def require_model(source: Path, code_ref: str) -> None:
+    """Raise what keeps ``source`` from being what training starts from."""
+    if code_ref:
+        raise InvalidInput(
+            "a model of your own starts from what its build() returns",
+            got=f"--model {source}, training.code_ref {code_ref}",
+            wanted="one of them",
+            do="Load the weights in build(), or leave out --model.",
+        )
+    if not source.is_dir():
+        raise SourceMissing("no such model directory", got=source, wanted="safetensors and config")
+    if is_checkpoint(source):
+        return
+    if not any(source.glob("*.safetensors")) or not (source / CONFIG_FILE).is_file():
+        raise InvalidInput(
+            "no model of ours in the model directory",
+            got=", ".join(sorted(each.name for each in source.iterdir())[:5]) or "nothing",
+            wanted=f"*.safetensors and {CONFIG_FILE}, or what dcp.save wrote (.metadata)",
+            where=source,
+            do="Name the export of a training, or a directory in Llama's layout.",
+        )
+
+
+def model_of_dcp(
+    source: Path,
+    settings: ModelSettings,
+    *,
+    vocabulary: int = 256,
+    separator: int = 0xFF,
+    tokenizer_digest: str = "",
+    cuts: dict[str, Any] | None = None,
+    weights_only: bool = False,
+) -> tuple[Transformer, ModelConfig, Imported]:
+    """Return the model whose weights are in the DCP directory ``source``, and what was read.
+
+    Its shape is ``source``'s config.json, else what ``settings`` (and the vocabulary) give. Raises
+    InvalidInput where they do not fit each other, CorruptData where ``source`` is damaged.
+    """
+    import torch
+
+    from paceline.models import Transformer
+    from paceline.training.checkpoint.dcp_reading import read_dcp
+
+    if (source / CONFIG_FILE).is_file():
+        config = read_config(source)
+    else:
+        config = config_for(
+            settings.parameters,
+            settings.context,
+            vocabulary,
+            separator=separator,
+            tokenizer_digest=tokenizer_digest,
+            **(cuts or {}),
+        )
+    with torch.device("meta"):
+        model = Transformer(config)
+    model = model.to(getattr(torch, config.torch_dtype))
+    found = read_dcp(source, model.state_dict(), weights_only=weights_only)
+    model = model.to_empty(device="cpu")
+    model.load_state_dict(found.weights)
+    if found.cast:
+        log.warning(
+            "%d of %d weights have another dtype in the checkpoint: they are made %s source=%s",
+            found.cast, len(found.weights), config.torch_dtype, source,
+        )  # fmt: skip
+    return model, config, found
+
+
+@dataclass(frozen=True)
+class Start:
+    """State to begin with, as ``TrainState`` names it."""
+
+    source: str
+    tensors: dict[str, Tensor]
+    trained: int  # parameters that bring what the optimiser kept
+    of: int
+
+    @classmethod
+    def of_import(cls, source: Path, model: Transformer, found: Imported) -> Start | None:
+        """Return what to begin with beside the weights; None where nothing was kept."""
+        if not found.moments:
+            return None
+        weights = {f"model.{name}": each for name, each in found.weights.items()}
+        parameters = len(list(model.parameters()))
+        return cls(str(source.absolute()), weights | found.moments, found.trained, parameters)
+
+    def digest(self) -> str:
+        """Return a digest of every tensor."""
+        import hashlib
+
+        import torch
+
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def seed(self, job: TrainJob, store: ObjectStore) -> bool:
+        """Commit it as the job's step 0 unless the job has checkpoints; return whether it did."""
+        from paceline.training.checkpoint.resume import seed_generation
+
+        generations = Generations(store, join_url(job.checkpoint_url, job.job_id))
+        if generations.find().committed:
+            return False
+        seed_generation(
+            generations,
+            self.tensors,
+            job_id=job.job_id,
+            config_digest=config_digest(job),
+            code_version=code_version(),
+            source={"format": "torch.distributed.checkpoint", "directory": self.source},
+        )
+        return True

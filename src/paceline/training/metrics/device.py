@@ -1,0 +1,221 @@
+"""What this process takes of its machine: memory, and how busy the accelerator is.
+
+NVML is asked where there is a GPU and the package ``nvidia-ml-py`` is installed. On a CPU the
+accelerator is the cores that this rank may use: its utilisation is CPU time over their wall time.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.models import ModelConfig
+
+log = logging.getLogger(__name__)
+
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Return this process's peak memory in bytes, and its GPU's where it has one."""
+    found = {
+        "rss_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT)
+    }
+    if device.type == "cuda":
+        found["cuda_peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
+        found["cuda_reserved_bytes"] = float(torch.cuda.memory_reserved(device))
+    return found
+
+
+class Utilisation:
+    """The share of the time since the last ``take`` that the accelerator worked."""
+
+    def __init__(self, device: torch.device, threads: int) -> None:
+        self._threads = max(1, threads)
+        self._handle: Any = None
+        self._nvml: Any = None
+        if device.type == "cuda":
+            self._nvml, self._handle = _open_nvml(device)
+        self._device = device
+        self._cpu_s, self._wall_s = time.process_time(), time.perf_counter()
+
+    def take(self) -> float | None:
+        """Return the share, 0 to 1; None where nobody can tell."""
+        if self._device.type == "cuda":
+            if self._nvml is None:
+                return None
+            try:
+                return float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu) / 100.0
+            except self._nvml.NVMLError as error:
+                log.warning("NVML does not answer any more: %s", error)
+                self._nvml = None
+                return None
+        cpu_s, wall_s = time.process_time(), time.perf_counter()
+        used, passed = cpu_s - self._cpu_s, wall_s - self._wall_s
+        self._cpu_s, self._wall_s = cpu_s, wall_s
+        return min(1.0, used / (passed * self._threads)) if passed > 0 else None
+
+
+def _open_nvml(device: torch.device) -> tuple[Any, Any]:
+    try:
+        nvml = import_module("pynvml")
+    except ModuleNotFoundError:
+        log.warning("accelerator utilisation is not measured: nvidia-ml-py is not installed")
+        return None, None
+    try:
+        nvml.nvmlInit()
+        identity = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        return nvml, nvml.nvmlDeviceGetHandleByUUID(identity)
+    except nvml.NVMLError as error:
+        log.warning("accelerator utilisation is not measured: %s", error)
+        return None, None
+
+
+# How long a rank worked before it had to wait for another one: its forward passes.
+#
+# Hooks around the modules' forward; backward passes are left out, because gradients are
+# synchronised inside them. Layouts that gather weights or cut matrices also wait inside forward:
+# there the figure evens out, and only a rank that is late with its data stands out. On a GPU,
+# events measure it.
+
+
+class Busy:
+    """Adds up the seconds of forward passes in training; ``close`` takes the hooks away."""
+
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+        self._start, self._stop, self._take = _events(device) if device.type == "cuda" else _clock()
+        self._handles = []
+        for module in modules:
+            self._handles += [
+                module.register_forward_pre_hook(self._began),
+                module.register_forward_hook(self._ended),
+            ]
+
+    def take(self) -> float:
+        """Return the seconds since the last call; on a GPU its work must be done."""
+        return self._take()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for each in self._handles:
+            each.remove()
+
+    def _began(self, module: nn.Module, _: Any) -> None:
+        if module.training:
+            self._start()
+
+    def _ended(self, module: nn.Module, _: Any, __: Any) -> None:
+        if module.training:
+            self._stop()
+
+
+_Timer = tuple[Callable[[], None], Callable[[], None], Callable[[], float]]
+
+
+def _clock() -> _Timer:
+    total = since = 0.0
+
+    def start() -> None:
+        nonlocal since
+        since = time.perf_counter()
+
+    def stop() -> None:
+        nonlocal total
+        total += time.perf_counter() - since
+
+    def take() -> float:
+        nonlocal total
+        found, total = total, 0.0
+        return found
+
+    return start, stop, take
+
+
+def _events(device: torch.device) -> _Timer:
+    pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start() -> None:
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begun.record(torch.cuda.current_stream(device))
+        pairs.append((begun, ended))
+
+    def stop() -> None:
+        pairs[-1][1].record(torch.cuda.current_stream(device))
+
+    def take() -> float:
+        seconds = sum(float(begun.elapsed_time(ended)) for begun, ended in pairs) / 1000
+        pairs.clear()
+        return seconds
+
+    return start, stop, take
+
+
+# Floating-point operations of a transformer, and the most that this device can do: MFU's halves.
+#
+# Counted as in PaLM (arXiv 2204.02311, appendix B): two operations a weight of each matrix product
+# and token, attention over all that a token may see (the context, or its document where documents
+# are apart) without the discount for causality, and backward twice as much as forward. What is
+# recomputed for activation checkpointing does not count: it is no progress. Embedding look-ups and
+# norms are left out.
+
+BACKWARD = 2.0  # times forward
+_MATRIX = {"cpu": 768, "cuda": 8192}  # large enough for the peak, small enough for a moment
+_SECONDS = 0.1
+
+
+def flops_per_token(config: ModelConfig, context: int | None = None) -> float:
+    """Return the operations of one token's forward and backward pass at ``context`` tokens."""
+    width, heads = config.hidden_size, config.num_attention_heads
+    kv_width = config.head_size * config.num_key_value_heads
+    layer = 2 * width * width + 2 * width * kv_width + 3 * width * config.intermediate_size
+    weights = config.num_hidden_layers * layer + config.vocab_size * width
+    seen = config.context if context is None else context
+    attention = config.num_hidden_layers * 2 * heads * config.head_size * seen
+    return (1 + BACKWARD) * 2.0 * (weights + attention)
+
+
+@functools.cache
+def matmul_peak(device_type: str, dtype: torch.dtype, threads: int) -> float:
+    """Return the most operations a second that matrix products of ``dtype`` reach here.
+
+    Measured once a process for each device, type and number of threads, in about 0.1 s: the best of
+    repeated products of square matrices.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _best(device_type, dtype)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _best(device_type: str, dtype: torch.dtype) -> float:
+    device = torch.device(device_type)
+    size = _MATRIX.get(device_type, 1024)
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    operations = 2.0 * size**3
+    best = 0.0
+    until = time.perf_counter() + _SECONDS
+    rounds = 0
+    while rounds < 3 or time.perf_counter() < until:
+        _finish(device)
+        started = time.perf_counter()
+        torch.mm(left, right)
+        _finish(device)
+        best = max(best, operations / (time.perf_counter() - started))
+        rounds += 1
+    return best
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

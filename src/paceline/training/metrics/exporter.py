@@ -1,0 +1,234 @@
+"""A rank's figures for Prometheus: a page on a loopback port, and a file that says where it is.
+
+The port is the system's choice, and nothing listens beyond this host. A Prometheus or an agent on
+the node finds every rank through ``file_sd_configs`` over ``<directory>/*.json``; the file goes
+away with the rank, that of a rank that was killed with the next one that starts on its host. What
+is the whole gang's comes from rank 0 alone, so that sums over ranks are right. Every name stands
+here and nowhere else (deployments/prometheus has its rules by these names).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from paceline.training.loop.loop import StepReport
+
+# The whole gang's: rank 0 shows them.
+_OF_GANG = {
+    "loss": ("loss_nats", "Mean loss of the newest step over all ranks, in nats a token."),
+    "grad_norm": ("gradient_norm", "Norm of the newest step's gradient before it was clipped."),
+    "lr": ("learning_rate", "Learning rate of the newest step."),
+    "tokens_per_second": ("tokens_per_second", "Tokens a second of the newest step, all ranks."),
+    "held_out_loss": ("held_out_loss_nats", "Loss on held-out data, in nats a token."),
+    "held_out_bits_per_byte": ("held_out_bits_per_byte", "Bits a byte of held-out data."),
+}
+_OF_RANK = {
+    "step_seconds": ("step_seconds", "Duration of the newest step."),
+    "busy_seconds": (
+        "busy_seconds", "Time of the newest step that this rank worked, not waiting for another."
+    ),
+    "data_wait_share": ("data_wait_ratio", "Share of the last 20 steps spent waiting for data."),
+    "checkpoint_stall_share": (
+        "checkpoint_stall_ratio", "Share of the last 20 steps that checkpoints held up."
+    ),
+    "mfu": ("mfu_ratio", "Model operations a second as a share of the measured matmul peak."),
+    "matmul_peak_flops": (
+        "matmul_peak_operations_per_second", "Floating point operations a second of this device."
+    ),
+    "utilisation": ("accelerator_utilisation_ratio", "Share of the time the accelerator works."),
+    "rss_peak_bytes": ("resident_memory_peak_bytes", "Peak resident memory of the rank."),
+    "cuda_peak_bytes": ("accelerator_memory_peak_bytes", "Peak memory of the rank on its GPU."),
+    "cuda_reserved_bytes": ("accelerator_memory_reserved_bytes", "GPU memory that torch holds."),
+    "reduce_probe_seconds": ("all_reduce_probe_seconds", "Duration of an all-reduce of 1 MiB."),
+    "reduce_bytes_per_second": ("all_reduce_bytes_per_second", "Bandwidth of that all-reduce."),
+    "reduced_bytes": ("gradient_bytes", "Gradients given to be reduced in the newest step."),
+}  # fmt: skip
+_GAUGES = _OF_GANG | _OF_RANK
+_PREFIX = "paceline_training_"
+
+
+@dataclass(eq=False)  # a registry keeps collectors by identity
+class RankMetrics(Collector):
+    """The newest figures of a rank, computed into metrics when they are asked for."""
+
+    labels: Mapping[str, str]
+    step_deadline_s: float = 0.0
+    clock: Callable[[], float] = time.time
+    _figures: dict[str, float] = field(default_factory=dict)
+    _step: int = 0
+    _steps: int = 0
+    _skipped: int = 0
+    _tokens: float = 0.0
+    _alerts: frozenset[str] = frozenset()
+    _slow: dict[int, float] = field(default_factory=dict)
+    _quarantined: int = 0
+    _interval_s: float | None = None
+
+    def __post_init__(self) -> None:
+        # The first step has its deadline too, and the first checkpoint its time.
+        self._stepped_at = self._saved_at = self.clock()
+
+    def saved(self) -> None:
+        """Take note that a checkpoint was committed."""
+        self._saved_at = self.clock()
+
+    def take(
+        self, report: StepReport, quarantined: int = 0, interval_s: float | None = None
+    ) -> None:
+        """Take a step's report; figures that are not in it stay as they were.
+
+        ``interval_s``: between two checkpoints, as things are; None where nobody knows yet.
+        """
+        self._stepped_at = self.clock()
+        self._interval_s = interval_s
+        self._quarantined = quarantined
+        self._figures = self._figures | report.figures | report.held_out
+        self._figures |= {
+            "loss": report.loss, "grad_norm": report.grad_norm, "lr": report.learning_rate
+        }  # fmt: skip
+        self._step = report.step
+        self._steps += 1
+        self._skipped += not report.taken
+        self._tokens += report.tokens_per_second * report.seconds
+        for change in report.alerts:
+            names = {change.name}
+            self._alerts = self._alerts | names if change.raised else self._alerts - names
+        self._slow = {each.rank: each.factor for each in report.slow}
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: describing would need figures before there are any."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of the newest step."""
+        names, values = list(self.labels), list(self.labels.values())
+        leads = self.labels.get("rank", "0") == "0"
+        shown = self._figures
+        for key, (name, text) in (_GAUGES if leads else _OF_RANK).items():
+            if key in shown:
+                yield _gauge(name, text, names, values, shown[key])
+        for name, text, value in (
+            ("step", "Steps of the job so far.", float(self._step)),
+            ("last_step_timestamp_seconds", "When the newest step ended.", self._stepped_at),
+            ("step_deadline_seconds", "How long a step may take.", self.step_deadline_s),
+            ("quarantined_shards", "Shards or samples passed over as bad.", self._quarantined),
+        ):
+            yield _gauge(name, text, names, values, value)
+        if leads:
+            at = "When the newest checkpoint was committed, or this attempt began."
+            name = "last_checkpoint_timestamp_seconds"
+            yield _gauge(name, at, names, values, self._saved_at)
+            if self._interval_s is not None:
+                text = "Time from one checkpoint to the next, as things are."
+                yield _gauge("checkpoint_interval_seconds", text, names, values, self._interval_s)
+        for name, text, count in (
+            ("steps", "Steps of this attempt.", self._steps),
+            ("steps_skipped", "Steps whose update was not taken.", self._skipped),
+            *([("tokens", "Tokens of this attempt, all ranks.", self._tokens)] if leads else []),
+        ):
+            counter = CounterMetricFamily(_PREFIX + name, text, labels=names)
+            counter.add_metric(values, count)
+            yield counter
+        alert = GaugeMetricFamily(
+            _PREFIX + "alert", "1 while the alert stands.", labels=[*names, "name"]
+        )
+        for each in sorted(self._alerts):
+            alert.add_metric([*values, each], 1)
+        yield alert
+        slow = GaugeMetricFamily(
+            _PREFIX + "straggler_factor",
+            "How many times as long as the others a slow rank works.",
+            labels=[*names, "slow_rank"],
+        )
+        for rank, factor in self._slow.items():
+            slow.add_metric([*values, str(rank)], factor)
+        yield slow
+
+
+def _gauge(
+    name: str, text: str, names: list[str], values: list[str], value: float
+) -> GaugeMetricFamily:
+    gauge = GaugeMetricFamily(_PREFIX + name, text, labels=names)
+    gauge.add_metric(values, value)
+    return gauge
+
+
+class Exporter:
+    """Serves a rank's metrics until it is closed; ``take`` is the loop's ``on_step``."""
+
+    def __init__(
+        self,
+        labels: Mapping[str, str],
+        targets: Path | None = None,
+        *,
+        step_deadline_s: float = 0.0,
+    ) -> None:
+        self._metrics = RankMetrics(labels, step_deadline_s)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self._metrics)
+        self._server, self._thread = start_http_server(0, "127.0.0.1", registry)
+        self.port: int = self._server.server_port
+        self._target: Path | None = None
+        if targets is not None:
+            targets.mkdir(parents=True, exist_ok=True)
+            _sweep(targets)
+            self._target = targets / f"{'-'.join(labels.values())}.json"
+            written = self._target.with_suffix(".new")
+            entry = {"targets": [f"127.0.0.1:{self.port}"], "labels": {**labels, **_owner()}}
+            written.write_text(json.dumps([entry]) + "\n")
+            written.replace(self._target)
+
+    def take(
+        self, report: StepReport, quarantined: int = 0, interval_s: float | None = None
+    ) -> None:
+        """Show ``report``'s figures from now on; see ``RankMetrics.take``."""
+        self._metrics.take(report, quarantined, interval_s)
+
+    def saved(self) -> None:
+        """Show that a checkpoint was committed now."""
+        self._metrics.saved()
+
+    def close(self) -> None:
+        """Stop serving and take the file away."""
+        if self._target is not None:
+            with contextlib.suppress(FileNotFoundError):  # the state directory was cleared
+                self._target.unlink()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Exporter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _owner() -> dict[str, str]:
+    """Return labels that say whose a file is; Prometheus drops those that begin so."""
+    return {"__tmp_pid": str(os.getpid()), "__tmp_host": platform.node()}
+
+
+def _sweep(targets: Path) -> None:
+    """Remove the files of this host's ranks that are gone: nobody answers where they say."""
+    for path in targets.glob("*.json"):
+        try:
+            (entry,) = json.loads(path.read_text())
+            pid, host = int(entry["labels"]["__tmp_pid"]), entry["labels"]["__tmp_host"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # another rank is at it, or it is not ours
+        if host == platform.node() and not Path("/proc", str(pid)).exists():
+            path.unlink(missing_ok=True)

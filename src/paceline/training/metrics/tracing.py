@@ -1,0 +1,150 @@
+"""A profiler trace of the steps that were asked for, as a Chrome trace (Perfetto reads it).
+
+One file a step and rank; the caller says where it goes. Steps are asked for beforehand, or while
+training runs by touching a file. Profiling slows the step it looks at and no other: the profiler
+exists only then.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile
+
+from paceline.errors import PacelineError
+from paceline.storage import ObjectStore, join_url
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 10.0  # for an upload that is under way when training ends
+
+
+class Tracer:
+    """Profiles the steps in ``steps`` (the first is 1, as steps are told).
+
+    Whenever ``request``, a file that need not be there, is touched, the next step is profiled too.
+    ``on_trace`` gets the number of the step and the path of a file in ``directory``; it may move
+    or delete it. A step that is begun twice (what was pushed too late, another update of the step)
+    is profiled once; a profiler that fails costs its trace. Begin and end are of one thread.
+    """
+
+    def __init__(
+        self,
+        steps: Collection[int],
+        directory: Path,
+        rank: int,
+        on_trace: Callable[[int, Path], None],
+        *,
+        cuda: bool = False,
+        request: Path | None = None,
+    ) -> None:
+        self._request = request
+        self._seen = self._touched()  # before this rank began
+        self._steps = frozenset(steps)
+        self._directory = directory
+        self._rank = rank
+        self._on_trace = on_trace
+        self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+        self._running: profile | None = None
+        self._traced = 0  # the last step that was profiled
+
+    def begin(self, step: int) -> None:
+        """Start profiling where ``step`` was asked for."""
+        if self._running is not None or step == self._traced:
+            return
+        if step in self._steps or self._asked():
+            running = profile(activities=self._activities, record_shapes=True)
+            try:
+                running.start()
+            except RuntimeError as error:  # somebody else profiles this process
+                log.warning("no trace of step %d: %s", step, error)
+                return
+            self._running, self._traced = running, step
+
+    def end(self, step: int) -> None:
+        """Write the trace of ``step``, where there is one, and hand it over."""
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        path = self._directory / f"trace-step-{step}-rank-{self._rank}.json"
+        try:
+            running.stop()
+            self._directory.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:  # a full disk is no reason to stop training
+            log.warning("no trace of step %d at %s: %s", step, path, error)
+            return
+        self._on_trace(step, path)
+
+    def _asked(self) -> bool:
+        touched = self._touched()
+        if touched in (0, self._seen):
+            return False
+        self._seen = touched
+        return True
+
+    def _touched(self) -> int:
+        """Return when the request was made, in ns; 0: never. A step pays 2 µs for asking."""
+        if self._request is None:
+            return 0
+        try:
+            return self._request.stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def close(self) -> None:
+        """Drop a trace of a step that did not end."""
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """Where traces go: below ``url``, beside the job's checkpoints; the local file goes away.
+
+    ``told`` hears of each: its step, and where it is.
+    """
+
+    store: ObjectStore
+    url: str
+    told: Callable[[int, str], None] = lambda *_: None
+
+    def __call__(self, step: int, path: Path) -> None:
+        """Upload the trace of ``step``; where storage is away it stays on this node's disk."""
+        where = join_url(self.url, path.name)
+        try:
+            self.store.upload_file(path, where)
+        except PacelineError as error:  # a trace is worth no step
+            log.warning("trace of step %d stays at %s: %s", step, path, error)
+            return
+        path.unlink()
+        self.told(step, where)
+
+
+class Aside:
+    """Hands traces to ``taker`` on a thread, one at a time: whoever made them holds a lock."""
+
+    def __init__(self, taker: Callable[[int, Path], None]) -> None:
+        self._taker = taker
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, step: int, path: Path) -> None:
+        """Have the trace taken; where the one before still is, this one stays where it is."""
+        if self._thread is not None and self._thread.is_alive():
+            log.warning("trace of step %d stays at %s: one is still uploaded", step, path)
+            return
+        arguments = (step, path)
+        self._thread = threading.Thread(
+            target=self._taker, args=arguments, name="trace", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait a while for the last one."""
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)

@@ -1,0 +1,181 @@
+"""How ranks share the work: ``MeshSpec`` is the arithmetic, ``open_mesh`` the process groups.
+
+Four axes, outermost first: ``pp`` (groups of layers), ``dp`` (replicas), ``shard`` (parts of
+parameters in a replica), ``tp`` (parts of each matrix). Ranks that talk most are neighbours, so
+``tp`` stays on one host. MeshSpec needs no torch.distributed: a driver can refuse a mesh before any
+rank starts. Knows no models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from paceline.config import MeshSettings
+from paceline.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pp", "dp", "shard", "tp")
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """How many ranks stand along each axis."""
+
+    dp: int = 1
+    shard: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    @classmethod
+    def of(cls, settings: MeshSettings, ranks: int) -> MeshSpec:
+        """Return the mesh of ``ranks`` ranks; ``dp = 0`` takes whatever is left.
+
+        Raises InvalidInput where the axes do not multiply up to the ranks.
+        """
+        fixed = settings.shard * settings.tp * settings.pp
+        axes = f"shard {settings.shard} x tp {settings.tp} x pp {settings.pp}"
+        if settings.dp == 0:
+            if ranks < 1 or ranks % fixed:
+                raise InvalidInput(
+                    "mesh does not divide the ranks",
+                    got=f"{ranks} ranks, {axes}",
+                    wanted=f"a multiple of {fixed} ranks",
+                    do="Change training.ranks or training.mesh.",
+                )
+            return cls(ranks // fixed, settings.shard, settings.tp, settings.pp)
+        if settings.dp * fixed != ranks:
+            raise InvalidInput(
+                "mesh does not fit the ranks",
+                got=f"{ranks} ranks, dp {settings.dp} x {axes}",
+                wanted=f"{settings.dp * fixed} ranks",
+                do="Change training.ranks or training.mesh; dp 0 takes whatever is left.",
+            )
+        return cls(settings.dp, settings.shard, settings.tp, settings.pp)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Return the sizes in the order of ``AXES``."""
+        return (self.pp, self.dp, self.shard, self.tp)
+
+    @property
+    def world_size(self) -> int:
+        """Return how many ranks there are."""
+        return self.pp * self.dp * self.shard * self.tp
+
+    @property
+    def data_world(self) -> int:
+        """Return into how many shares a global batch is cut."""
+        return self.dp * self.shard
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Return the axes that need groups, in order.
+
+        One of size 1 has nobody to talk to; torch would make a group for each of its ranks, on all
+        ranks, one after the other: threads that wake for nothing, and at 1,000 ranks 3,000 rounds.
+        A shard of 1 is an axis where FSDP keeps the replicas of cut models equal.
+        """
+        kept = {"shard"} if self.dp > 1 and self.tp * self.pp > 1 else set()
+        sizes = zip(AXES, self.shape, strict=True)
+        return tuple(axis for axis, size in sizes if size > 1 or axis in kept)
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Return where ``rank`` stands on each axis."""
+        found: dict[str, int] = {}
+        for axis, size in zip(reversed(AXES), reversed(self.shape), strict=True):
+            rank, found[axis] = divmod(rank, size)
+        return found
+
+    def __str__(self) -> str:
+        parts = [f"{axis}{size}" for axis, size in zip(AXES, self.shape, strict=True) if size > 1]
+        return "x".join(parts) or "single"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place on the mesh, and the groups it talks in (none where it is alone)."""
+
+    spec: MeshSpec
+    rank: int = 0
+    device_type: str = "cpu"
+    device_mesh: DeviceMesh | None = None  # its dimensions are ``spec.axes``
+
+    @property
+    def data_rank(self) -> int:
+        """Return which share of the global batch this rank reads."""
+        place = self.spec.place(self.rank)
+        return place["dp"] * self.spec.shard + place["shard"]
+
+    @property
+    def data_world(self) -> int:
+        """Return how many shares there are."""
+        return self.spec.data_world
+
+    @property
+    def tp_rank(self) -> int:
+        """Return which part of each matrix this rank has."""
+        return self.spec.place(self.rank)["tp"]
+
+    @property
+    def stage(self) -> int:
+        """Return this rank's place in the pipeline."""
+        return self.spec.place(self.rank)["pp"]
+
+    @property
+    def first_stage(self) -> bool:
+        """Return whether this rank holds the embedding."""
+        return self.stage == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Return whether this rank sees the loss."""
+        return self.stage == self.spec.pp - 1
+
+    def of(self, *axes: str) -> DeviceMesh:
+        """Return the part of the mesh along ``axes``, which have groups, that this rank is in."""
+        assert self.device_mesh is not None, "a rank alone has no mesh"
+        return self.device_mesh[axes if len(axes) > 1 else axes[0]]
+
+    def group(self, axis: str) -> ProcessGroup:
+        """Return the ranks along ``axis``."""
+        return self.of(axis).get_group()
+
+
+def open_mesh(spec: MeshSpec, device_type: str = "cpu") -> Mesh:
+    """Return this rank's mesh; all ranks of the default group call it together.
+
+    Its groups wait as long for a silent rank as the default group does (torch's own would wait half
+    an hour). Raises InvalidInput where the group is not as large as the mesh.
+    """
+    if spec.world_size == 1:
+        return Mesh(spec, 0, device_type)
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    joined = dist.get_world_size() if dist.is_initialized() else 1
+    if joined != spec.world_size:
+        raise InvalidInput(
+            "mesh does not fit the group", got=f"{joined} ranks", wanted=f"{spec.world_size} ranks"
+        )
+    sizes = [size for axis, size in zip(AXES, spec.shape, strict=True) if axis in spec.axes]
+    device_mesh = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=spec.axes)
+    timeout = timeout_of(dist.group.WORLD, device_type)
+    if timeout is not None:
+        for axis in spec.axes:
+            dist.distributed_c10d._set_pg_timeout(timeout, device_mesh[axis].get_group())
+    return Mesh(spec, dist.get_rank(), device_type, device_mesh)
+
+
+def timeout_of(group: ProcessGroup | None, device_type: str = "cpu") -> timedelta | None:
+    """Return how long ``group`` waits for a silent rank; None for a backend that never waits."""
+    import torch
+
+    assert group is not None, "ranks join their group first"
+    options = getattr(group._get_backend(torch.device(device_type)), "options", None)
+    found: timedelta | None = getattr(options, "_timeout", None)
+    return found

@@ -1,0 +1,426 @@
+"""What is not as it was when a run trained: code, libraries, processor, data, base model.
+
+``differences_of`` lists it, ``require_same`` refuses to train where the bits would not say
+anything. Trains nothing, and knows no MLflow: what was recorded is handed in.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import paceline
+from paceline.config import Runtime
+from paceline.data import load_snapshot
+from paceline.data.snapshot import Snapshot, root_url, store_at
+from paceline.errors import NotReproducible, PermanentError
+from paceline.manifest import MANIFEST_FILE, parse_manifest
+from paceline.schemas.base import Record, digest_of
+from paceline.schemas.command_results import Differs
+from paceline.schemas.training import TrainJob, TrainResult
+from paceline.storage import ObjectStore, join_url
+from paceline.training.identity import code_version, config_digest, size_of
+from paceline.training.strategies import is_asynchronous
+
+# On what a run ran: Python, libraries, processor, threads, and the code, as one small record.
+#
+# The same record and the same job give the same bits; ``differences`` says what stands between two.
+# Imports neither torch nor numpy: a driver asks too.
+
+GIT_S = 20.0
+# Instructions that choose other kernels, so other roundings.
+_KERNELS = (
+    "avx",
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_bf16",
+    "sve",
+    "neon",
+)
+_NVIDIA = Path("/proc/driver/nvidia/gpus")
+# A fixed workspace a stream: cuBLAS then adds up in the same order each time. Ranks set it where
+# the job is deterministic, so it is no difference between two environments.
+CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# Of these a difference may change bits; the others are said, not blamed.
+DECISIVE = (
+    "python", "torch", "numpy", "machine", "accelerator", "kernels", "sources", "threads",
+    "packages",
+)  # fmt: skip
+
+
+class Environment(Record):
+    """What besides the job decides the bits of a training."""
+
+    python: str
+    torch: str
+    numpy: str
+    machine: str  # architecture
+    system: str
+    processor: str
+    cores: int
+    accelerator: str = ""  # the first one's name; "": none
+    kernels: tuple[str, ...]  # instruction sets of the processor that choose other kernels
+    packages: str  # digest of every installed package and its version
+    lock: str  # digest of requirements/runtime.lock; "": not there (an installed wheel)
+    sources: str  # version and digest of what decides what is learned
+    commit: str  # "": no repository
+    diff: str  # digest of what differs from the commit; "": nothing, or no repository
+    threads: int  # of each rank
+    variables: dict[str, str] = {}  # of the environment, those that change arithmetic
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of this record."""
+        return digest_of(self)
+
+
+def current(threads: int = 1) -> Environment:
+    """Return the environment of this process, for ranks of ``threads`` threads."""
+    fixed = _fixed()
+    variables = {name: os.environ[name] for name in _THREADS if name in os.environ}
+    for name in (
+        CUBLAS[0],
+        "CUDA_VISIBLE_DEVICES",
+        "ATEN_CPU_CAPABILITY",
+        "MKL_CBWR",
+        "ONEDNN_MAX_CPU_ISA",
+    ):
+        if name in os.environ:
+            variables[name] = os.environ[name]
+    if variables.get(CUBLAS[0]) == CUBLAS[1]:
+        del variables[CUBLAS[0]]
+    for name in _THREADS:  # a launcher sets it for each rank: ``threads`` says it
+        variables.pop(name, None)
+    return Environment.model_validate(
+        fixed | {"threads": threads, "variables": variables, "sources": code_version()}
+    )
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[Differs]:
+    """Return what differs between two records, or any two mappings, in the order of ``then``."""
+    found = []
+    for name in [*then, *(each for each in now if each not in then)]:
+        before, after = then.get(name), now.get(name)
+        if before != after:
+            found.append(
+                Differs(
+                    what=f"{prefix}{name}",
+                    then="nothing" if before is None else str(before),
+                    now="nothing" if after is None else str(after),
+                    decisive=bool(prefix) or name in DECISIVE or name == "variables",
+                )
+            )
+    return found
+
+
+@functools.cache
+def _fixed() -> dict[str, Any]:
+    root = Path(str(paceline.__file__)).resolve().parents[2]
+    lock = root / "requirements" / "runtime.lock"
+    commit, diff = _commit(root)
+    model, flags = _processor()
+    return {
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "torch": _version("torch"),
+        "numpy": _version("numpy"),
+        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": model,
+        "cores": os.cpu_count() or 1,
+        "accelerator": _accelerator(),
+        "kernels": [each for each in _KERNELS if each in flags],
+        "packages": _packages(),
+        "lock": hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else "",
+        "commit": commit,
+        "diff": diff,
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _packages() -> str:
+    found = {
+        f"{each.metadata['Name']}=={each.version}".lower()
+        for each in metadata.distributions()
+        if each.metadata["Name"] and each.metadata["Name"].lower() != "paceline"
+    }
+    return digest_of(sorted(found))
+
+
+def _processor() -> tuple[str, set[str]]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0].splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or "unknown", set()
+    said = {
+        key.strip().lower(): value.strip() for key, _, value in (x.partition(":") for x in lines)
+    }
+    flags = said.get("flags") or said.get("features") or ""
+    return said.get("model name") or platform.processor() or "unknown", set(flags.split())
+
+
+def _accelerator() -> str:
+    """Return what the driver calls the first GPU; torch, which would know, takes seconds."""
+    for each in sorted(_NVIDIA.glob("*/information")):
+        for line in each.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "Model":
+                return value.strip()
+    return ""
+
+
+def _commit(root: Path) -> tuple[str, str]:
+    """Return the commit and a digest of what the sources differ from it by."""
+    if not (root / ".git").exists():
+        return "", ""
+    try:
+        commit = _git(root, "rev-parse", "HEAD").decode().strip()
+        diff = _git(root, "diff", "HEAD", "--", "src", "flows", "tasks")
+    except (OSError, subprocess.SubprocessError):  # no git: the digest of the sources says enough
+        return "", ""
+    return commit, hashlib.sha256(diff).hexdigest() if diff else ""
+
+
+def _git(root: Path, *words: str) -> bytes:
+    command = ["git", "-C", str(root), *words]
+    return subprocess.run(command, capture_output=True, timeout=GIT_S, check=True).stdout
+
+
+SNAPSHOT, BASE, CODE, CONFIGURATION, TASK = (
+    "data snapshot", "base model", "code version", "configuration digest", "model settings",
+)  # fmt: skip
+GONE = (SNAPSHOT, BASE)  # without them there is nothing to train
+COMPARE = "or compare all the same with --anyway."
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A training as its run recorded it."""
+
+    run_id: str
+    job: TrainJob
+    result: TrainResult
+    losses: Mapping[int, float]  # by step
+
+
+def differences_of(recorded: Recorded, runtime: Runtime, store: ObjectStore) -> list[Differs]:
+    """Return everything that is not as it was when ``recorded`` was made.
+
+    Raises TemporaryError where the store cannot say now.
+    """
+    return [
+        *_of_data(recorded.job, store),
+        *_of_base(recorded.job, runtime),
+        *_of_code(recorded),
+        *_of_task(recorded, runtime),
+        *_of_environment(recorded),
+        *_of_course(recorded),
+    ]
+
+
+def require_same(found: Sequence[Differs], *, anyway: bool = False) -> None:
+    """Raise NotReproducible for the first of ``found`` that speaks against training again.
+
+    With ``anyway`` only data or a base model that are not there do.
+    """
+    against = [each for each in found if each.decisive and (not anyway or each.what in GONE)]
+    if not against:
+        return
+    first, others = against[0], [each.what for each in against[1:]]
+    more = f" (differs too: {', '.join(others)})" if others else ""
+    raise NotReproducible(
+        f"{first.what} is not as it was when the run trained",
+        got=f"{first.now}{more}",
+        wanted=first.then,
+        where=first.where or None,
+        do=first.do or None,
+    )
+
+
+def holders_of(job: TrainJob, runtime: Runtime) -> list[str]:
+    """Return the nodes on this machine's disk that hold the job's base model, as it was."""
+    held = []
+    for node in sorted((runtime.state_dir / "nodes").glob("*")):
+        path = node / "store" / "models" / job.model_id / job.version / MANIFEST_FILE
+        try:
+            manifest = parse_manifest(path.read_bytes())
+        except (OSError, PermanentError):
+            continue  # it holds none, or a damaged one: no place to start from
+        if manifest.digest == job.manifest_digest:
+            held.append(node.name)
+    return held
+
+
+def _of_data(job: TrainJob, store: ObjectStore) -> Iterator[Differs]:
+    def differs(now: str, where: str) -> Differs:
+        return Differs(
+            what=SNAPSHOT,
+            then=job.snapshot_digest,
+            now=now,
+            decisive=True,
+            where=where,
+            do="Bring it back, or make it again with `paceline snapshot`: the same texts and "
+            "settings give the same digest.",
+        )
+
+    try:
+        snapshot = load_snapshot(job.snapshot_url, store)
+    except PermanentError as error:
+        yield differs(error.one_line(), job.snapshot_url)
+        return
+    if snapshot.digest != job.snapshot_digest:
+        yield differs(snapshot.digest, job.snapshot_url)
+        return
+    # Their bytes are checked by every rank that reads them; a listing is all this costs.
+    shards = join_url(root_url(snapshot.url), "shards")
+    listed = {
+        each.url.rsplit("/", 1)[-1]: each.size for each in store_at(shards, store).list(shards)
+    }
+    if bad := _bad_shards(snapshot, listed):
+        yield differs(f"{len(bad)} of its files missing or cut: {', '.join(bad[:3])}", shards)
+
+
+def _bad_shards(snapshot: Snapshot, listed: Mapping[str, int]) -> list[str]:
+    bad = []
+    for shard in snapshot.shards:
+        if listed.get(shard.name) != shard.bytes:
+            bad.append(shard.name)
+        if shard.lengths_sha256 is not None and shard.lengths_name not in listed:
+            bad.append(shard.lengths_name)
+    return bad
+
+
+def _of_base(job: TrainJob, runtime: Runtime) -> Iterator[Differs]:
+    if job.settings.code_ref or holders_of(job, runtime):
+        return
+    yield Differs(
+        what=BASE,
+        then=f"{job.model_id} {job.version} {job.manifest_digest[:16]}",
+        now="on no node of this machine",
+        decisive=True,
+        where=str(runtime.state_dir / "nodes"),
+        do=f"Distribute it first: `paceline distribute {job.model_id} {job.version}`."
+        if runtime.endpoints.coordinator_url
+        else "The `paceline train` that made it, given again, puts it there and trains nothing.",
+    )
+
+
+def _of_code(recorded: Recorded) -> Iterator[Differs]:
+    result, now = recorded.result, code_version()
+    where = str(Path(paceline.__file__).parent)
+    if result.code_version != now:
+        commit = str(result.environment.get("commit") or "")
+        changed = " (it had changes of its own then)" if result.environment.get("diff") else ""
+        back = f"Check out commit {commit[:12]}{changed}" if commit else "Install that release"
+        yield Differs(
+            what=CODE,
+            then=result.code_version or "nothing recorded",
+            now=now,
+            decisive=True,
+            where=where,
+            do=f"{back}, {COMPARE}",
+        )
+    if result.config_digest != (digest := config_digest(recorded.job)):
+        yield Differs(
+            what=CONFIGURATION,
+            then=result.config_digest,
+            now=digest,
+            decisive=True,
+            where=f"the record of {recorded.run_id}",
+            do=f"Look at its settings: the code counts others among them now, {COMPARE}",
+        )
+
+
+def _of_task(recorded: Recorded, runtime: Runtime) -> Iterator[Differs]:
+    """Yield what a job with a codeRef was built for, where it was not recorded: then it is built
+    for what the profile says now. One that recorded it is built for that, whatever the profile.
+    """
+    job = recorded.job
+    if not job.settings.code_ref or job.task is not None:
+        return
+    size = size_of(job, runtime.profile)
+    yield Differs(
+        what=TASK,
+        then="not recorded",
+        now=f"{size.parameters} parameters, rows of {size.context}",
+        decisive=True,
+        where="model in the profile",
+        do=f"Set model.parameters and model.context as they were, {COMPARE}",
+    )
+
+
+def _of_environment(recorded: Recorded) -> Iterator[Differs]:
+    then: dict[str, Any] = dict(recorded.result.environment)
+    if not then:
+        return
+    settings = recorded.job.settings
+    now = current(settings.threads_per_rank).model_dump(mode="json")
+    if recorded.result.code_version != now["sources"]:  # said before, as the code version
+        then.pop("sources", None)
+        now.pop("sources")
+    if not (settings.code_ref or recorded.job.data.transform):
+        # Only code that is not ours may import what is neither torch nor numpy.
+        then.pop("packages", None)
+        now.pop("packages")
+    for each in differences(then, now):
+        yield each.model_copy(
+            update={
+                "where": platform.node(),
+                "do": f"Bring back {each.what} {each.then} here or run it where that is, {COMPARE}",
+            }
+        )
+
+
+def _of_course(recorded: Recorded) -> Iterator[Differs]:
+    """Yield what happened on the way and does not happen again."""
+    job, result = recorded.job, recorded.result
+    if is_asynchronous(job.settings):
+        chance = "updates were taken as they came"
+        yield _told("synchrony", chance, "as they come", f"No such run repeats itself; {COMPARE}")
+    if not job.deterministic:
+        yield _told("deterministic mode", "off", "on", f"Its bits were not fixed; {COMPARE}")
+    if sizes := sorted({each.ranks for each in result.restarts} - {0, job.settings.ranks}):
+        was = f"{', '.join(map(str, sizes))} for a time, {job.settings.ranks} at first"
+        yield _told("ranks", was, str(job.settings.ranks), f"Sums round elsewhere; {COMPARE}")
+    if result.resumed_from_step:
+        yield Differs(
+            what="steps before",
+            then=f"{result.resumed_from_step} made earlier, perhaps on other ranks or another mesh",
+            now=f"made like the others: {job.settings.ranks} ranks",
+            decisive=False,
+        )
+    if passed := result.skipped_batches or job.skip_batches:
+        yield Differs(
+            what="batches passed over",
+            then=f"{list(passed)}, once they had gone wrong",
+            now=f"{list(passed)}, from the beginning",
+            decisive=False,
+        )
+    if result.quarantined_shards:
+        yield Differs(
+            what="data in quarantine",
+            then=", ".join(each[:12] for each in result.quarantined_shards),
+            now="known once it is read",
+            decisive=False,
+        )
+
+
+def _told(what: str, then: str, now: str, do: str) -> Differs:
+    return Differs(what=what, then=then, now=now, decisive=True, do=do)

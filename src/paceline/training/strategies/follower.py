@@ -1,0 +1,119 @@
+"""The standby's side: find who leads, take over its state, then update by update; lead if it falls.
+
+Knows sockets and the server's parts; when to follow and whom is ``ranks``' and ``job``'s business.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.errors import CorruptData, InvalidFrame, PeerLost
+from paceline.training.launcher.independent_restart import STATE_LOST_EXIT
+from paceline.training.strategies.frames import Frame, Kind, numbers_of, receive, send, whole
+from paceline.training.strategies.learner import norm_of
+from paceline.training.strategies.protocol import GREET_S, Address, Note
+from paceline.training.strategies.server import Server
+from paceline.training.strategies.update_ledger import Ledger, Update
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.1
+
+
+class NobodyLeads(PeerLost):
+    """No server was met whose state could be taken over: it is lost, or was never there."""
+
+    exit_code = STATE_LOST_EXIT
+
+
+def follow(
+    server: Server,
+    addresses: Callable[[], Sequence[Address]],
+    deadline_s: float,
+    on_word: Callable[[], None] = lambda: None,
+) -> str:
+    """Follow whoever leads; return "released" where all is done, or "leads".
+
+    When the leader is lost, the next epoch is claimed and ``server`` leads; its ``serve`` may run
+    in another thread meanwhile. ``on_word`` is called at each word of the leader's. Raises
+    NobodyLeads where none was met within ``deadline_s``, PeerLost where the claim is another's.
+    """
+    leader, state = _met(server, addresses, deadline_s)
+    with leader:
+        epoch = whole(state, "epoch")
+        try:
+            _take_state(server, bytes(state.body))
+            send(leader, Frame(Kind.FOLLOWED, {"version": server.ledger.version}))
+            leader.settimeout(server.terms.silence_s)
+            while True:
+                frame = receive(leader, server.body_bytes)
+                on_word()
+                if frame.kind is Kind.RELEASED:
+                    server.done.set()
+                    server.release()
+                    return "released"
+                if frame.kind is Kind.BEAT:
+                    epoch = whole(frame, "epoch")
+                    continue
+                _take_update(server, leader, frame)
+        except PeerLost as error:
+            log.warning("leader lost: %s", error)
+    server.lead(epoch + 1)
+    return "leads"
+
+
+def _met(
+    server: Server, addresses: Callable[[], Sequence[Address]], deadline_s: float
+) -> tuple[socket.socket, Frame]:
+    """Return a line to the leader, and the state that it sent."""
+    until = time.monotonic() + deadline_s
+    said: Any = "nobody answers"
+    while True:
+        for address in addresses():
+            connection: socket.socket | None = None
+            try:
+                connection = socket.create_connection(address, timeout=GREET_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                send(connection, Frame(Kind.HELLO, {"role": "standby", "key": server.terms.key}))
+                frame = receive(connection, server.state_bytes)
+                if frame.kind is Kind.STATE:
+                    return connection, frame
+                said = frame.kind.name
+            except (OSError, PeerLost) as error:
+                said = error
+            if connection is not None:
+                connection.close()
+        if time.monotonic() > until:
+            raise NobodyLeads("no parameter server to follow", got=said, where=list(addresses()))
+        time.sleep(RETRY_S)
+
+
+def _take_state(server: Server, raw: bytes) -> None:
+    with server.changed:
+        said = server.learner.from_bytes(raw)
+        try:
+            ledger, steward = said["ledger"], said["steward"]
+        except KeyError as error:
+            raise CorruptData("state of a parameter server is incomplete", got=error) from error
+        server.ledger = Ledger.from_json(ledger, server.terms.max_staleness)
+        server.steward.restore(steward)
+
+
+def _take_update(server: Server, leader: socket.socket, frame: Frame) -> None:
+    if frame.kind is not Kind.UPDATE:
+        raise InvalidFrame("leader said what leaders do not", got=frame.kind.name)
+    gradient = numbers_of(frame, server.learner.count, server.learner.dtype)
+    update = Update(*(whole(frame, each) for each in ("worker", "sequence", "base", "version")))
+    note = Note.from_head(frame.head.get("note"))
+    taken = frame.head.get("taken") is True
+    norm = norm_of(gradient)
+    if taken and not math.isfinite(norm):
+        raise InvalidFrame("leader took a gradient that is not finite", got=norm)
+    with server.changed:
+        server.take(update, gradient, note, norm, taken)
+    send(leader, Frame(Kind.FOLLOWED, {"version": update.version}))

@@ -1,0 +1,215 @@
+"""Local SGD: each rank steps alone ``local_steps`` times, then all average weights and moments.
+
+(arXiv 1805.09767.) The mean of what ranks did is what counts, so with one local step and plain SGD
+the weights are those of synchronous training. Between two averages ranks hold different weights; a
+checkpoint keeps one set of them, so a state is averaged when it is due to be saved, and training
+goes on from that very state: a resumed run repeats the one that was never stopped.
+
+Only for replicas: a model that is spread over ranks has no weights of its own to step alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.config import TrainingSettings
+from paceline.errors import InvalidInput
+from paceline.training.loop.workload import Inputs, LossSums, Workload
+from paceline.training.parallel import Parallel, parallelise
+from paceline.training.parallel.mesh import Mesh, MeshSpec
+
+
+class Averaged:
+    """A ``Parallel`` whose ranks step alone; ``follow`` ties it to the optimiser.
+
+    ``step`` is where training stands: averages fall on multiples of ``local_steps``, whatever was
+    resumed in between.
+    """
+
+    def __init__(self, inner: Parallel, mesh: Mesh, local_steps: int, step: int = 0) -> None:
+        self._inner, self._mesh = inner, mesh
+        self._local_steps = local_steps
+        self._step = step
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._apart = False  # whether ranks may hold different weights
+        self._bytes = 0
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """Return this rank's model."""
+        return self._inner.modules
+
+    @property
+    def data_rank(self) -> int:
+        """Return which share of the global batch this rank reads."""
+        return self._mesh.data_rank
+
+    @property
+    def data_world(self) -> int:
+        """Return how many shares there are."""
+        return self._mesh.data_world
+
+    @property
+    def bytes_reduced(self) -> int:
+        """Return how many bytes of weights and moments this rank gave to be averaged so far."""
+        return self._bytes
+
+    def follow(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Average after each ``local_steps``-th step of ``optimizer``; training stands at ``step``.
+
+        Call it once, after a checkpoint was restored.
+        """
+        assert self._optimizer is None, "one optimiser updates the weights"
+        self._optimizer, self._step = optimizer, step
+        optimizer.register_step_post_hook(self._stepped)
+
+    def accumulate(self, parts: Sequence[Inputs], scale: float) -> LossSums:
+        """Run all parts; gradients are this rank's alone, as if its rows were the whole batch."""
+        self._step += 1
+        return self._inner.accumulate(parts, scale * self.data_world)
+
+    def clip(self, max_norm: float, unscale: float = 1.0) -> float:
+        """Shorten this rank's gradients; return the root mean square of all ranks' norms.
+
+        One rank's norm that is not finite makes it so for all: every rank judges the step alike.
+        """
+        norm = self._inner.clip(max_norm, unscale)
+        square = torch.tensor(norm * norm, dtype=torch.float64)
+        self._sum(square)
+        return math.sqrt(float(square) / self.data_world)
+
+    def evaluate(self, inputs: Inputs) -> LossSums:
+        """Return the loss of this rank's share under the weights it holds (see ``together``)."""
+        return self._inner.evaluate(inputs)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Hold the mean of all ranks' weights for the time of the ``with``, then one's own again.
+
+        All ranks enter it at the same step. It costs one copy of the weights, and one average.
+        """
+        if not self._apart:
+            yield
+            return
+        weights = self._weights()
+        own = [each.clone() for each in weights]
+        self._average(weights)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for each, before in zip(weights, own, strict=True):
+                    each.copy_(before)
+
+    def average(self) -> None:
+        """Give all ranks the mean of their weights and moments; all call it at the same step."""
+        if not self._apart:
+            return
+        self._average(self._tensors())
+        self._apart = False
+
+    def _average(self, tensors: Iterable[Tensor]) -> None:
+        with torch.no_grad():
+            for group in _by_dtype(tensors):
+                flat = torch.cat([each.reshape(-1) for each in group])
+                self._sum(flat)
+                flat /= self.data_world
+                self._bytes += flat.numel() * flat.element_size()
+                parts = torch.split(flat, [each.numel() for each in group])
+                for each, part in zip(group, parts, strict=True):
+                    each.copy_(part.view_as(each))
+
+    def _stepped(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self._apart = True
+        if self._step % self._local_steps == 0:
+            self.average()
+
+    def _weights(self) -> list[Tensor]:
+        weights = {id(each): each for module in self.modules for each in module.parameters()}
+        return [each.detach() for each in weights.values()]
+
+    def _tensors(self) -> list[Tensor]:
+        weights = {id(each): each for module in self.modules for each in module.parameters()}
+        moments = [
+            value
+            for each in weights.values()
+            for value in (self._optimizer.state.get(each, {}) if self._optimizer else {}).values()
+            if isinstance(value, Tensor) and value.shape == each.shape and each.ndim > 0
+        ]
+        return [*self._weights(), *(each.detach() for each in moments)]
+
+    def _sum(self, tensor: Tensor) -> None:
+        if self.data_world > 1:
+            dist.all_reduce(tensor, group=self._mesh.group("dp"))
+
+
+def local_sgd(
+    model: nn.Module, mesh: Mesh, settings: TrainingSettings, workload: Workload
+) -> Averaged:
+    """Return ``model`` as a replica that steps alone ``settings.synchrony.local_steps`` times.
+
+    Raises InvalidInput for a mesh of anything but replicas.
+    """
+    spec = mesh.spec
+    if spec.shard * spec.tp * spec.pp > 1:
+        raise InvalidInput(
+            "local SGD needs whole replicas",
+            got=str(spec),
+            wanted="shard, tp and pp of 1",
+            do="Change training.mesh, or set training.synchrony.kind to every-step.",
+        )
+    if settings.mesh.hook != "none":
+        raise InvalidInput(
+            "local SGD sends weights, not gradients",
+            got=f"training.mesh.hook {settings.mesh.hook}",
+            wanted="none",
+        )
+    alone = parallelise(model, Mesh(MeshSpec(), 0, mesh.device_type), settings, workload)
+    return Averaged(alone, mesh, settings.synchrony.local_steps)
+
+
+class Savable(Protocol):
+    """What is asked of the saver that ``AveragingSaver`` stands before."""
+
+    stall_s: float
+
+    def due(self, step: int, steps: int) -> bool: ...
+    def save(self, step: int, position: dict[str, Any], metrics: dict[str, float]) -> bool: ...
+    def save_last(self, step: int, position: dict[str, Any], metrics: dict[str, float]) -> Any: ...
+
+
+class AveragingSaver:
+    """A saver that averages once a state is due, so that all ranks go on from what is saved."""
+
+    def __init__(self, saver: Any, averaged: Averaged) -> None:
+        self._saver, self._averaged = saver, averaged
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._saver, name)
+
+    def due(self, step: int, steps: int) -> bool:
+        """Return whether the state after ``step`` steps is to be saved; average where it is."""
+        due = bool(self._saver.due(step, steps))
+        if due:
+            self._averaged.average()
+        return due
+
+    def save_last(self, step: int, position: dict[str, Any], metrics: dict[str, float]) -> Any:
+        """Average and save the last state."""
+        self._averaged.average()
+        return self._saver.save_last(step, position, metrics)
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for each in tensors:
+        if each.is_floating_point():
+            groups.setdefault(each.dtype, []).append(each)
+    return list(groups.values())

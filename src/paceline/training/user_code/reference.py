@@ -1,0 +1,190 @@
+"""A code reference taken apart, and whether its source is allowed. Reads and runs nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from paceline.config.settings import module_allowed
+from paceline.errors import AccessDenied, InvalidInput
+
+DIAL = "training.code_ref"  # where a reference stands, unless said otherwise
+OURS = "paceline"  # the release is the pin; ``code_version`` is in every checkpoint
+
+_NAME = r"[A-Za-z_]\w*"
+_ENTRY = rf"(?P<module>{_NAME}(?:\.{_NAME})*):(?P<function>{_NAME})"
+_GIT = re.compile(rf"git\+(?P<url>(?:https|file)://[^\s#]+)@(?P<commit>[^@#]*)#{_ENTRY}")
+_DIRECTORY = re.compile(rf"(?P<url>file://[^\s#@]+)(?:@sha256:(?P<digest>[0-9a-f]*))?#{_ENTRY}")
+_MODULE = re.compile(rf"{_ENTRY}(?:@sha256:(?P<digest>[0-9a-f]*))?")
+
+
+@dataclass(frozen=True)
+class CodeRef:
+    """A parsed reference."""
+
+    text: str
+    kind: Literal["module", "directory", "git"]
+    module: str
+    function: str
+    url: str = ""
+    pin: str = ""  # a commit or a digest; "" only for our own modules
+    dial: str = DIAL  # of the profile
+
+    @property
+    def top(self) -> str:
+        """Return the name of the outermost package."""
+        return self.module.partition(".")[0]
+
+    @property
+    def where(self) -> str:
+        """Return how an error names it."""
+        return where(self.text, self.dial)
+
+    @property
+    def directory(self) -> Path:
+        """Return the directory of a ``file://`` reference."""
+        return Path(self.url.removeprefix("file://"))
+
+
+def parse(text: str, dial: str = DIAL) -> CodeRef:
+    """Return ``text``, as it stands in the profile's ``dial``, taken apart.
+
+    Raises InvalidInput where it is malformed or not pinned.
+    """
+    if found := _GIT.fullmatch(text):
+        if not re.fullmatch(r"[0-9a-f]{40}", found["commit"]):
+            raise _unpinned(
+                text, found["commit"] or "no commit", "a full commit of 40 hex digits", dial
+            )
+        if "@" in found["url"].partition("://")[2].partition("/")[0]:
+            raise InvalidInput(
+                "code reference carries credentials",
+                wanted="a URL without a user",
+                where=where(text, dial),
+            )
+        names = found["module"], found["function"], found["url"], found["commit"]
+        return CodeRef(text, "git", *names, dial=dial)
+    if found := _DIRECTORY.fullmatch(text):
+        _require_digest(text, found["digest"], f"directory_digest({found['url']!r})", dial)
+        names = found["module"], found["function"], found["url"], found["digest"]
+        ref = CodeRef(text, "directory", *names, dial=dial)
+        if not ref.directory.is_absolute():
+            raise InvalidInput("code directory is not absolute", got=text, wanted="file:///…")
+        return ref
+    if found := _MODULE.fullmatch(text):
+        digest = found["digest"]
+        if found["module"].partition(".")[0] != OURS or digest:
+            _require_digest(text, digest, "module_digest", dial)
+        pin = digest or ""
+        return CodeRef(text, "module", found["module"], found["function"], pin=pin, dial=dial)
+    raise InvalidInput(
+        "code reference cannot be read",
+        got=repr(text[:200]),
+        wanted="module:function@sha256:…, file:///DIRECTORY@sha256:…#module:function, or "
+        "git+https://…@COMMIT#module:function",
+        where=dial,
+    )
+
+
+def require_allowed(ref: CodeRef, sources: Sequence[str]) -> None:
+    """Raise AccessDenied where ``ref`` is from none of ``sources``."""
+    if any(_covers(each, ref) for each in sources):
+        return
+    raise AccessDenied(
+        "code reference is from a source that is not allowed",
+        got=ref.where,
+        wanted=f"one of {', '.join(sources) or 'none'}",
+        where="security.code_sources",
+        do="Add the source to the profile if you trust it with what the ranks can read.",
+    )
+
+
+def _covers(source: str, ref: CodeRef) -> bool:
+    if ref.kind == "module":
+        return module_allowed(ref.module, (source,))
+    if "/../" in f"{ref.url}/" or "/./" in f"{ref.url}/":
+        return False
+    if source.startswith("/"):
+        held = Path(source).resolve()
+        return ref.url.startswith("file://") and ref.directory.resolve().is_relative_to(held)
+    return source.endswith("/") and "://" in source and ref.url.startswith(source)
+
+
+def where(text: str, dial: str = DIAL) -> str:
+    """Return how an error names the reference ``text``."""
+    return f"{dial} {text[:300]}"
+
+
+def _require_digest(text: str, digest: str | None, how: str, dial: str) -> None:
+    if digest is None or not re.fullmatch(r"[0-9a-f]{64}", digest):
+        raise _unpinned(text, digest or "no digest", f"@sha256: and 64 hex digits ({how})", dial)
+
+
+def _unpinned(text: str, got: str, wanted: str, dial: str) -> InvalidInput:
+    return InvalidInput(
+        "code reference is not pinned",
+        got=got,
+        wanted=wanted,
+        where=where(text, dial),
+        do="`python -m paceline.training.code_digest MODULE_OR_DIRECTORY` prints a digest.",
+    )
+
+
+# Digests that pin code: of a directory's files, or of an installed module. Imports none of it.
+
+MAX_FILES, MAX_BYTES = 10_000, 256 * 1024 * 1024  # of a tree
+
+
+def tree_digest(directory: Path) -> str:
+    """Return the SHA-256 over names and bytes of all files below ``directory``, caches apart."""
+    found = hashlib.sha256()
+    for path in files_of(directory):
+        data = path.read_bytes()
+        found.update(f"{path.relative_to(directory).as_posix()}\0{len(data)}\0".encode())
+        found.update(data)
+    return found.hexdigest()
+
+
+def module_digest(module: str) -> str:
+    """Return the digest of the installed package (or single file) that ``module`` is part of.
+
+    Nothing of it is imported. Raises InvalidInput where it is not installed as plain files.
+    """
+    top = module.partition(".")[0]
+    spec = importlib.util.find_spec(top)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise InvalidInput(
+            "module of the code reference is not installed",
+            got=top,
+            wanted="a package of .py files",
+        )
+    origin = Path(spec.origin)
+    if spec.submodule_search_locations is None:
+        return hashlib.sha256(origin.read_bytes()).hexdigest()
+    return tree_digest(origin.parent)
+
+
+def files_of(directory: Path) -> Iterator[Path]:
+    """Yield the files below ``directory`` in order, caches apart; raises InvalidInput for links,
+    devices, and more than anybody's code is."""
+    count = size = 0
+    for path in sorted(directory.rglob("*")):
+        if "__pycache__" in path.parts or (path.is_dir() and not path.is_symlink()):
+            continue
+        if path.is_symlink() or not path.is_file():
+            raise InvalidInput(
+                "code holds something not a plain file", got=path.name, where=directory
+            )
+        count, size = count + 1, size + path.stat().st_size
+        if count > MAX_FILES or size > MAX_BYTES:
+            raise InvalidInput(
+                "code is too large",
+                wanted=f"≤ {MAX_FILES} files, ≤ {MAX_BYTES} bytes",
+                where=directory,
+            )
+        yield path

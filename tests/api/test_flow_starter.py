@@ -1,0 +1,318 @@
+"""A deployment's flow run: started once, late when Prefect is away, and ended with it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from paceline.api.flow_starter import STATES_S, FlowKeeper, PrefectStarter
+from paceline.config import load_profile
+from paceline.coordinator.state.messages import Cancel
+from paceline.coordinator.state.settings import Patience
+from paceline.errors import AccessDenied, InvalidProfile, NotFound, ServiceUnavailable
+from paceline.schemas.events import EventName
+from paceline.schemas.records import Deployment
+from tests.coordinator.conftest import World
+
+RUN = "0192f0c1-0000-7000-8000-000000000001"
+
+
+class Kept:
+    """A coordinator without threads; ``refuse`` makes its next commits fail."""
+
+    def __init__(self) -> None:
+        self.world = World(patience=Patience(starts_flows=True))
+        self.world.register("node-0")
+        self.refuse = 0
+
+    def read(self, question):
+        return question(self.world.state)
+
+    def handle(self, event):
+        if self.refuse:
+            self.refuse -= 1
+            raise ServiceUnavailable("the store is away")
+        return self.world.give(event)
+
+    def now(self) -> float:
+        return 1e9
+
+    def record(self, deployment_id: str) -> Deployment:
+        return self.world.state.run(deployment_id).deployment
+
+
+class Prefect:
+    """An orchestrator in memory that keeps the promise of idempotency keys."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, str] = {}  # flow run → state
+        self.asked = 0
+        self.away = False
+        self.cancels: list[str] = []
+
+    def start(self, deployment: Deployment) -> str:
+        self.asked += 1
+        if self.away:
+            raise ServiceUnavailable("Prefect's server does not answer")
+        name = f"flow-of-{deployment.deployment_id}"
+        self.runs.setdefault(name, "SCHEDULED")
+        return name
+
+    def states(self, flow_run_ids: Collection[str]) -> Mapping[str, str]:
+        return {each: self.runs[each] for each in flow_run_ids if each in self.runs}
+
+    def cancel(self, flow_run_id: str) -> None:
+        self.cancels.append(flow_run_id)
+        self.runs[flow_run_id] = "CANCELLING"
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Stage:
+    def __init__(self) -> None:
+        self.kept, self.prefect, self.clock = Kept(), Prefect(), Clock()
+        self.keeper = self.another()
+
+    def another(self) -> FlowKeeper:
+        """Return the keeper of another leader: it remembers nothing."""
+        return FlowKeeper(self.kept, self.prefect, monotonic=self.clock)
+
+    def look(self, seconds: float = STATES_S) -> None:
+        self.clock.now_s += seconds
+        self.keeper.look()
+
+    def told(self, name: EventName) -> list[dict[str, object]]:
+        return [each.data for each in self.kept.world.names(name)]
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+def test_it_is_started_once_and_the_record_names_it(stage: Stage) -> None:
+    d = stage.kept.world.create("node-0")
+    for _ in range(3):
+        stage.look()
+    assert stage.prefect.asked == 1
+    assert stage.kept.record(d).flow_run_id == f"flow-of-{d}"
+    assert stage.told(EventName.FLOW_STARTED) == [{"flow_run_id": f"flow-of-{d}"}]
+
+
+def test_a_caller_that_is_a_flow_run_gets_no_other(stage: Stage) -> None:
+    d = stage.kept.world.create("node-0", flow_run_id="mine")
+    stage.look()
+    assert stage.prefect.asked == 0
+    assert stage.kept.record(d).flow_run_id == "mine"
+
+
+def test_where_the_profile_does_not_say_so_nothing_is_started() -> None:
+    off = load_profile("ci", {"control.flow_starter": "off"})
+    on = load_profile("ci", {"control.flow_starter": "prefect"})
+    assert [Patience.of(each).starts_flows for each in (off, on)] == [False, True]
+    world = World()
+    assert not world.state.run(world.create("node-0")).deployment.flow_wanted
+
+
+def test_a_leader_that_dies_between_start_and_record_leaves_one_flow_run(stage: Stage) -> None:
+    d = stage.kept.world.create("node-0")
+    stage.kept.refuse = 1
+    with pytest.raises(ServiceUnavailable):
+        stage.look()
+    assert stage.kept.record(d).flow_run_id is None
+    stage.keeper = stage.another()
+    stage.look()
+    assert stage.kept.record(d).flow_run_id == f"flow-of-{d}"
+    assert list(stage.prefect.runs) == [f"flow-of-{d}"]
+
+
+def test_prefect_away_delays_the_start_more_and_more_rarely_and_says_so(stage: Stage) -> None:
+    d = stage.kept.world.create("node-0")
+    stage.prefect.away = True
+    for _ in range(600):
+        stage.look(1.0)
+    assert 10 <= stage.prefect.asked <= 25, "10 minutes at up to a minute's pause"
+    delayed = stage.told(EventName.FLOW_DELAYED)
+    assert [each["attempts"] for each in delayed] == [1, 2, 4, 8, 16][: len(delayed)]
+    assert "does not answer" in str(delayed[0]["reason"])
+    assert stage.kept.world.status(d) != "failed", "the deployment is accepted all the same"
+    stage.prefect.away = False
+    for _ in range(90):
+        stage.look(1.0)
+    assert stage.kept.record(d).flow_run_id == f"flow-of-{d}"
+    assert len(stage.told(EventName.FLOW_STARTED)) == 1
+
+
+def test_what_ended_before_prefect_came_back_is_not_started(stage: Stage) -> None:
+    d = stage.kept.world.create("node-0")
+    stage.prefect.away = True
+    stage.look()
+    stage.kept.world.give(Cancel(deployment_id=d))
+    stage.prefect.away = False
+    stage.look(100)
+    assert stage.prefect.runs == {}
+
+
+@pytest.mark.parametrize("state", ["CANCELLING", "CANCELLED"])
+def test_a_cancel_in_prefect_ends_the_deployment(stage: Stage, state: str) -> None:
+    d = stage.kept.world.create("node-0")
+    stage.look()
+    stage.prefect.runs[f"flow-of-{d}"] = state
+    stage.look()
+    assert stage.kept.world.status(d) == "cancelled"
+    stage.look()
+    assert stage.prefect.cancels == []
+
+
+def test_a_cancel_of_the_deployment_ends_its_flow_run_and_is_asked_for_once(stage: Stage) -> None:
+    d, mine = stage.kept.world.create("node-0"), "mine"
+    other = stage.kept.world.create("node-0", version="v2", flow_run_id=mine)
+    stage.look()
+    stage.prefect.runs |= {f"flow-of-{d}": "RUNNING", mine: "RUNNING"}
+    for each in (d, other):
+        stage.kept.world.give(Cancel(deployment_id=each))
+    for _ in range(3):
+        stage.look()
+    assert sorted(stage.prefect.cancels) == sorted([f"flow-of-{d}", mine])
+    stage.prefect.runs = dict.fromkeys(stage.prefect.runs, "CANCELLED")
+    for _ in range(3):
+        stage.look()
+    assert len(stage.prefect.cancels) == 2
+    assert stage.keeper._settled == {d, other}
+    for each in (d, other):
+        stage.kept.world.state._book.drop(stage.kept.world.state.run(each))
+    stage.look()
+    assert stage.keeper._settled == set(), "nothing is remembered of what is forgotten"
+
+
+def test_a_flow_run_that_was_deleted_does_not_hold_up_the_others(stage: Stage) -> None:
+    made = [stage.kept.world.create("node-0", version=f"v{n}") for n in range(3)]
+    stage.look()
+    for each in made:
+        stage.prefect.runs[f"flow-of-{each}"] = "RUNNING"
+        stage.kept.world.give(Cancel(deployment_id=each))
+    cancel = stage.prefect.cancel
+
+    def deleted(flow_run_id: str) -> None:
+        if flow_run_id == f"flow-of-{made[0]}":
+            raise NotFound("Prefect does not know it")
+        cancel(flow_run_id)
+
+    stage.prefect.cancel = deleted  # type: ignore[method-assign]
+    stage.look()
+    assert stage.prefect.cancels == [f"flow-of-{each}" for each in made[1:]]
+
+
+def test_a_flow_run_that_crashes_is_told_once_and_the_deployment_goes_on(stage: Stage) -> None:
+    d = stage.kept.world.create("node-0")
+    stage.look()
+    for state in ("RUNNING", "CRASHED", "CRASHED", "RUNNING", "FAILED", "FAILED"):
+        stage.prefect.runs[f"flow-of-{d}"] = state
+        stage.look()
+    assert [each["state"] for each in stage.told(EventName.FLOW_ENDED)] == ["crashed", "failed"]
+    assert stage.kept.world.status(d) == "init"
+    assert stage.prefect.asked == 1, "whoever runs it again decides that"
+
+
+def test_a_flow_run_that_prefect_has_forgotten_is_no_reason_to_stop(stage: Stage) -> None:
+    d = stage.kept.world.create("node-0")
+    stage.look()
+    stage.prefect.runs.clear()
+    stage.look()
+    assert stage.kept.world.status(d) == "init"
+
+
+# --- Prefect's REST, as it refuses ----------------------------------------------------------------
+
+
+class Answers(BaseHTTPRequestHandler):
+    status = 200
+    body: Any = None
+    seen: list[tuple[str, str, Any]] = []
+
+    def _answer(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        sent = json.loads(self.rfile.read(length)) if length else None
+        self.seen.append((self.path, self.headers.get("Authorization", ""), sent))
+        raw = self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    do_GET = do_POST = _answer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Answers) as http:
+        Answers.seen = []
+        Answers.status, Answers.body = 200, {"id": "abc"}
+        thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_port}/api"
+        http.shutdown()
+        thread.join()
+
+
+def test_a_start_names_the_deployment_as_its_idempotency_key(server: str) -> None:
+    world = World()
+    d = world.create("node-0", run_id="run-20260101-000000-abcdef")
+    assert PrefectStarter(server, "user:pass").start(world.state.run(d).deployment) == "abc"
+    (name, auth, _), (path, _, body) = Answers.seen
+    assert name == "/api/deployments/name/distribute-model/distribute-model"
+    assert auth == "Basic dXNlcjpwYXNz"
+    assert path == "/api/deployments/abc/create_flow_run"
+    assert body["idempotency_key"] == d
+    given = body["parameters"]
+    assert (given["deployment_id"], given["target_workers"]) == (d, ["node-0"])
+    assert given["activate"] is False
+    assert given["run_id"] == "run-20260101-000000-abcdef"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error"),
+    [
+        (401, {}, AccessDenied),
+        (404, {}, NotFound),
+        (500, {}, ServiceUnavailable),
+        (409, {"detail": "no schema"}, ServiceUnavailable),
+        (200, b"<html>a proxy</html>", ServiceUnavailable),
+    ],
+)
+def test_what_prefect_refuses_is_an_error_that_says_so(
+    server: str, status: int, body: Any, error: type[Exception]
+) -> None:
+    Answers.status, Answers.body = status, body
+    with pytest.raises(error):
+        PrefectStarter(server).states([RUN])
+
+
+def test_what_is_no_id_of_a_flow_run_is_not_asked_for(server: str) -> None:
+    """A caller may have named anything: one such name must not spoil the question for the rest."""
+    Answers.body = [{"id": RUN, "state_type": "RUNNING"}]
+    starter = PrefectStarter(server)
+    assert starter.states(["mine", "../x", "\0", RUN]) == {RUN: "RUNNING"}
+    assert [each["flow_runs"]["id"]["any_"] for _, _, each in Answers.seen] == [[RUN]]
+    assert starter.states(["mine"]) == {}
+    assert len(Answers.seen) == 1
+
+
+def test_nobody_there_is_try_again_and_no_url_is_a_wrong_profile() -> None:
+    with pytest.raises(ServiceUnavailable):
+        PrefectStarter("http://127.0.0.1:9/api").states([RUN])
+    with pytest.raises(InvalidProfile):
+        PrefectStarter("")

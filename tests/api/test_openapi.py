@@ -1,0 +1,120 @@
+"""The API document is true: schemathesis calls every operation by it, finds no 5xx and no lie."""
+
+import warnings
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from paceline.api.app import create_app
+from paceline.api.routes import ROUTES
+from tests.api.conftest import make_model, make_runtime
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import schemathesis
+    from schemathesis import GenerationMode
+    from schemathesis.checks import CHECKS, load_all_checks
+    from schemathesis.config import SchemathesisConfig
+    from starlette.testclient import TestClient
+
+BASE = "http://127.0.0.1"
+EXAMPLES = 25  # of each operation, half of them wrong on purpose
+PAGES = {("GET", "/fleet"), ("GET", "/docs"), ("GET", "/openapi.json")}  # not part of the document
+
+
+@pytest.fixture(scope="module")
+def rest(tmp_path_factory):
+    state_dir = tmp_path_factory.mktemp("openapi") / "state"
+    runtime = make_runtime(state_dir)
+    app = create_app(runtime)
+    with TestClient(app, BASE, raise_server_exceptions=False) as client:
+        client.headers["Authorization"] = f"Bearer {runtime.secrets.coordinator_token}"
+        client.source_url, _ = make_model(state_dir)
+        yield client
+
+
+# Some stay longer than a test does: a stream has no end of its own, polls wait.
+SHORT = {"/events/stream": {"for_s": 0.01}, "/events": {"wait_s": 0}, "/workers/heartbeat": {}}
+
+
+@pytest.fixture(scope="module")
+def operations(rest):
+    """Every operation of the document, by method and path."""
+    load_all_checks()
+    config = SchemathesisConfig.from_dict({"generation": {"with-security-parameters": False}})
+    schema = schemathesis.openapi.from_dict(rest.app.openapi(), config=config)
+    found = [each.ok() for each in schema.get_all_operations()]
+    return {(each.method.upper(), each.path): each for each in found}
+
+
+def checks():
+    """All that hold of one answer; the rest need several operations or other credentials."""
+    names = (
+        "not_a_server_error",
+        "status_code_conformance",
+        "content_type_conformance",
+        "response_headers_conformance",
+        "response_schema_conformance",
+        "negative_data_rejection",
+        "missing_required_header",
+        "unsupported_method",
+    )
+    return [CHECKS.get_one(name) for name in names]
+
+
+def send(rest, case):
+    """Send what schemathesis made through the app, and give it the answer."""
+    case.query = {**(case.query or {}), **SHORT.get(case.operation.path, {})}
+    made = case.as_transport_kwargs(base_url=BASE)
+    made.pop("cookies", None)
+    if "data" in made:
+        made["content"] = made.pop("data")
+    made["headers"] = {**rest.headers, **made.get("headers", {})}
+    return rest.request(**made, follow_redirects=False)
+
+
+def test_the_document_names_every_route_and_its_errors(operations, rest):
+    assert set(operations) == set(ROUTES) - PAGES
+    document = rest.app.openapi()
+    for (method, path), route in ROUTES.items():
+        if (method, path) in PAGES:
+            continue
+        told = document["paths"][path][method.lower()]
+        assert told["security"] == ([] if route.is_open else [{"token": []}]), path
+        errors = {status: each for status, each in told["responses"].items() if status >= "400"}
+        assert {"429", "414", "431", "421"} <= set(errors)
+        assert ("401" in errors and "403" in errors) == (not route.is_open)
+        for each in errors.values():
+            assert list(each["content"]) == ["application/problem+json"], path
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.parametrize("key", sorted(set(ROUTES) - PAGES), ids=" ".join)
+def test_no_input_breaks_an_operation_or_shows_its_document_false(operations, rest, key, mode):
+    operation, held = operations[key], checks()
+    takes_nothing = not operation.body and not list(operation.iter_parameters())
+    if takes_nothing and mode == GenerationMode.NEGATIVE:
+        mode = GenerationMode.POSITIVE  # there is nothing in it that could be wrong
+    calls = 0
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(data=st.data())
+    def fuzz(data):
+        nonlocal calls
+        case = data.draw(operation.as_strategy(mode))
+        answer = send(rest, case)
+        calls += 1
+        case.validate_response(answer, checks=held)
+        assert answer.status_code < 500, (case, answer.text)
+
+    fuzz()
+    assert calls

@@ -1,0 +1,158 @@
+"""A real coordinator process under real clients: start, kill, resume, stop."""
+
+import signal
+import time
+
+import pytest
+
+from paceline.api.app import serve
+from paceline.errors import Conflict, InvalidInput, PortInUse, ServiceUnavailable
+from paceline.schemas.events import EventName
+from tests.api.conftest import FakeAgent, creation, make_model, make_runtime
+
+DEADLINE_S = 30.0
+
+
+def until(check, what):
+    """Wait for a condition, not for a time."""
+    end_s = time.monotonic() + DEADLINE_S
+    while not (found := check()):
+        assert time.monotonic() < end_s, f"timed out waiting until {what}"
+        time.sleep(0.03)
+    return found
+
+
+def status(client, deployment_id):
+    return client.deployment(deployment_id).status.value
+
+
+def test_sixteen_agents_complete_and_activate_over_real_rest(served):
+    url, manifest = make_model(served.runtime.state_dir)
+    client = served.client()
+    agents = [FakeAgent(client, f"node-{index}") for index in range(16)]
+    for agent in agents:
+        agent.register()
+    created = client.create(creation(url, [agent.worker_id for agent in agents]), "key-1")
+    d = created.deployment_id
+    assert created.estimated_time_seconds > 0
+    assert client.manifest_bytes(d) == manifest.to_bytes()
+
+    def everybody_beats():
+        for agent in agents:
+            agent.beat(manifest)
+        return status(client, d) == "complete"
+
+    until(everybody_beats, "all agents are complete")
+    view = client.deployment(d)
+    assert len(view.workers_complete) == 16
+    assert view.progress == 1.0
+    assert view.deployment.seconds is not None
+    assert all(each.receipt for each in client.workers_of(d))
+    assert client.plan(d).epoch == 1
+    client.activate(d)
+
+    def activated():
+        for agent in agents:
+            agent.beat(manifest)
+        names = [each.name for each in client.events().events]
+        return EventName.DEPLOYMENT_ACTIVATED in names
+
+    until(activated, "the activation is told")
+    assert all(agent.active == d for agent in agents)
+
+
+def test_killed_coordinator_resumes_what_was_in_flight_and_doubles_nothing(served):
+    url, manifest = make_model(served.runtime.state_dir)
+    client = served.client()
+    agents = [FakeAgent(client, f"node-{index}") for index in range(4)]
+    for agent in agents:
+        agent.register()
+    call = creation(url, [agent.worker_id for agent in agents])
+    d = client.create(call, "key-1").deployment_id
+    for agent in agents:
+        agent.beat(manifest)
+        agent.beat(manifest)
+    agents[0].held[d] = manifest.piece_count
+    agents[0].beat(manifest)
+    last = client.events().last
+    served.end(signal.SIGKILL)
+    with pytest.raises(ServiceUnavailable):
+        client.deployments()
+    served.start()
+    assert client.create(call, "key-1").deployment_id == d
+    with pytest.raises(Conflict):
+        client.create(call.model_copy(update={"seed": 7}), "key-1")
+    assert [each.deployment_id for each in client.deployments()] == [d]
+    assert client.deployment(d).workers_complete == ("node-0",)
+    assert client.events(after=last - 1).events[0].seq == last, "event numbers go on"
+
+    def everybody_beats():
+        for agent in agents:
+            agent.beat(manifest)
+        return status(client, d) == "complete"
+
+    until(everybody_beats, "the deployment went on")
+    assert client.plan(d).epoch == 1, "a restart of the coordinator is no reason to replan"
+    assert all(agent.incarnation == 1 for agent in agents)
+    served.end(signal.SIGKILL)
+    served.start()
+    assert status(client, d) == "complete"
+    assert len(client.deployment(d).workers_complete) == 4
+
+
+def test_cancel_returns_once_every_living_agent_has_stopped(served):
+    url, manifest = make_model(served.runtime.state_dir)
+    client = served.client()
+    agent = FakeAgent(client, "node-0", per_beat=0)
+    agent.register()
+    d = client.create(creation(url, ["node-0"]), "key-1").deployment_id
+    until(lambda: agent.beat(manifest) == ["fetch_lanes"], "lanes are fetched")
+
+    import threading
+
+    done = threading.Event()
+
+    def cancel():
+        served.client().cancel(d)
+        done.set()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    until(lambda: status(client, d) == "cancelled", "the cancel is decided")
+    assert not done.is_set(), "nobody has confirmed yet"
+
+    def beats():
+        agent.beat(manifest)
+        return done.is_set()
+
+    until(beats, "the cancel is confirmed")
+    thread.join()
+    assert agent.cancelled == {d}
+
+
+def test_process_stops_cleanly_logs_to_its_file_and_prints_nothing(served):
+    served.client().events()
+    code, out = served.end(signal.SIGTERM)
+    assert (code, out) == (0, b"")
+    log = (served.runtime.state_dir / "coordinator.log").read_text()
+    assert "listening http://127.0.0.1:" in log
+    assert "stopped http://127.0.0.1:" in log
+    assert served.runtime.secrets.coordinator_token not in log
+
+
+def test_port_in_use_says_which_and_what_to_do(served, tmp_path):
+    port = int(served.url.rsplit(":", 1)[1])
+    runtime = make_runtime(tmp_path / "other")
+    with pytest.raises(PortInUse) as caught:
+        serve(runtime, "127.0.0.1", port)
+    error = caught.value
+    assert str(port) in str(error.got)
+    assert error.wanted
+    assert error.where == "127.0.0.1"
+    assert error.do
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])
+def test_plain_http_is_refused_beyond_loopback(tmp_path, host):
+    with pytest.raises(InvalidInput):
+        serve(make_runtime(tmp_path), host, 0)

@@ -1,0 +1,70 @@
+"""Calls on nodes: pinned, bounded, and never silently pending."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from paceline.cluster import Fleet
+from paceline.config import Endpoints, Runtime
+from paceline.errors import InvalidInput, NotFound, ServiceUnavailable, WorkerLost
+from tests.cluster.conftest import eventually
+
+
+def test_nodes_stand_in_contiguous_racks(connected: Fleet) -> None:
+    nodes = connected.nodes()
+    assert [each.worker_id for each in nodes] == ["node-0", "node-1", "node-2"]
+    assert [each.labels.rack for each in nodes] == ["rack-0", "rack-0", "rack-1"]
+    assert all(each.address.startswith("tls://127.0.0.1:") for each in nodes)
+
+
+def test_each_call_runs_on_its_own_node_and_is_told_which(connected: Fleet) -> None:
+    def where(extra: int, *, worker_id: str) -> tuple[str, int, int]:
+        return worker_id, extra, os.getpid()
+
+    answers = connected.map_nodes(where, ["node-0", "node-1", "node-2"], 7, timeout_s=20)
+    assert {each: answers[each][:2] for each in answers} == {
+        f"node-{index}": (f"node-{index}", 7) for index in range(3)
+    }
+    assert len({answer[2] for answer in answers.values()}) == 3
+
+
+def test_an_error_on_a_node_arrives_as_itself(connected: Fleet) -> None:
+    def refuse() -> None:
+        raise InvalidInput("no", got=1, wanted=2, where="there", do="Stop.")
+
+    with pytest.raises(InvalidInput, match=r"no: got 1, wanted 2, at there\. Stop\."):
+        connected.run_on("node-1", refuse, timeout_s=20)
+
+
+def test_a_call_past_its_deadline_is_given_up(connected: Fleet) -> None:
+    with pytest.raises(ServiceUnavailable, match="did not answer in time"):
+        connected.run_on("node-2", time.sleep, 3, timeout_s=0.5)
+
+
+def test_an_unknown_node_is_named(connected: Fleet) -> None:
+    with pytest.raises(NotFound, match="node-9"):
+        connected.run_on("node-9", os.getpid, timeout_s=5)
+
+
+def test_a_dead_worker_ends_its_call_and_its_node_comes_back(connected: Fleet) -> None:
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    before = connected.run_on("node-0", os.getpid, timeout_s=20)
+    with pytest.raises(WorkerLost, match="node-0"):
+        connected.run_on("node-0", die, timeout_s=30)
+    after = connected.run_on("node-0", os.getpid, timeout_s=30)
+    assert after != before
+    eventually(lambda: len(connected.nodes()) == 3)
+
+
+def test_a_scheduler_that_is_not_there_is_unavailable(cluster: Runtime) -> None:
+    nowhere = cluster.model_copy(
+        update={"endpoints": Endpoints(scheduler_address="tls://127.0.0.1:1")}
+    )
+    with pytest.raises(ServiceUnavailable, match="scheduler does not answer"):
+        Fleet.connect(nowhere, timeout_s=1)

@@ -1,0 +1,133 @@
+"""Questions and answers of a crew, played: late answers and our own pauses lose nobody."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cluster import pinned_calls as crews
+from paceline.cluster import worker_processes as remote
+from paceline.cluster.held_nodes import HeldNodes
+from paceline.cluster.pinned_calls import Crew, Member
+from paceline.cluster.worker_processes import News, Order
+from tests.cluster.conftest import eventually
+
+
+class Played:
+    """A fleet whose nodes answer when they are told to."""
+
+    def __init__(self) -> None:
+        self.questions: list[dict[str, int]] = []
+        self.answers: list[Any] = []
+        self.ended: list[str] = []
+        self.waited_s = 0.0
+
+    def _calls(self, *, slot: bool) -> Played:
+        return self
+
+    def submit(self, key: str, address: str, fn: Any, *given: Any) -> None:
+        if fn is remote.news:
+            self.questions.append(given[0])
+        elif fn is remote.end:
+            self.ended += given[0]
+
+    def some(self, timeout_s: float) -> dict[str, Any]:
+        return {"tcp://a": self.answers.pop(0)} if self.answers else {}
+
+    def gather(self, timeout_s: float) -> dict[str, Any]:
+        self.waited_s += timeout_s
+        return {}
+
+    def give_up(self) -> list[str]:
+        return []
+
+
+def member(process_id: str) -> Member:
+    argv = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
+    order = Order(process_id=process_id, argv=argv, env={}, input_json="", directory="/tmp")
+    return Member("a", order, "tcp://a")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(crews.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("answer", [{"old": News(exit_code=0)}, LookupError("no such process")])
+def test_an_answer_about_an_ended_process_says_nothing_of_its_successor(
+    clock: list[float], answer: Any
+) -> None:
+    fleet = Played()
+    crew = Crew(fleet, [member("old")])
+    crew.follow(0.0)
+    crew.members[:] = [member("new")]  # dropped and started again while the question was out
+    fleet.answers.append(answer)
+    assert crew.follow(0.0) == []
+    assert not crew.members[0].over
+    crew.follow(0.0)
+    assert [list(each) for each in fleet.questions] == [["old"], ["new"]]
+
+
+def test_who_did_not_listen_does_not_take_silence_for_death(clock: list[float]) -> None:
+    fleet = Played()
+    crew = Crew(fleet, [member("one")])
+    crew.follow(0.0)
+    clock[0] += 60.0  # SIGSTOP, SIGCONT
+    crew.follow(0.0)
+    assert not crew.members[0].over
+    for _ in range(80):
+        clock[0] += 0.25
+        crew.follow(0.0)
+    assert "not answered" in crew.members[0].lost, "and a node that is silent is found all the same"
+
+
+@pytest.mark.usefixtures("clock")
+def test_nodes_that_are_cut_off_together_are_dropped_without_waiting() -> None:
+    fleet = Played()
+    nodes = HeldNodes(fleet, "gang-1", ["true"])
+    cut_off = [member(f"process-{number}") for number in range(20)]
+    for number, each in enumerate(cut_off):
+        each.worker_id = f"node-{number}"
+        nodes._members[each.worker_id] = each
+        nodes._following.members.append(each)
+        each.lost = "the node has not answered for 15 s"
+    heard = nodes.hear(0.0)
+    assert len([each for each in heard if each.lost]) == 20
+    assert len(fleet.ended) == 20, "each is told to end what runs there, if it hears"
+    assert fleet.waited_s == 0, "meanwhile the others' leases would lapse"
+
+
+@pytest.fixture
+def own_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process as a node: its gate and its processes, and nothing of it left."""
+    monkeypatch.setattr(remote, "_gate", None)
+    yield
+    remote.end(list(remote._processes), 0.0)
+
+
+@pytest.mark.usefixtures("own_node")
+def test_a_lapsed_gangs_processes_are_gone_before_the_next_gang_has_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = Order(
+        process_id="left",
+        argv=(sys.executable, "-S", "-c", "import time; time.sleep(600)"),
+        env={},
+        input_json="",
+        directory=str(tmp_path),
+        gang_id="first",
+    )
+    assert remote.claim("first") is None
+    pid = remote.launch(order)
+    assert remote.claim("second") == "first"
+    monkeypatch.setattr(remote, "_gate", ("first", time.monotonic() - 1.0))  # its lease lapsed
+    assert remote.claim("second") == "first", "what it started still runs: it may still write"
+    eventually(lambda: remote.claim("second") is None)
+    assert not Path(f"/proc/{pid}").exists()

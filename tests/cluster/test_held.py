@@ -1,0 +1,137 @@
+"""Nodes that a job holds: told and heard, lost and found again, waited for in order."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline.cluster import Fleet
+from paceline.cluster.held_nodes import Heard, HeldNodes
+from paceline.errors import Cancelled, Conflict, WorkerLost
+from tests.cluster.conftest import eventually
+
+ARGV = (sys.executable, "-S", str(Path(__file__).with_name("stand_in_listener.py")))
+NODES = ("node-0", "node-1")
+
+
+def hear(nodes: HeldNodes, enough: Callable[[list[Heard]], bool]) -> list[Heard]:
+    """Return what was heard once it is enough."""
+    heard: list[Heard] = []
+    deadline = time.monotonic() + 30
+    while not enough(heard):
+        assert time.monotonic() < deadline, heard
+        heard += nodes.hear(0.25)
+    return heard
+
+
+def pids_of(heard: list[Heard]) -> dict[str, int]:
+    return {each.worker_id: each.line["pid"] for each in heard if "pid" in each.line}
+
+
+def test_orders_reach_their_node_and_are_answered(connected: Fleet) -> None:
+    with connected.open_nodes(NODES, ARGV, wait_s=20) as nodes:
+        for number in range(20):
+            for worker in NODES:
+                nodes.tell(worker, {"do": "say", "number": number, "to": worker})
+        heard = hear(nodes, lambda heard: len(heard) >= 42)
+        assert {nodes.host(each) for each in NODES} == {"127.0.0.1"}
+        pids = pids_of(heard)
+        for worker in NODES:
+            echoed = [e.line for e in heard if e.worker_id == worker and "number" in e.line]
+            assert [each["number"] for each in echoed] == list(range(20))
+            assert {each["to"] for each in echoed} == {worker}
+    assert set(pids) == set(NODES)
+    eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids.values()))
+
+
+def test_a_node_whose_process_ends_says_so_once_and_can_start_again(connected: Fleet) -> None:
+    with connected.open_nodes(NODES, ARGV, wait_s=20) as nodes:
+        hear(nodes, lambda heard: len(pids_of(heard)) == 2)
+        nodes.tell("node-1", {"do": "exit"})
+        heard = hear(nodes, lambda heard: any(each.lost for each in heard))
+        (lost,) = [each for each in heard if each.lost]
+        assert lost.worker_id == "node-1"
+        assert "ended with 3: as told" in lost.lost
+        assert not [each for each in nodes.hear(0.5) if each.lost]
+        with pytest.raises(WorkerLost):
+            nodes.tell("node-1", {"do": "say"})
+        assert nodes.start("node-1")
+        assert "node-1" in pids_of(hear(nodes, lambda heard: bool(pids_of(heard))))
+
+
+def test_a_dropped_process_is_followed_by_another_that_is_heard(connected: Fleet) -> None:
+    with connected.open_nodes(NODES, ARGV, wait_s=20) as nodes:
+        first = pids_of(hear(nodes, lambda heard: len(pids_of(heard)) == 2))
+        nodes.hear(0.0)  # a question about it is on its way
+        nodes.drop("node-1")
+        assert nodes.tell_all({"node-0": {"do": "say"}, "node-1": {"do": "say"}}) == {
+            "node-1": "no process runs there"
+        }
+        assert nodes.start("node-1")
+        heard = hear(nodes, lambda heard: "node-1" in pids_of(heard))
+        assert pids_of(heard)["node-1"] != first["node-1"]
+        assert not [each for each in heard if each.lost]
+        eventually(lambda: not psutil.pid_exists(first["node-1"]))
+
+
+def test_a_lost_dask_worker_is_a_lost_node_until_it_is_back(connected: Fleet) -> None:
+    worker = connected.run_on("node-1", os.getpid, timeout_s=20)
+    with connected.open_nodes(NODES, ARGV, wait_s=20) as nodes:
+        pids = pids_of(hear(nodes, lambda heard: len(pids_of(heard)) == 2))
+        psutil.Process(worker).kill()
+        (lost,) = [e for e in hear(nodes, lambda heard: any(e.lost for e in heard)) if e.lost]
+        assert lost.worker_id == "node-1"
+        eventually(lambda: not psutil.pid_exists(pids["node-1"]))
+        eventually(lambda: nodes.start("node-1"))
+        again = pids_of(hear(nodes, lambda heard: bool(pids_of(heard))))
+        assert again["node-1"] != pids["node-1"]
+
+
+def test_a_second_job_waits_its_turn_and_is_told_who_has_the_nodes(connected: Fleet) -> None:
+    told: list[str] = []
+    turns: list[str] = []
+    with connected.open_nodes(NODES, ARGV, wait_s=20):
+
+        def second() -> None:
+            with connected.open_nodes(NODES[::-1], ARGV, wait_s=60, on_wait=told.append):
+                turns.append("second")
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        eventually(lambda: told)
+        turns.append("first")
+    thread.join(30)
+    assert turns == ["first", "second"]
+    assert len(told) == 1
+    assert "held by gang-" in told[0]
+
+
+def test_waiting_is_bounded_and_can_be_cancelled(connected: Fleet) -> None:
+    cancel = threading.Event()
+
+    def open_them(**more: Any) -> None:
+        with connected.open_nodes(NODES, ARGV, **more):
+            raise AssertionError("they are held")
+
+    with connected.open_nodes(NODES[:1], ARGV, wait_s=20):
+        with pytest.raises(Conflict, match="taken by another gang: got gang-"):
+            open_them(wait_s=0.5)
+        with pytest.raises(Cancelled):
+            open_them(wait_s=60, cancel=cancel, on_wait=lambda _: cancel.set())
+
+
+def test_orders_to_a_frozen_process_fail_within_their_deadline(connected: Fleet) -> None:
+    with connected.open_nodes(NODES[:1], ARGV, wait_s=20) as nodes:
+        hear(nodes, lambda heard: bool(pids_of(heard)))
+        nodes.tell("node-0", {"do": "sleep"})
+        with pytest.raises(WorkerLost, match="does not read"):
+            for _ in range(4):
+                nodes.tell("node-0", {"do": "say", "padding": "x" * 40_000})

@@ -1,0 +1,154 @@
+"""Processes on nodes: followed live, and nothing is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline.cluster import Fleet
+from paceline.config import Runtime
+from paceline.errors import Cancelled, WorkerLost
+from tests.cluster.conftest import eventually
+
+RANK = Path(__file__).with_name("stand_in_rank.py")
+ARGV = (sys.executable, "-S", str(RANK))
+
+
+class Heard:
+    """Collects events; knows the pids that the ranks named."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.times: list[float] = []
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+        self.times.append(time.monotonic())
+
+    def started(self) -> dict[int, dict[str, Any]]:
+        return {each["rank"]: each["data"] for each in self.events if each["event"] == "started"}
+
+    def pids(self) -> list[int]:
+        named = self.started().values()
+        return [pid for each in named for pid in (each["pid"], each["child"]) if pid]
+
+
+def gone(heard: Heard) -> bool:
+    return not any(psutil.pid_exists(pid) for pid in heard.pids())
+
+
+def test_a_killed_caller_leaves_no_rank(cluster: Runtime, connected: Fleet) -> None:
+    # Its questions stop; the node's lease ends what nobody asks for. Shortened here on the node.
+    from paceline.cluster import worker_processes as remote
+
+    def shorten(seconds: float) -> float:
+        before, remote.LEASE_S = remote.LEASE_S, seconds
+        return before
+
+    before = connected.run_on("node-0", shorten, 2.0, timeout_s=20)
+    try:
+        code = (
+            "import sys\n"
+            "from paceline.cluster import Fleet\n"
+            "from paceline.config import load_runtime\n"
+            "with Fleet.connect(load_runtime(sys.argv[1])) as fleet:\n"
+            "    fleet.run_process('node-0', argv=sys.argv[2:],\n"
+            '        input_json=\'{"all": {"child": true, "beat_s": 600}}\', deadline_s=600,\n'
+            "        on_event=lambda e: print(e['data'].get('pid'), flush=True))\n"
+        )
+        caller = subprocess.Popen(
+            [sys.executable, "-c", code, str(cluster.state_dir), *ARGV], stdout=subprocess.PIPE
+        )
+        with caller:
+            assert caller.stdout is not None
+            pid = int(caller.stdout.readline())
+            assert psutil.pid_exists(pid)
+            caller.kill()
+        eventually(lambda: not psutil.pid_exists(pid))
+    finally:
+        connected.run_on("node-0", shorten, before, timeout_s=20)
+
+
+def test_a_process_tells_live_and_returns_its_last_words(connected: Fleet) -> None:
+    heard = Heard()
+    ended = connected.run_process(
+        "node-1",
+        argv=ARGV,
+        env={"RANK": "4"},
+        input_json=json.dumps({"4": {"lines": 3000, "fail": "out of luck"}}),
+        on_event=heard,
+        deadline_s=30,
+    )
+    assert (ended.exit_code, ended.ended) == (1, "exited")
+    assert ended.stderr_tail.strip() == "out of luck"
+    numbers = [each["data"]["number"] for each in heard.events if each["event"] == "step"]
+    assert numbers == list(range(3000))
+    assert ended.last_line is not None
+    assert json.loads(ended.last_line)["data"] == {"number": 2999}
+
+
+def test_a_process_is_killed_at_its_deadline_with_all_it_started(connected: Fleet) -> None:
+    heard = Heard()
+    began = time.monotonic()
+    ended = connected.run_process(
+        "node-1",
+        argv=ARGV,
+        input_json=json.dumps({"all": {"child": True, "ignore_term": True, "hang": True}}),
+        on_event=heard,
+        deadline_s=1.0,
+        grace_s=0.5,
+    )
+    assert (ended.exit_code, ended.ended) == (-9, "deadline")
+    assert len(heard.pids()) == 2
+    assert gone(heard)
+    assert time.monotonic() - began < 60
+
+
+def test_a_cancelled_process_is_gone_when_the_caller_hears_of_it(connected: Fleet) -> None:
+    heard, cancel = Heard(), threading.Event()
+
+    def on_event(event: dict[str, Any]) -> None:
+        heard(event)
+        cancel.set()
+
+    with pytest.raises(Cancelled):
+        connected.run_process(
+            "node-1",
+            argv=ARGV,
+            input_json=json.dumps({"all": {"child": True, "beat_s": 600}}),
+            on_event=on_event,
+            deadline_s=60,
+            cancel=cancel,
+        )
+    assert len(heard.pids()) == 2
+    assert gone(heard)
+
+
+def test_a_process_lost_with_its_node_says_so(connected: Fleet) -> None:
+    worker = connected.run_on("node-1", os.getpid, timeout_s=20)
+    heard = Heard()
+
+    def on_event(event: dict[str, Any]) -> None:
+        heard(event)
+        if event["event"] == "started":
+            psutil.Process(worker).kill()
+
+    with pytest.raises(WorkerLost, match="node-1"):
+        connected.run_process(
+            "node-1",
+            argv=ARGV,
+            input_json=json.dumps({"all": {"beat_s": 600}}),
+            on_event=on_event,
+            deadline_s=60,
+        )
+    eventually(lambda: gone(heard))
+    eventually(lambda: len(connected.nodes()) == 3)

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import (
+    AccessDenied,
+    InvalidInput,
+    ServiceUnavailable,
+    SourceChanged,
+    SourceMissing,
+)
+from paceline.storage import ObjectStore
+from tests.support.rclone import RcloneS3, rclone_s3
+
+
+@pytest.fixture(scope="module")
+def store(s3: RcloneS3) -> ObjectStore:
+    store = s3.store()
+    store.ensure_bucket("objects")
+    return store
+
+
+def test_ensuring_a_bucket_twice_is_fine(store: ObjectStore) -> None:
+    store.ensure_bucket("objects")
+
+
+def test_what_was_put_comes_back(store: ObjectStore) -> None:
+    url = "s3://objects/some dir/ü.bin"
+    info = store.put_bytes(url, b"hello")
+    assert (info.size, info.url) == (5, url)
+    assert store.head(url) == info
+    assert store.exists(url)
+    assert store.get_bytes(url) == b"hello"
+
+
+def test_an_empty_object_comes_back_empty(store: ObjectStore) -> None:
+    store.put_bytes("s3://objects/empty", b"")
+    assert store.get_bytes("s3://objects/empty") == b""
+
+
+def test_an_object_beyond_the_limit_is_not_read(store: ObjectStore) -> None:
+    store.put_bytes("s3://objects/large", b"x" * 100)
+    with pytest.raises(InvalidInput, match="at most 99 bytes"):
+        store.get_bytes("s3://objects/large", max_bytes=99)
+
+
+def test_a_range_is_read_into_the_callers_memory(store: ObjectStore) -> None:
+    data = os.urandom(3_000_000)
+    info = store.put_bytes("s3://objects/range", data)
+    into = bytearray(2_000_000)
+    store.read_range_into(info.url, 500_001, memoryview(into), etag=info.etag, size=info.size)
+    assert into == data[500_001:2_500_001]
+
+
+def test_a_replaced_object_is_source_changed_never_a_mix(store: ObjectStore) -> None:
+    pinned = store.put_bytes("s3://objects/replaced", b"one one one")
+    store.put_bytes(pinned.url, b"two two two")
+    into = bytearray(11)
+    with pytest.raises(SourceChanged):
+        store.read_range_into(pinned.url, 0, memoryview(into), etag=pinned.etag)
+    assert into == bytes(11)
+
+
+def test_a_shrunken_object_is_source_changed(store: ObjectStore) -> None:
+    pinned = store.put_bytes("s3://objects/shrunk", b"long enough")
+    store.put_bytes(pinned.url, b"short")
+    for offset in (0, 4, 8):
+        with pytest.raises(SourceChanged):
+            store.read_range_into(pinned.url, offset, memoryview(bytearray(3)), etag=pinned.etag)
+
+
+def test_files_go_up_and_down_in_parts(store: ObjectStore, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(os.urandom(1024) * 34 * 1024)  # beyond the multipart threshold
+    info = store.upload_file(source, "s3://objects/file")
+    assert info.size == source.stat().st_size
+    assert store.download_file(info.url, target) == info
+    assert target.read_bytes() == source.read_bytes()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_download_that_fails_leaves_the_old_file(store: ObjectStore, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"old")
+    with pytest.raises(SourceMissing):
+        store.download_file("s3://objects/nothing-here", target)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+
+
+def test_uploading_a_missing_file_says_so(store: ObjectStore, tmp_path: Path) -> None:
+    with pytest.raises(SourceMissing, match="regular file"):
+        store.upload_file(tmp_path / "nothing", "s3://objects/nothing")
+
+
+def test_a_prefix_is_a_directory_not_a_beginning(store: ObjectStore) -> None:
+    for key in ("p/v1/a", "p/v1/b/c", "p/v10/a"):
+        store.put_bytes(f"s3://objects/{key}", b"x")
+    assert [info.url for info in store.list("s3://objects/p/v1")] == [
+        "s3://objects/p/v1/a",
+        "s3://objects/p/v1/b/c",
+    ]
+    assert store.delete_prefix("s3://objects/p/v1") == 2
+    assert [info.url for info in store.list("s3://objects/p/")] == ["s3://objects/p/v10/a"]
+    assert store.list("s3://objects/nowhere") == []
+
+
+def test_a_whole_bucket_is_never_deleted_as_a_prefix(store: ObjectStore) -> None:
+    with pytest.raises(InvalidInput):
+        store.delete_prefix("s3://objects/")
+
+
+def test_deleting_twice_is_fine(store: ObjectStore) -> None:
+    store.put_bytes("s3://objects/gone", b"x")
+    store.delete("s3://objects/gone")
+    store.delete("s3://objects/gone")
+    assert not store.exists("s3://objects/gone")
+
+
+def test_missing_bucket_and_key_are_source_missing(store: ObjectStore) -> None:
+    for call in (
+        lambda: store.head("s3://objects/missing"),
+        lambda: store.get_bytes("s3://objects/missing"),
+        lambda: store.head("s3://no-such-bucket/key"),
+        lambda: store.put_bytes("s3://no-such-bucket/key", b"x"),
+        lambda: store.list("s3://no-such-bucket/"),
+    ):
+        with pytest.raises(SourceMissing, match="s3://"):
+            call()
+
+
+@pytest.mark.parametrize("wrong", ["access_key", "secret_key"])
+def test_wrong_credentials_are_access_denied(s3: RcloneS3, store: ObjectStore, wrong: str) -> None:
+    keys = {"access_key": s3.access_key, "secret_key": s3.secret_key, wrong: "wrong"}
+    stranger = ObjectStore(endpoint_url=s3.endpoint_url, **keys)
+    for call in (
+        lambda: stranger.head("s3://objects/x"),
+        lambda: stranger.put_bytes("s3://objects/x", b"x"),
+        lambda: stranger.list("s3://objects/"),
+    ):
+        with pytest.raises(AccessDenied, match="Check the access key"):
+            call()
+
+
+def test_a_stopped_server_is_service_unavailable(tmp_path: Path) -> None:
+    with rclone_s3() as server:
+        store = server.store()
+        store.ensure_bucket("objects")
+        info = store.put_bytes("s3://objects/x", b"x" * 10)
+        server.stop()
+        for call in (
+            lambda: store.head(info.url),
+            lambda: store.read_range_into(info.url, 0, memoryview(bytearray(1)), etag=info.etag),
+        ):
+            with pytest.raises(ServiceUnavailable, match=server.endpoint_url):
+                call()
+
+
+def test_an_endpoint_without_scheme_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="http"):
+        ObjectStore(endpoint_url="127.0.0.1:9000", access_key="a", secret_key="b")
+
+
+def test_a_store_does_not_show_its_secret() -> None:
+    store = ObjectStore(endpoint_url="http://127.0.0.1:1", access_key="akey", secret_key="hidden")
+    assert "hidden" not in repr(store)
+    assert "akey" not in repr(store)
+
+
+def test_a_bucket_that_is_not_there_is_told_from_an_object(store: ObjectStore) -> None:
+    with pytest.raises(SourceMissing, match="bucket does not exist: got no-such-bucket"):
+        store.get_bytes("s3://no-such-bucket/key")
+    with pytest.raises(SourceMissing, match="object does not exist"):
+        store.get_bytes("s3://objects/no-such-key")

@@ -1,0 +1,83 @@
+"""The fleet page in a real browser, on a real coordinator's stream."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import FakeAgent, creation, make_model, served  # noqa: F401
+from tests.support.browser import chromium, keep, see
+from tests.support.stack import wait_until
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+
+
+def text(browser: Any, css: str) -> str:
+    return str(browser.execute_script(f"return document.querySelector('{css}').innerText"))
+
+
+def painted(browser: Any, row: int) -> list[int]:
+    """Return the colours (as numbers) of a worker's strip, from its first chunk to its last."""
+    script = """
+        const canvas = document.querySelectorAll("td.map canvas")[arguments[0]];
+        const pen = canvas.getContext("2d"), seen = [];
+        for (let x = 1; x < canvas.width; x += Math.max(1, Math.floor(canvas.width / 50))) {
+          const [r, g, b] = pen.getImageData(x, 4, 1, 1).data;
+          seen.push(r * 65536 + g * 256 + b);
+        }
+        return seen;"""
+    return [int(each) for each in browser.execute_script(script, row)]
+
+
+def test_the_page_shows_who_has_what_who_failed_and_finds_the_coordinator_again(
+    served: Any,  # noqa: F811
+) -> None:
+    url, manifest = make_model(served.runtime.state_dir, size=2 * 1024 * 1024)
+    client = served.client()
+    agents = [FakeAgent(client, f"node-{n}") for n in range(4)]
+    for agent in agents:
+        agent.register()
+    names = [each.worker_id for each in agents]
+    client.create(creation(url, names, max_failed=0.5), "key-1")
+    with chromium() as browser:
+        browser.get(f"{served.url}/fleet")
+        see(browser, "//input[@id='token']").send_keys("not the token\n")
+        see(browser, "//*[@id='refused']")
+        browser.get(f"{served.url}/fleet#token={served.runtime.secrets.coordinator_token}")
+        browser.refresh()  # the fragment alone does not load the page again
+        see(browser, "//td[text()='node-3']")
+        assert "token" not in browser.current_url
+        assert "this replica leads, epoch 1" in text(browser, "#leader")
+        assert "4" in text(browser, "#tiles")
+
+        def everybody(*, but: int) -> None:
+            for number, agent in enumerate(agents):
+                if number != but:
+                    agent.beat(manifest)
+
+        def all_but_one_are_done() -> bool:
+            everybody(but=2)
+            return text(browser, "#map").count("complete") == 3
+
+        wait_until(all_but_one_are_done, 40, "three workers are complete on the page")
+        wait_until(lambda: "lost" in text(browser, "#map"), 40, "the silent one is lost")
+        rows = [painted(browser, row) for row in range(4)]
+        assert sum(row[0] == rows[0][0] for row in rows) == 3, "one has nothing, three have it"
+        wait_until(lambda: "worker.lost node-2" in text(browser, "#events"), 20, "it is told")
+        keep(browser, "fleet")
+
+        served.end(signal.SIGKILL)
+        wait_until(lambda: "trying again" in text(browser, "#live"), 20, "the page says so")
+        served.start()
+        wait_until(lambda: "live" in text(browser, "#live"), 30, "the page is live again")
+        wait_until(lambda: "epoch 2" in text(browser, "#leader"), 20, "and knows the new term")
+        severe = [
+            each["message"] for each in browser.get_log("browser") if each["level"] == "SEVERE"
+        ]
+        log = [
+            each for each in severe  # but for the wrong token and the kill
+            if "Failed to load resource" not in each and "net::ERR" not in each
+        ]  # fmt: skip
+        assert log == [], "no error of the page itself"

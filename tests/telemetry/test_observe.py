@@ -1,0 +1,89 @@
+"""What monitors and people get to see."""
+
+import re
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from paceline.schemas.plan import Labels, Topology
+from paceline.schemas.records import Deployment, DeploymentStatus, Worker
+from paceline.telemetry import FleetMetrics, Snapshot, docs_page, fleet_page
+from paceline.telemetry.page import PAGE_HEADERS
+
+
+def snapshot() -> Snapshot:
+    deployment = Deployment(
+        deployment_id="dep-1",
+        model_id="m",
+        version="v1",
+        status=DeploymentStatus.DISTRIBUTING,
+        source_url="s3://b/m",
+        manifest_digest="0" * 64,
+        total_bytes=1000,
+        total_chunks=1,
+        total_pieces=1,
+        target_workers=("node-0",),
+        topology=Topology.CHAIN,
+        epoch=1,
+        max_failed=0.05,
+        started_at=0,
+        origin_bytes=400,
+    )
+    workers = [
+        Worker(
+            worker_id=f"node-{index}",
+            hostname="h",
+            labels=Labels(rack='r"\\\n'),
+            address="a",
+            available_storage=5,
+            link_mbit=1,
+            incarnation=1,
+            alive=index == 0,
+            bandwidth_in=12.5,
+        )
+        for index in range(2)
+    ]
+    return Snapshot(
+        deployments=[deployment],
+        progress={"dep-1": 0.5},
+        workers=workers,
+        beats=7,
+        beats_refused=2,
+        leader_epoch=3,
+    )
+
+
+def test_metrics_are_valid_prometheus_text_with_the_snapshots_figures():
+    metrics = FleetMetrics(snapshot)
+    found = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(metrics.text().decode())
+        for sample in family.samples
+    }
+    names = {name for name, _ in found}
+    assert all(name.startswith("paceline_") for name in names)
+    assert found["paceline_workers_alive", ()] == 1
+    assert found["paceline_workers_lost", ()] == 1
+    assert found["paceline_deployments", (("status", "distributing"),)] == 1
+    assert found["paceline_deployments", (("status", "complete"),)] == 0
+    assert found["paceline_coordinator_beats_total", (("taken", "yes"),)] == 7
+    dep = (("deployment_id", "dep-1"), ("model_id", "m"), ("version", "v1"))
+    assert found["paceline_deployment_progress_ratio", dep] == 0.5
+    assert found["paceline_deployment_origin_bytes", dep] == 400
+    rate = ("paceline_worker_bytes_per_second",)
+    label = (("direction", "in"), ("rack", 'r"\\\n'), ("worker_id", "node-0"))
+    assert found[*rate, label] == 12.5
+
+
+def test_metrics_of_two_services_in_one_process_do_not_collide():
+    assert FleetMetrics(snapshot).text() == FleetMetrics(snapshot).text()
+
+
+def test_pages_load_nothing_from_elsewhere_and_send_the_token_nowhere_else():
+    for page in (fleet_page(), docs_page()):
+        assert not re.search(r"(src|href)=[\"'](?!data:)", page)
+        urls = set(re.findall(r"https?://[^\s\"'`)]+", page))
+        assert urls <= {"http://www.w3.org/2000/svg"}
+        assert "innerHTML" not in page, "names from the coordinator are text, never markup"
+        assert "location.hash" in page
+        assert "location.search" not in page, "a token in the query would be logged"
+    assert "connect-src 'self'" in PAGE_HEADERS["Content-Security-Policy"]
