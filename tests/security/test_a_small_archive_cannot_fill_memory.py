@@ -7,6 +7,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import subprocess
 import sys
 import tarfile
@@ -206,6 +207,42 @@ def test_a_dictionary_of_parquet_that_stands_for_gigabytes_is_bounded(tmp_path: 
         else:
             assert error is None
             assert set(left_out) == {"too large: a text has at most 8 MiB, cut it up (JSONL)"}
+
+
+LIMITED = """
+import sys
+from pathlib import Path
+from paceline.data.formats import Unusable, parquet
+parquet.limit_memory(160 << 20)
+for each in parquet.read_parquet(Path(sys.argv[1]), "all", "text", "key"):
+    print(each.key, "left out" if isinstance(each, Unusable) else "read")
+"""
+
+
+def test_a_row_of_parquet_that_takes_too_much_memory_costs_its_row_group(tmp_path: Path) -> None:
+    deep = pa.ListArray.from_arrays(
+        pa.array([0, 1, 8_000_000, 8_000_001], pa.int32()),
+        pa.ListArray.from_arrays(
+            pa.array(np.arange(8_000_002, dtype=np.int32)),
+            pa.array(np.zeros(8_000_001, dtype=np.int8)),
+        ),
+    )
+    path = tmp_path / "all.parquet"
+    table = pa.table({"key": ["a", "b", "c"], "x": deep})
+    with pq.ParquetWriter(path, table.schema) as writer:
+        writer.write_table(table)
+        writer.write_table(table.slice(0, 1))
+    env = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=env,
+    )
+    wanted = ["a read", "all:1 left out", "all:2 left out", "a read"]
+    assert ended.stdout.splitlines() == wanted, ended.stderr[-2000:]
 
 
 def test_a_footer_of_parquet_that_claims_gigabytes_is_refused_by_name(tmp_path: Path) -> None:

@@ -47,9 +47,7 @@ def main() -> None:
     answers = Answers()
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    limit_memory(MEMORY_BYTES)
     reading: Iterator[Sample | Unusable] = iter(())
 
     def answer(request: bytes) -> tuple[bytes, bytes]:
@@ -62,6 +60,13 @@ def main() -> None:
             return FAILED, packed_error(error)
 
     answers.serve(answer)
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Let this process have so much more memory than it has now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + more_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def _reading(order: Order) -> Iterator[Sample | Unusable]:
@@ -140,11 +145,11 @@ def _of_group(
     file: Any, group: int, columns: list[str] | None
 ) -> Iterator[tuple[dict[str, list[_Cell]], int, int]]:
     """Yield the rows of a row group and their bytes; one by one where several together take too
-    much memory. Raises MemoryError where a page or a row does."""
+    much memory. Where one row does, it and those behind it in its group are unusable."""
     about = file.metadata.row_group(group)
     row_bytes = about.total_byte_size // max(1, about.num_rows)
     at_once, done = max(1, min(ROWS, BATCH_BYTES // max(1, row_bytes))), 0
-    while True:
+    while done < about.num_rows:
         seen = 0
         try:
             for batch in file.iter_batches(at_once, [group], columns, use_threads=False):
@@ -156,11 +161,15 @@ def _of_group(
                 yield cells, batch.num_rows, batch.nbytes
                 done = seen
         except MemoryError:
-            if at_once == 1:
-                raise
-            at_once = 1
-        else:
-            return
+            if at_once > 1:
+                at_once = 1
+                continue
+            lost = Unusable("", "it, or a row before it in its row group, takes too much memory")
+            while done < about.num_rows:
+                rows = min(ROWS, about.num_rows - done)
+                yield {"": [lost] * rows}, rows, 0
+                done += rows
+        return
 
 
 def _unreadable(name: str, got: str) -> InvalidInput:
@@ -173,7 +182,7 @@ def _sample(
     key = _name(cells.pop(key_field, None)) or where
     for name, cell in cells.items():
         if isinstance(cell, Unusable):
-            return Unusable(key, f"{name[:100]!r}: {cell.reason}")
+            return Unusable(key, f"{name[:100]!r}: {cell.reason}" if name else cell.reason)
     text: bytes | None = None
     tokens: Array | None = None
     content = cells.pop(text_field, None)
