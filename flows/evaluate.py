@@ -7,13 +7,13 @@ from typing import Any
 from prefect import flow
 
 from paceline.schemas.training import TrainResult
-from tasks import distribute, sealed
-from tasks.cancelling import cancellable
-from tasks.evaluate import evaluate, trained_on
-from tasks.lineage import recorded
-from tasks.prepare import published_url, snapshot_reference
-from tasks.promote import champion_reference, node_copy
-from tasks.run import Run
+from paceline.tasks import distribute, sealed
+from paceline.tasks.cancelling import cancellable
+from paceline.tasks.evaluate import evaluate, trained_on
+from paceline.tasks.lineage import recorded
+from paceline.tasks.prepare import published_url, snapshot_reference
+from paceline.tasks.promote import champion_reference, node_copy
+from paceline.tasks.run import Run
 
 
 @flow(name="evaluate-model")

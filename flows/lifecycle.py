@@ -6,16 +6,16 @@ from typing import Any
 
 from prefect import flow
 
-from flows.distribute import distribute_model
-from flows.evaluate import evaluate_model
-from flows.promote import promote_model
-from flows.publish import prepare_inputs
-from flows.train import train_model
-from tasks.cancelling import cancellable
-from tasks.lineage import recorded
-from tasks.promote import has_champion
-from tasks.run import Run
-from tasks.summary import summarise
+from paceline.flows.distribute import distribute_model
+from paceline.flows.evaluate import evaluate_model
+from paceline.flows.promote import promote_model
+from paceline.flows.publish import prepare_inputs
+from paceline.flows.train import train_model
+from paceline.tasks.cancelling import cancellable
+from paceline.tasks.lineage import recorded
+from paceline.tasks.promote import has_champion
+from paceline.tasks.run import Run
+from paceline.tasks.summary import summarise
 
 
 @flow(name="lifecycle")

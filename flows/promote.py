@@ -6,11 +6,11 @@ from typing import Any
 
 from prefect import flow
 
-from tasks import distribute, promote
-from tasks.cancelling import cancellable
-from tasks.lineage import recorded
-from tasks.prepare import published_url, snapshot_reference
-from tasks.run import Run
+from paceline.tasks import distribute, promote
+from paceline.tasks.cancelling import cancellable
+from paceline.tasks.lineage import recorded
+from paceline.tasks.prepare import published_url, snapshot_reference
+from paceline.tasks.run import Run
 
 
 @flow(name="promote-model")

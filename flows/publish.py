@@ -6,10 +6,10 @@ from typing import Any
 
 from prefect import flow
 
-from tasks.cancelling import cancellable
-from tasks.lineage import recorded
-from tasks.prepare import build_data_snapshot, publish_base_model, publish_directory
-from tasks.run import Run
+from paceline.tasks.cancelling import cancellable
+from paceline.tasks.lineage import recorded
+from paceline.tasks.prepare import build_data_snapshot, publish_base_model, publish_directory
+from paceline.tasks.run import Run
 
 
 @flow(name="publish-model")

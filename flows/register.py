@@ -1,8 +1,8 @@
 """Register the deployments of prefect.yaml on their work pool: a one-shot of every installation.
 
-``python -m flows.register [--state DIR]`` talks to the installation's own Prefect server; without
-``--state`` to the one that ``PREFECT_API_URL`` names. Safe to run again: an installation that has
-been given this very file keeps what a person changed since (a schedule that was switched on).
+``python -m paceline.flows.register [--state DIR]`` calls the installation's own Prefect server;
+without ``--state`` the one that ``PREFECT_API_URL`` names. Safe to run again: an installation that
+has been given this very file keeps what a person changed since (a schedule that was switched on).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import flows
 import paceline
+from paceline import flows
 from paceline.config import load_runtime
 
 POOL = "paceline"
@@ -25,7 +25,7 @@ STAMP = "registered"  # beside Prefect's database, so that both go together
 
 def prefect_file() -> Path:
     """Return prefect.yaml: the source tree's, or the copy in the wheel."""
-    here = Path(str(flows.__file__)).parent
+    here = Path(str(flows.__file__)).resolve().parent
     for place in (here.parent / "prefect.yaml", here / "prefect.yaml"):
         if place.is_file():
             return place
@@ -34,7 +34,7 @@ def prefect_file() -> Path:
 
 def main() -> int:
     """Create the pool and register every deployment; return Prefect's own exit code."""
-    parser = argparse.ArgumentParser(prog="flows.register")
+    parser = argparse.ArgumentParser(prog="paceline.flows.register")
     parser.add_argument("--state")
     options = parser.parse_args()
     environment = dict(os.environ)

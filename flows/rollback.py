@@ -6,11 +6,11 @@ from typing import Any
 
 from prefect import flow
 
-from flows.distribute import distribute_model
-from tasks.cancelling import cancellable
-from tasks.lineage import recorded
-from tasks.promote import restore_previous
-from tasks.run import Run
+from paceline.flows.distribute import distribute_model
+from paceline.tasks.cancelling import cancellable
+from paceline.tasks.lineage import recorded
+from paceline.tasks.promote import restore_previous
+from paceline.tasks.run import Run
 
 
 @flow(name="rollback-model")

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from prefect import flow
 
-from tasks import distribute, validate
-from tasks.cancelling import cancellable
-from tasks.lineage import recorded
-from tasks.prepare import published_url, snapshot_reference
-from tasks.run import Run
-from tasks.train import train
+from paceline.tasks import distribute, validate
+from paceline.tasks.cancelling import cancellable
+from paceline.tasks.lineage import recorded
+from paceline.tasks.prepare import published_url, snapshot_reference
+from paceline.tasks.run import Run
+from paceline.tasks.train import train
 
 
 @flow(name="train-model")

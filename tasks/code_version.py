@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -18,11 +17,10 @@ def code_version() -> str:
     The source digest is there in a wheel too, where no repository is.
     """
     digest = hashlib.sha256()
-    for package in ("paceline", "flows", "tasks"):
-        found = importlib.util.find_spec(package)
-        assert found is not None and found.origin is not None  # they ship in one wheel
-        root = Path(found.origin).parent
-        for path in sorted(root.rglob("*.py")):
+    root = Path(str(paceline.__file__)).parent
+    # In a source tree `paceline/flows` and `paceline/tasks` are links, which rglob does not follow.
+    for folder in (root, root / "flows", root / "tasks"):
+        for path in sorted(folder.glob("**/*.py")):
             digest.update(str(path.relative_to(root)).encode())
             digest.update(path.read_bytes())
     return f"paceline {paceline.__version__}, sources {digest.hexdigest()[:16]}{_commit()}"

@@ -28,9 +28,9 @@ from paceline.schemas import digest_of
 from paceline.schemas.calls import CreateDeployment, DeploymentView
 from paceline.schemas.events import Event, EventName
 from paceline.schemas.records import Deployment, DeploymentStatus
-from tasks import artifacts
-from tasks.cancelling import cancelled_flow_run
-from tasks.run import BRIEFLY_S, Run
+from paceline.tasks import artifacts
+from paceline.tasks.cancelling import cancelled_flow_run
+from paceline.tasks.run import BRIEFLY_S, Run
 
 logger = logging.getLogger(__name__)
 

@@ -33,10 +33,10 @@ from paceline.schemas import digest_of
 from paceline.schemas.calls import CreateDeployment, DeploymentView, SwitchPhase
 from paceline.schemas.plan import Topology
 from paceline.schemas.records import WorkerProgress
-from tasks import artifacts, deployment
-from tasks.cancelling import stop_if_cancelled
-from tasks.lineage import log_relay
-from tasks.run import BRIEFLY_S, Run, StageResult
+from paceline.tasks import artifacts, deployment
+from paceline.tasks.cancelling import stop_if_cancelled
+from paceline.tasks.lineage import log_relay
+from paceline.tasks.run import BRIEFLY_S, Run, StageResult
 
 POLL_S = 0.2
 NAMED = 32  # workers that a sentence names

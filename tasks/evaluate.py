@@ -21,8 +21,8 @@ from paceline.schemas.training import (
     TrainingData,
     TrainResult,
 )
-from tasks import artifacts, cancelling, sealed
-from tasks.run import Run, StageResult
+from paceline.tasks import artifacts, cancelling, sealed
+from paceline.tasks.run import Run, StageResult
 
 DEADLINE_S = 900.0
 COMPARED_BYTES_PER_S = 20e6  # of training text, at the least: S3's share of a busy node

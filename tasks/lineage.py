@@ -12,9 +12,9 @@ from prefect.runtime import flow_run
 
 from paceline.errors import Cancelled, PacelineError
 from paceline.registry import MetricPoint
-from tasks import artifacts, cancelling
-from tasks.code_version import code_version
-from tasks.run import Run, explain
+from paceline.tasks import artifacts, cancelling
+from paceline.tasks.code_version import code_version
+from paceline.tasks.run import Run, explain
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from paceline.manifest import fetch_manifest, publish_model
 from paceline.manifest.progress import in_units
 from paceline.schemas import digest_of
 from paceline.storage import ObjectStore
+from paceline.tasks.publishing import told
+from paceline.tasks.run import Run, StageResult
 from paceline.training.base import BaseResult, BaseSpec
-from tasks.publishing import told
-from tasks.run import Run, StageResult
 
 BASE_DEADLINE_S = 1800.0
 SKIPPED_NAMED = 5  # samples left out, in the summary; the record lists a hundred

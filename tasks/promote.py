@@ -21,12 +21,12 @@ from paceline.manifest import Manifest, build_manifest, fetch_manifest, publish_
 from paceline.registry.lineage import gate_metrics
 from paceline.schemas import digest_of
 from paceline.schemas.training import Evaluation, Evidence, GateDecision, TrainResult
-from tasks import artifacts, sealed
-from tasks.cancelling import stop_if_cancelled
-from tasks.code_version import code_version
-from tasks.prepare import published_url
-from tasks.publishing import told
-from tasks.run import Run, StageResult
+from paceline.tasks import artifacts, sealed
+from paceline.tasks.cancelling import stop_if_cancelled
+from paceline.tasks.code_version import code_version
+from paceline.tasks.prepare import published_url
+from paceline.tasks.publishing import told
+from paceline.tasks.run import Run, StageResult
 
 MAX_VERSIONS = 10_000  # of one base; each is one look into the bucket
 

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from paceline.manifest.progress import DIGEST, Moved, Pace
-from tasks import artifacts
-from tasks.cancelling import noticed, stop_if_cancelled
-from tasks.run import Run
+from paceline.tasks import artifacts
+from paceline.tasks.cancelling import noticed, stop_if_cancelled
+from paceline.tasks.run import Run
 
 logger = logging.getLogger(__name__)
 

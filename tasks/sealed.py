@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from paceline.config import Runtime
 from paceline.errors import AccessDenied, CorruptData, InvalidInput, NotFound, SourceMissing
 from paceline.schemas.base import SHA256_HEX, Record, canonical_json, digest_of
-from tasks.run import Run
+from paceline.tasks.run import Run
 
 MAX_BYTES = 16 * 1024 * 1024
 

@@ -21,9 +21,9 @@ from paceline.schemas.training import (
     Trained,
     TrainResult,
 )
-from tasks import artifacts
-from tasks.lineage import links
-from tasks.run import Run
+from paceline.tasks import artifacts
+from paceline.tasks.lineage import links
+from paceline.tasks.run import Run
 
 
 def summarise(

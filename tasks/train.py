@@ -14,6 +14,9 @@ from paceline.errors import InvalidInput
 from paceline.manifest import Manifest
 from paceline.registry import MetricPoint, lineage
 from paceline.schemas.training import RankEvent, TrainJob, TrainResult
+from paceline.tasks import artifacts, cancelling, sealed
+from paceline.tasks.figures import Figures
+from paceline.tasks.run import Run, StageResult
 from paceline.training import (
     code_version,
     config_digest,
@@ -23,9 +26,6 @@ from paceline.training import (
     with_own_id,
 )
 from paceline.training import reproducibility as environment
-from tasks import artifacts, cancelling, sealed
-from tasks.figures import Figures
-from tasks.run import Run, StageResult
 
 logger = logging.getLogger(__name__)
 

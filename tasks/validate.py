@@ -9,8 +9,8 @@ from prefect.cache_policies import NO_CACHE
 
 from paceline.data import load_snapshot, require_valid, validate_snapshot
 from paceline.schemas.base import canonical_json
-from tasks import artifacts
-from tasks.run import Run, StageResult
+from paceline.tasks import artifacts
+from paceline.tasks.run import Run, StageResult
 
 
 @task(name="validate-data", cache_policy=NO_CACHE)

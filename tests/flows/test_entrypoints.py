@@ -31,20 +31,21 @@ def test_every_entrypoint_in_prefect_yaml_is_a_flow_of_that_name(
 def test_every_flow_has_its_deployment() -> None:
     known = {each["entrypoint"] for each in DEPLOYMENTS}
     for path in (ROOT / "flows").glob("*.py"):
-        module = importlib.import_module(f"flows.{path.stem}") if path.stem != "__init__" else None
+        name_of = f"paceline.flows.{path.stem}"
+        module = importlib.import_module(name_of) if path.stem != "__init__" else None
         for name, value in vars(module).items() if module else ():
-            if isinstance(value, Flow) and value.fn.__module__ == f"flows.{path.stem}":
-                assert f"flows.{path.stem}.{name}" in known
+            if isinstance(value, Flow) and value.fn.__module__ == name_of:
+                assert f"{name_of}.{name}" in known
 
 
 def test_the_lifecycle_needs_no_parameter() -> None:
-    from flows.lifecycle import run_lifecycle
+    from paceline.flows.lifecycle import run_lifecycle
 
     assert not run_lifecycle.parameters.required
 
 
 def test_a_flow_checks_what_it_is_given() -> None:
-    from flows.train import train_model
+    from paceline.flows.train import train_model
 
     given = {"model_id": "m", "version": "1", "snapshot_url": "s3://b/d/snapshots/0"}
     assert train_model.validate_parameters(given)["labels"] == "true"

@@ -127,10 +127,9 @@ def test_changed_code_is_refused_and_compared_when_asked(
     recorded: Recorded, stack: Runtime, tmp_path: Path
 ) -> None:
     root = Path(paceline.__file__).parents[2]
-    for package in ("src/paceline", "flows", "tasks"):
-        name = Path(package).name
-        shutil.copytree(root / package, tmp_path / name, ignore=shutil.ignore_patterns("*.pyc"))
-    schedule = tmp_path / "paceline" / "training" / "schedule.py"
+    copied = tmp_path / "paceline"
+    shutil.copytree(root / "src/paceline", copied, ignore=shutil.ignore_patterns("*.pyc"))
+    schedule = copied / "training" / "loop" / "optimizer.py"
     schedule.write_text(f"{schedule.read_text()}\n# a change\n")
     ended = reproduce(recorded, stack, path=tmp_path)
     where = str(tmp_path / "paceline")

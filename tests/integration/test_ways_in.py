@@ -166,7 +166,7 @@ def test_a_schedule_starts_it(stack: Runtime, lifecycle: Ended) -> None:
 def test_python_starts_it(stack: Runtime, lifecycle: Ended) -> None:
     program = (
         "import json, sys\n"
-        "from flows.lifecycle import run_lifecycle\n"
+        "from paceline.flows.lifecycle import run_lifecycle\n"
         "print(json.dumps(run_lifecycle(state_dir=sys.argv[1])))\n"
     )
     done = subprocess.run(

@@ -21,6 +21,7 @@ def test_the_wheel_holds_flows_tasks_profiles_and_deployments(tmp_path: Path) ->
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {
         "paceline/cli/main.py", "paceline/py.typed", "paceline/_profiles/embedded.toml",
-        "flows/lifecycle.py", "flows/prefect.yaml", "tasks/run.py",
+        "paceline/flows/lifecycle.py", "paceline/flows/prefect.yaml", "paceline/tasks/run.py",
     } <= names  # fmt: skip
-    assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
+    tops = {name.partition("/")[0] for name in names}
+    assert {each for each in tops if not each.endswith(".dist-info")} == {"paceline"}

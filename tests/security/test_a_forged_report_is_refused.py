@@ -32,8 +32,8 @@ from paceline.schemas.training import (
     TrainResult,
 )
 from paceline.storage import ObjectStore
-from tasks import promote, sealed, train
-from tasks.run import Run
+from paceline.tasks import promote, sealed, train
+from paceline.tasks.run import Run
 from tests.evaluation.reports import LINEAGE, SNAPSHOT, TRAINING_SNAPSHOT, interval, passing
 from tests.registry.bundles import make_evidence
 from tests.support.stack import Ended, paceline

@@ -20,8 +20,8 @@ from paceline.data.snapshot import BYTES
 from paceline.data.tokenizer import open_tokenizer
 from paceline.errors import InvalidInput
 from paceline.storage import DiskStore
-from tasks.prepare import build_data_snapshot
-from tasks.run import StageResult
+from paceline.tasks.prepare import build_data_snapshot
+from paceline.tasks.run import StageResult
 from tests.security.archives import ODD_MEMBERS, tar_of
 
 GOOD = 9

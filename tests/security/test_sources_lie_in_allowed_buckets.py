@@ -18,7 +18,7 @@ from paceline.config import Endpoints, Profile, Runtime, Secrets, load_profile
 from paceline.errors import AccessDenied, InvalidInput, InvalidProfile, ServiceUnavailable
 from paceline.relay.sources import DirectoryReader, S3Reader, Sources, allowed_source
 from paceline.storage import ObjectStore, lies_in
-from tasks.distribute import fetch_model_manifest
+from paceline.tasks.distribute import fetch_model_manifest
 
 
 def a_runtime(state_dir: Path, *places: str, bucket: str = "own") -> Runtime:

@@ -20,8 +20,8 @@ from paceline.manifest import Manifest
 from paceline.registry import Registry
 from paceline.schemas.training import Overlap, TrainingData, TrainJob, TrainResult
 from paceline.storage import DiskStore, ObjectStore
+from paceline.tasks import evaluate
 from paceline.training.identity import config_digest, learned_from
-from tasks import evaluate
 from tests.evaluation.reports import CLEAN, LINEAGE, TRAINING_SNAPSHOT, passing
 from tests.registry.bundles import make_evidence
 from tests.security.test_a_forged_report_is_refused import Bucket, run_of, trained

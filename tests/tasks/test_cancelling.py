@@ -10,7 +10,7 @@ import pytest
 from prefect.client.schemas.objects import StateType
 
 from paceline.errors import Cancelled
-from tasks import cancelling
+from paceline.tasks import cancelling
 
 
 class FlowRun:

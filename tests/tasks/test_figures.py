@@ -9,8 +9,8 @@ import pytest
 
 from paceline.errors import InvalidInput, ServiceUnavailable
 from paceline.registry import MetricPoint
-from tasks import figures
-from tasks.figures import Figures
+from paceline.tasks import figures
+from paceline.tasks.figures import Figures
 
 
 def points(count: int, first: int = 0) -> list[MetricPoint]:

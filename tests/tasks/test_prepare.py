@@ -10,7 +10,7 @@ import pytest
 from paceline.config import DataSettings
 from paceline.errors import InvalidInput
 from paceline.storage import DiskStore
-from tasks.prepare import data_settings, fingerprint
+from paceline.tasks.prepare import data_settings, fingerprint
 
 
 def test_a_reading_changes_the_profiles_settings_and_bad_ones_are_named() -> None:

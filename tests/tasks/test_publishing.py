@@ -14,8 +14,8 @@ from paceline.errors import Cancelled
 from paceline.manifest import MANIFEST_FILE
 from paceline.manifest import progress as account
 from paceline.storage import ObjectStore, join_url, uploads
-from tasks import artifacts, publishing
-from tasks.prepare import publish_directory
+from paceline.tasks import artifacts, publishing
+from paceline.tasks.prepare import publish_directory
 from tests.support.rclone import RcloneS3
 
 MODELS = "s3://told/models"

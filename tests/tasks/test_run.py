@@ -16,11 +16,11 @@ from paceline.registry import MetricPoint
 from paceline.schemas.calls import CreatedDeployment, CreateDeployment
 from paceline.schemas.records import Deployment, DeploymentStatus, StageRecord
 from paceline.schemas.training import RankEvent
-from tasks import deployment, run, train
-from tasks.figures import Figures
-from tasks.lineage import recorded
-from tasks.promote import next_version
-from tasks.run import Run
+from paceline.tasks import deployment, run, train
+from paceline.tasks.figures import Figures
+from paceline.tasks.lineage import recorded
+from paceline.tasks.promote import next_version
+from paceline.tasks.run import Run
 
 RUN_ID = "run-20261120-153600-9f3a1c"
 DIGEST = "a" * 64
@@ -213,8 +213,10 @@ def test_the_end_of_a_run_is_recorded_for_what_it_was(
     opened: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, status: str
 ) -> None:
     closed: list[str] = []
-    monkeypatch.setattr("tasks.lineage._open", lambda *_: None)
-    monkeypatch.setattr("tasks.lineage._close", lambda _run, status, _why: closed.append(status))
+    monkeypatch.setattr("paceline.tasks.lineage._open", lambda *_: None)
+    monkeypatch.setattr(
+        "paceline.tasks.lineage._close", lambda _run, status, _why: closed.append(status)
+    )
     expected = nullcontext() if error is None else pytest.raises(type(error))
     with expected, recorded(opened, "outer"), recorded(opened, "inner"):
         if error is not None:
@@ -228,8 +230,8 @@ def test_what_went_wrong_is_told_even_where_mlflow_is_away(
     def away(*_: object) -> None:
         raise ServiceUnavailable("MLflow does not answer")
 
-    monkeypatch.setattr("tasks.lineage._open", lambda *_: None)
-    monkeypatch.setattr("tasks.lineage._close", away)
+    monkeypatch.setattr("paceline.tasks.lineage._open", lambda *_: None)
+    monkeypatch.setattr("paceline.tasks.lineage._close", away)
     with pytest.raises(GateRefused), recorded(opened, "outer"):
         raise GateRefused("no")
 

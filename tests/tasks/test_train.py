@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.schemas.training import RankEvent
-from tasks.figures import Figures
-from tasks.train import _follow, alerts_of, checkpoint_alerts_of, stragglers_of
+from paceline.tasks.figures import Figures
+from paceline.tasks.train import _follow, alerts_of, checkpoint_alerts_of, stragglers_of
 
 
 def step(**data: object) -> RankEvent:

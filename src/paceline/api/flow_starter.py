@@ -345,6 +345,6 @@ def _refused(status: int, answer: bytes, where: str) -> PacelineError:
             "Prefect does not know it",
             got=got,
             where=where,
-            do="Register the deployments: `python -m flows.register`.",
+            do="Register the deployments: `python -m paceline.flows.register`.",
         )
     return ServiceUnavailable("Prefect cannot do it now", got=got, where=where)

@@ -94,8 +94,8 @@ def _run(runtime: Runtime, data: Path | None, listener: Any) -> dict[str, Any]:
     point_prefect_at(runtime)
     from prefect.logging.handlers import APILogHandler
 
-    from flows.lifecycle import run_lifecycle
-    from tasks.run import listen
+    from paceline.flows.lifecycle import run_lifecycle
+    from paceline.tasks.run import listen
 
     source = None if data is None else str(data.absolute())
     run_id = _unfinished(runtime.state_dir, source) or new_run_id()

@@ -29,7 +29,7 @@ from paceline.cli.progress import LINE_EVERY_S, StageBars
 from paceline.config import Profile, load_runtime
 from paceline.errors import InvalidInput, NotReady
 from paceline.manifest.progress import Moved, Pace
-from tasks.run import StageUpdate
+from paceline.tasks.run import StageUpdate
 
 if TYPE_CHECKING:
     from paceline.schemas.command_results import Distribution
@@ -89,7 +89,7 @@ def publish(
                 wanted="paceline publish DIRECTORY s3://bucket/prefix …",
             )
         here = start_flow(state, run_id)
-        from flows.publish import publish_model as flow
+        from paceline.flows.publish import publish_model as flow
 
         where = str(directory.absolute())
         return run_flow(flow, as_json, directory=where, model_id=model_id, version=version, **here)
@@ -236,7 +236,7 @@ def distribute(
                 wanted="paceline distribute MODEL_ID VERSION, or SOURCE --into DIRECTORY",
             )
         here = start_flow(state, run_id)
-        from flows.distribute import distribute_model
+        from paceline.flows.distribute import distribute_model
 
         return run_flow(
             distribute_model,

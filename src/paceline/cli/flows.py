@@ -30,7 +30,7 @@ def run_flow(flow: Any, as_json: bool, *, cancels: bool = False, **parameters: A
     """Run ``flow`` here and print its result. Interrupted, it says what goes on without it, or with
     ``cancels`` ends that too."""
     from paceline.cli.progress import StageBars
-    from tasks.run import Run, listen
+    from paceline.tasks.run import Run, listen
 
     run = Run.open(parameters["state_dir"], parameters["run_id"])  # the flow opens the same one
     with StageBars() as bars:
@@ -87,7 +87,7 @@ def lifecycle(
 ) -> int:
     """Run the whole lifecycle on the installation that is up."""
     here = start_flow(state, run_id)
-    from flows.lifecycle import run_lifecycle
+    from paceline.flows.lifecycle import run_lifecycle
 
     source = None if data is None else str(data.absolute())
     return run_flow(run_lifecycle, as_json, data=source, approver=approver, **here)
@@ -104,7 +104,7 @@ def verify(
 ) -> int:
     """Have every node read its copy again and check every byte."""
     here = start_flow(state, run_id)
-    from flows.distribute import verify_model
+    from paceline.flows.distribute import verify_model
 
     return run_flow(verify_model, as_json, model_id=model_id, version=version, **here)
 
@@ -137,7 +137,7 @@ def snapshot(
     What is not said is as in the profile's [data].
     """
     here = start_flow(state, run_id)
-    from flows.publish import build_snapshot
+    from paceline.flows.publish import build_snapshot
 
     reading = {"format": format_, **options}
     reading["features"] = [_placed(each) for each in options["features"]] or None
@@ -180,7 +180,7 @@ def evaluate(
     """
     digest = _digest_of(trained, "training_digest", "train")
     here = start_flow(state, run_id)
-    from flows.evaluate import evaluate_model
+    from paceline.flows.evaluate import evaluate_model
 
     return run_flow(
         evaluate_model,
@@ -222,7 +222,7 @@ def promote(
     digest = _digest_of(report, "report_digest", "evaluate")
     training = None if trained is None else _digest_of(trained, "training_digest", "train")
     here = start_flow(state, run_id)
-    from flows.promote import promote_model
+    from paceline.flows.promote import promote_model
 
     return run_flow(
         promote_model,
@@ -262,7 +262,7 @@ def rollback(
 
         return roll_back(what, deadline, state, as_json)
     here = start_flow(state, run_id)
-    from flows.rollback import rollback_model
+    from paceline.flows.rollback import rollback_model
 
     return run_flow(rollback_model, as_json, model_id=what, **here)
 

@@ -66,8 +66,8 @@ def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
     found = pages(runtime)
     if run_id:
         point_prefect_at(runtime)
-        from tasks.lineage import links
-        from tasks.run import Run
+        from paceline.tasks.lineage import links
+        from paceline.tasks.run import Run
 
         run = Run.open(runtime.state_dir, run_id)
         run.registry.find_run(run_id)  # or NotFound: asking for links must not make a run

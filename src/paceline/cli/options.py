@@ -124,7 +124,7 @@ def extra_services(state_dir: Path) -> list[ServiceSpec]:
     return [
         ServiceSpec(
             name="prefect-deployments",
-            argv=(sys.executable, "-m", "flows.register", "--state", str(state_dir)),
+            argv=(sys.executable, "-m", "paceline.flows.register", "--state", str(state_dir)),
             ready=Ready(kind="exit"),
             after=("prefect",),
             blocking=False,

@@ -170,7 +170,7 @@ def train(
     from paceline.cli.flows import run_flow, start_flow
 
     here = start_flow(state, run_id)
-    from flows.train import train_model
+    from paceline.flows.train import train_model
 
     return run_flow(
         train_model,

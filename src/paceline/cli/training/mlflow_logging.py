@@ -20,7 +20,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from paceline.cli.training.facts import METRICS_FILE
 from paceline.errors import Cancelled, InvalidInput, PacelineError, TemporaryError
-from tasks.figures import Figures
+from paceline.tasks.figures import Figures
 
 if TYPE_CHECKING:
     from paceline.registry import MetricPoint, Registry
@@ -246,5 +246,5 @@ def ranges_of(numbers: Sequence[int]) -> str:
 def _hear_again() -> None:
     """Let our warnings be heard: a database's migrations set logging up anew, and silence them."""
     for name in list(logging.root.manager.loggerDict):
-        if name.partition(".")[0] in ("paceline", "tasks"):
+        if name.partition(".")[0] == "paceline":
             logging.getLogger(name).disabled = False
