@@ -5,15 +5,12 @@ matrices (arXiv 1905.13727). All of them average; the caller scales the loss acc
 PowerSGD carries from step to step is in checkpoints (``compression``).
 """
 
-from __future__ import annotations
-
+# No ``from __future__ import annotations``: DDP reads the hook's annotations as objects.
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-
-# No ``from __future__ import annotations``: DDP reads the hook's annotations as objects.
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
