@@ -11,7 +11,16 @@ import pytest
 from paceline.cli.main import COMMANDS, cli
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs/architecture.md"]
+DOCUMENTS = [
+    ROOT / name
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/architecture.md",
+        "docs/operations.md",
+        "docs/explanation/security.md",
+    )
+]
 TOPS = ("src", "flows", "tasks", "docs", "profiles", "tests", "deployments", "benchmarks", ".ci")
 
 
