@@ -97,7 +97,7 @@ class Catalog:
 
 # Background uploads of finished shards, a bounded number at a time.
 
-UPLOADS = 4  # at once
+UPLOADS = 4  # concurrent
 
 
 class Uploads:

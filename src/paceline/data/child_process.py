@@ -80,7 +80,7 @@ class Child:
         self._process.kill()
 
     def end(self) -> int:
-        """Close the pipes and return the process's exit code; kills it if it does not exit in time."""
+        """Close the pipes and return the process's exit code; kills it after ``END_DEADLINE_S``."""
         for each in (self._process.stdin, self._process.stdout):
             assert each is not None
             with contextlib.suppress(OSError):  # unsent data does not matter

@@ -97,12 +97,12 @@ def _sizes(shape: Sequence[int | None]) -> tuple[int, ...]:
     return tuple(each for each in shape if each is not None)
 
 
-Get = Callable[[int], OpenShard | None]  # index of a shard → it, or None: in quarantine
+Get = Callable[[int], OpenShard | None]  # index of a shard → the shard, None if in quarantine
 
 
 @dataclass
 class Filled:
-    """One share's arrays; ``skipped`` names the unreadable shards and samples (their weight is 0)."""
+    """One share's arrays; ``skipped`` names unreadable shards and samples (their weight is 0)."""
 
     inputs_BT: Array  # noqa: N815
     targets_BT: Array  # noqa: N815

@@ -48,8 +48,8 @@ class Layout:
     document_P: Ints | None  # noqa: N815 - None: pieces cross documents
     position_P: Ints | None  # noqa: N815 - in the document
     row_P: Ints  # noqa: N815
-    slot_P: Ints  # index among the row's pieces
-    column_P: Ints  # position in the row
+    slot_P: Ints  # noqa: N815 - index among the row's pieces
+    column_P: Ints  # noqa: N815 - position in the row
 
     def __len__(self) -> int:
         return len(self.length_P)
@@ -148,7 +148,7 @@ def _joined(parts: Sequence[tuple[Rows, Ints, Ints]]) -> tuple[Ints, Ints]:
 
 
 def _laid(rows: Rows, ids: Ints, places: Ints) -> tuple[Array | None, ...]:
-    """Return the fields of a layout except widths: rows ``ids`` of a group, put at rows ``places``."""
+    """Return the fields of a layout but widths: rows ``ids`` of a group, at rows ``places``."""
     first_R = rows.first_R1[ids]
     count_R = rows.first_R1[ids + 1] - first_R
     before_R = np.cumsum(count_R) - count_R

@@ -96,7 +96,7 @@ class OpenShard:
             return None
 
     def tokens(self, document: int) -> Array | None:
-        """Return the document's tokens (none for one of features only); None if it cannot be read."""
+        """Return the document's tokens (none for one of features only); None if unreadable."""
         try:
             tokens = self.samples.tokens(document)
         except CorruptData as error:
@@ -272,5 +272,5 @@ class Reader:
 
 
 def _byte_lengths(samples: ShardSamples) -> Array:
-    """Return the document lengths of a version 1 shard, which has no index and one token per byte."""
+    """Return the document lengths of a version 1 shard, which has no index and a token per byte."""
     return np.array([len(samples.text_bytes(i)) for i in range(len(samples))], dtype=np.int64)

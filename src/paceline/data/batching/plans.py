@@ -214,12 +214,12 @@ class WindowPlan:
         )
 
 
-# Best fit decreasing: which pieces share a row, so that as little as possible stays empty.
+# Best fit decreasing: which pieces share a row, so that padding is minimal.
 #
 # D. S. Johnson, "Near-optimal bin packing algorithms" (1973): longest first, each into the fullest
-# row that still has room. Rows with equal room are alike, and pieces of equal length too, so whole
-# runs of them are placed at once: the work grows with the number of different lengths, not with the
-# number of pieces (1 M pieces of up to 2,048 tokens: see docs/LOG.md).
+# row that still has space. Rows with equal space are interchangeable, and so are pieces of equal
+# length, so that whole runs are placed at once: the work grows with the number of different
+# lengths, not with the number of pieces (1 M pieces of up to 2,048 tokens: see docs/LOG.md).
 
 
 def best_fit(length_P: Ints, capacity: int) -> Ints:

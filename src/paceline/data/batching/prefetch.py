@@ -29,7 +29,8 @@ PLACES_AT_ONCE = 1 << 17
 
 @dataclass(frozen=True, eq=False)
 class Next:
-    """A batch before it is filled: this rank's share, the global batch's weight, the next position."""
+    """A batch before it is filled: this rank's share, the global batch's weight, the position
+    after."""
 
     share: Share
     tokens: float

@@ -67,7 +67,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Outline:
-    """Summary of a group for readers of some of its columns: a few bytes a batch, none a document."""
+    """Summary of a group for readers of some of its columns: some bytes a batch, none a
+    document."""
 
     count_C: tuple[int, ...]  # noqa: N815 - rows of each column that are not empty
     tokens_S: tuple[int, ...]  # noqa: N815 - weighted tokens of each run of one row a column
@@ -158,7 +159,7 @@ class Pieces:
         carries_R: npt.NDArray[np.bool_] | None = None,
         tokens_S: Ints | None = None,
     ) -> Rows:
-        """Return ``count`` rows with piece p in row ``row_P[p]``; pieces of a row keep their order."""
+        """Return ``count`` rows, piece p in row ``row_P[p]``; pieces of a row keep their order."""
         order = np.argsort(row_P, kind="stable")
         per_row = np.bincount(row_P, minlength=count)
         return Rows(
