@@ -86,7 +86,9 @@ class Share:
         return self.lanes.deployment_id
 
     def expected_rate(self, source: Source) -> float:
-        """Return the rate that the lanes expect from ``source``, in bytes per second; 0: unknown."""
+        """Return the rate that the lanes expect from ``source``, in bytes per second (0:
+        unknown).
+        """
         return sum(each.expected_bytes_s for each in self.lanes.lanes if each.source == source)
 
     def portion(self, source: Source) -> float:

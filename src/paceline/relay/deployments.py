@@ -319,7 +319,7 @@ def _thread(name: str, work: Callable[[], None]) -> None:
 
 
 def as_error(error: Exception) -> PacelineError:
-    """Return ``error`` as the PacelineError that is reported for a deployment that it ended here."""
+    """Return ``error``, which ended a deployment here, as the PacelineError to report."""
     if isinstance(error, PacelineError):
         return error
     if not isinstance(error, OSError):
