@@ -11,9 +11,7 @@ from paceline.relay.protocol.source_selection import Feed, Work
 from paceline.schemas.plan import Source
 
 PIECE_TIMES = 20  # a piece deadline is this many piece times of the plan
-SPARE_TIMES = (
-    2  # piece times in which a spare that holds the pieces sends bytes, while serving others
-)
+SPARE_TIMES = 2  # a spare that holds the pieces, and serves others too, sends within these
 
 
 class Patience:
