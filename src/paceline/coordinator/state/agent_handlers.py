@@ -74,7 +74,7 @@ def _command_for(book: Book, run: DeploymentRun, worker_id: str, moving: bool) -
         told, part.command_sent = part.command_sent, True
         if part.receipt is None and (moving or not told):
             return _command("cancel", deployment)
-        # A heartbeat came after the command, and does not move: the worker publishes nothing more.
+        # A heartbeat after the command reports no transfer: the worker publishes nothing more.
         part.stopped = True
     elif deployment.status is not DeploymentStatus.COMPLETE:
         return _command("fetch_lanes", deployment) if run.behind(worker_id) else None

@@ -1,6 +1,6 @@
 """The fleet's workers and which of them are lost, from registrations, heartbeats and silence.
 
-A worker is lost after a number of missed heartbeats, or sooner where a peer reported its loss.
+A worker is lost after a number of missed heartbeats, fewer where a peer reported its loss.
 Silence counts only while this process handled heartbeats. No deployments here, and no clock.
 """
 

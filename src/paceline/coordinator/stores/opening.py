@@ -65,7 +65,7 @@ def open_progress(runtime: Runtime) -> Progress:
 
 
 def open_audit(runtime: Runtime) -> Audit:
-    """Return the audit store; SQLite's tables are migrated at once.
+    """Return the audit store; SQLite's tables are created at once.
 
     Raises InvalidProfile; ServiceUnavailable where SQLite's file cannot be used. PostgreSQL is
     connected and migrated on first use.
