@@ -33,9 +33,7 @@ class Vocabulary(Record):
     kind: Literal["bytes", "tokenizers"] = "bytes"
     sha256: Sha256 | None = None  # of the tokenizer.json; None for bytes
     vocab_size: int = Field(default=256, ge=2, le=2**31 - 1)
-    separator: int = Field(
-        default=0xFF, ge=0
-    )  # between documents; for bytes, a value that UTF-8 never has
+    separator: int = Field(default=0xFF, ge=0)  # between documents; not in UTF-8
 
 
 BYTES = Vocabulary()
