@@ -42,7 +42,7 @@ from paceline.errors import InvalidInput, NotReady
 log = logging.getLogger(__name__)
 
 CLOSE_DEADLINE_S = 60.0  # for the current batch: a user's transform may hang
-NEXT_DEADLINE_S = 1800.0  # for one batch; the watchdog's step deadline ends the rank long before
+NEXT_DEADLINE_S = 1800.0  # for one batch; training's deadline of a step is far shorter
 MOST_AT_ONCE = 32  # maximum of small batches made at once
 Transform = Callable[[Batch], Batch]
 Batching = Callable[[Sequence[Shard], Lengths], Plan]
