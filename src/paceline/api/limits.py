@@ -178,8 +178,8 @@ class Buckets:
         return wait_s
 
 
-# Limits per connection. uvicorn has no deadline for the first byte of a connection or for the end of
-# a request's headers, and buffers what arrives: a thousand slow callers would hold a thousand
+# Limits per connection. uvicorn has no deadline for the first byte of a connection or for the end
+# of a request's headers, and buffers what arrives: a thousand slow callers would hold a thousand
 # descriptors, and endless headers all memory. It has none either for a caller that stops reading,
 # with the rest of a manifest in memory. SizeGuard limits bodies, uvicorn idle connections.
 
