@@ -148,25 +148,25 @@ def _of_rows(taken: list[tuple[Rows, int, int]], wanted: Ints) -> list[tuple[Row
     return found
 
 
-# Shared outlines, so that not every reader plans from the lengths of all documents.
+# Shared plans, so that not every reader plans from the lengths of all documents.
 #
 # A reader needs little about the columns that it does not read: their row counts and the tokens of
-# each batch. For each group one reader plans everything and publishes the outline; the others read
-# their own columns' lengths and the outline. It is a pure function of the plan: a reader that finds
-# no outline in time, or an outline of another group, plans everything itself and gets the same
-# rows.
+# each batch. For each group one reader plans everything and publishes this summary, the shared
+# plan; the others read their own columns' lengths and the shared plan. It is a pure function of the
+# plan: a reader that finds none in time, or one of another group, plans everything itself and gets
+# the same rows.
 
 log = logging.getLogger(__name__)
 
 # The first group is needed at once: a plan of 2 million documents takes 10 s on a busy core. All
 # later groups are planned one group ahead.
 WAIT_S = 20.0
-VERSION = 1  # of the planning: an outline by older code does not match
+VERSION = 1  # of the planning: a shared plan by older code does not match
 LOOK_S = (0.1, 2.0)  # polling interval: first and longest
 
 
 class Kept(Protocol):
-    """The store of outlines: few small objects, visible to all readers."""
+    """The store of shared plans: few small objects, visible to all readers."""
 
     def get(self, name: str) -> bytes | None: ...
     def put(self, name: str, content: bytes) -> None: ...
@@ -174,7 +174,7 @@ class Kept(Protocol):
 
 
 class Outlines:
-    """Plans groups with shared outlines, for reader number ``reader`` of ``readers``.
+    """Plans groups with shared plans, for reader number ``reader`` of ``readers``.
 
     ``data`` names the data that is read and is the same for all readers. For one thread; ``stop``
     ends its waiting.
@@ -191,11 +191,11 @@ class Outlines:
     ) -> None:
         self._kept, self._data = kept, data
         self._reader, self._readers, self._clock = reader, readers, clock
-        self._left = ""  # the outline published last
+        self._left = ""  # the name of the one published last
         self._stop = threading.Event()
 
     def stop(self) -> None:
-        """Stop waiting for outlines; any thread may call this."""
+        """Stop waiting for shared plans; any thread may call this."""
         self._stop.set()
 
     def rows(self, plan: Plan, epoch: int, group: int, columns: range) -> Rows:
@@ -244,14 +244,14 @@ class Outlines:
 
 
 def written(outline: Outline) -> bytes:
-    """Return the content of an outline's file: its digest and JSON."""
+    """Return the content of a shared plan's file: its digest and JSON."""
     said = {"rows": outline.count_C, "tokens": outline.tokens_S}
     raw = json.dumps(said, separators=(",", ":")).encode()
     return hashlib.sha256(raw).hexdigest().encode() + b"\n" + raw
 
 
 def parsed(content: bytes) -> Outline:
-    """Return the outline in a file; raises CorruptData if the content does not match its digest."""
+    """Return the shared plan in a file; raises CorruptData if the digest does not match."""
     digest, _, raw = content.partition(b"\n")
     if hashlib.sha256(raw).hexdigest().encode() != digest:
         raise CorruptData("outline of a group is damaged", got=repr(content[:80]))

@@ -67,8 +67,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Outline:
-    """Summary of a group for readers of some of its columns: some bytes a batch, none a
-    document."""
+    """A shared plan: summary of a group for readers of some columns, with some bytes a batch."""
 
     count_C: tuple[int, ...]  # noqa: N815 - rows of each column that are not empty
     tokens_S: tuple[int, ...]  # noqa: N815 - weighted tokens of each run of one row a column

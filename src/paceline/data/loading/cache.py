@@ -1,6 +1,6 @@
 """Disk cache: files of known size by name, within a byte limit, shared by all processes of a node.
 
-All state is in the kernel's file locks, so that a killed process leaves nothing to clean up:
+Processes coordinate through kernel file locks, so that a killed process leaves nothing to clean up:
 
 - *in use* is a shared ``flock`` on the file; a locked file is never removed;
 - *being written* is an exclusive one on its ``.part``: a process that needs the same file waits for

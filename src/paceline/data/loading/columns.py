@@ -29,7 +29,7 @@ TOLD_BYTES = 1 << 30
 COPIES_TOLD = 1.5  # times that the data are fetched,
 LENGTHS_TOLD = 0.5  # or lengths, as a share of the shards that a reader fetches
 LENGTH_BYTES = 4
-SHARING_READERS = 8  # with so many readers, outlines of groups are shared (``batching.prefetch``),
+SHARING_READERS = 8  # with so many readers, plans of groups are shared (``batching.prefetch``),
 SHARING_LENGTHS = 0.01  # if all lengths exceed this share of the readers' shards
 
 
@@ -193,14 +193,14 @@ def reading(
 ) -> Reading:
     """Return the cost of reading ``shards`` for ``readers``; raises InvalidInput as ``columns_of``.
 
-    ``sharing``: readers share outlines where that saves enough.
+    ``sharing``: readers share plans where that saves enough.
     """
     columns = columns_by(settings, shards, context, global_batch, readers)
     times = copies(columns, global_batch, readers)
     size = sum(each.bytes for each in shards)
     every = LENGTH_BYTES * sum(each.samples for each in shards)
-    # Windows need no lengths. Otherwise each reader needs all lengths, or, with shared outlines,
-    # one reader needs all and each its own.
+    # Windows need no lengths. Otherwise each reader needs all lengths, or, with shared plans, one
+    # reader needs all and each its own.
     lengths = 0 if settings.batching == "windows" else readers * every
     shared = (
         sharing
