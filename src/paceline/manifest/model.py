@@ -316,7 +316,9 @@ def check_path(path: str) -> str:
 
 
 def fold(path: str) -> str:
-    """Return ``path`` as a file system sees it that ignores case and Unicode normal form."""
+    """Return ``path`` in the form that a file system compares which ignores case and Unicode normal
+    form.
+    """
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", path).casefold())
 
 

@@ -46,8 +46,8 @@ def nobody(_moved: Moved) -> None:
 
 
 class Account:
-    """Counts one stage; several threads add. ``tell`` is called every TELL_S at most, one call at a
-    time, and at the end.
+    """Counts one stage; several threads add. ``tell`` is called every ``TELL_S`` at most, one call
+    at a time, and at the end.
     """
 
     def __init__(self, stage: str, total_bytes: int, total_files: int, tell: Tell) -> None:

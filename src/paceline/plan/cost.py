@@ -27,10 +27,10 @@ SLACK_BYTES = 64 * MIB  # or this much for a small one
 # A chain's streams share nothing.
 SHARING = {Topology.TREE_OF_CHAINS: 0.035, Topology.MESH: 0.05}
 
-# DYING is the fraction of workers expected to die in a deployment: MISSION.md A9 has one to five in
-# a hundred. The cost of a death for every worker behind it: on those hosts a reset connection was
-# replaced within 0.2 s; a host that disappears silently (SILENT is the fraction) is detected after
-# a piece's deadline.
+# ``DYING`` is the fraction of workers expected to die in a deployment: MISSION.md A9 has one to
+# five in a hundred. The cost of a death for every worker behind it: on those hosts a reset
+# connection was replaced within 0.2 s (``MENDING_S``); a host that disappears silently (the
+# fraction ``SILENT``) is detected after a piece's deadline.
 DYING, SILENT = 0.01, 0.2
 MENDING_S = 0.2
 PIECE_TIMES = 20  # a source that is this many piece times late counts as lost,

@@ -96,7 +96,7 @@ class Cargo:
     piece_bytes: int
     pieces: int
     total: int = field(init=False)
-    ends: tuple[int, ...] = field(init=False)  # ends[n] bytes stand before chunk n
+    ends: tuple[int, ...] = field(init=False)  # ends[n]: the bytes before chunk n
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ends", (0, *accumulate(self.sizes)))

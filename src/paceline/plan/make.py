@@ -108,8 +108,8 @@ def draft_plan(
     fanout: int = 2,
     origin_left: int | None = None,
 ) -> Draft:
-    """Return ``topology`` on ``line`` with its cost; for AUTO the one with the least expected
-    seconds.
+    """Return ``topology`` on ``line`` with its cost; for AUTO the relayed one with the least
+    expected seconds.
     """
     if topology is Topology.AUTO:
         drafts = [

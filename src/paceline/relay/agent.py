@@ -325,7 +325,7 @@ class Agent:
         meanwhile.
 
         The coordinator is tried first: this node must not publish what was cancelled while it was
-        down. If it does not answer within ALONE_S, the transfer continues without it.
+        down. If it does not answer within ``ALONE_S``, the transfer continues without it.
         """
         left, self._left = self._left, []
         for lanes, manifest in left:

@@ -295,7 +295,7 @@ class Deployments:
             self._changed()
 
     def _forget_old(self) -> None:
-        """Close the oldest ended deployments beyond the FINISHED_KEPT newest."""
+        """Close the oldest ended deployments beyond the ``FINISHED_KEPT`` newest."""
         ended = [share for share in self._shares.values() if share.ended_s is not None]
         for share in sorted(ended, key=lambda each: each.ended_s or 0.0)[:-FINISHED_KEPT]:
             del self._shares[share.deployment_id]

@@ -387,7 +387,7 @@ class RelayDriver:
 
     def _reporter(self, share: Share) -> Callable[[SessionEvent], None]:
         """Return the callback with which byte threads report. Verified pieces are batched, so that
-        small ones do not wake the owner one by one: it takes them after LOOK_S, or when enough
+        small ones do not wake the owner one by one: it takes them at an interval, or when enough
         wait.
         """
 

@@ -99,8 +99,8 @@ class Shortage:
         self._plans = 0
 
     def needs_plan(self, beats: Mapping[str, DeploymentBeat], fuse: Fuse, now_s: float) -> bool:
-        """Return whether to make a new plan now; raises OriginBudgetExceeded where RESCUES plans
-        did not help.
+        """Return whether to make a new plan now; raises OriginBudgetExceeded where several new
+        plans did not help.
         """
         held = sum(beat.pieces_held for beat in beats.values())
         short = sorted(

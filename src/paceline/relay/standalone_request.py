@@ -97,6 +97,7 @@ class Request:
 
 
 def names_of(workers: int | Sequence[str], targets: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names of the workers, limited to ``targets``; raises InvalidInput."""
     count = workers if isinstance(workers, int) else len(workers)
     if count > MOST_WORKERS:
         raise InvalidInput(
@@ -139,6 +140,11 @@ def manifest_of(
     trust: TrustPolicy | None,
     tell: Callable[[str], None],
 ) -> Manifest:
+    """Return the manifest of ``source``, built where a local directory has none.
+
+    Raises SourceMissing, InvalidInput (another model or version), UntrustedManifest and the errors
+    of ``build_manifest`` and ``fetch_manifest``.
+    """
     trust = trust or TrustPolicy()
     here = None if is_s3(source) else Path(source)
     if here is not None and not here.is_dir():
@@ -180,6 +186,8 @@ def manifest_of(
 def opener_of(
     objects: ObjectStore | None, tell: Callable[[str], None]
 ) -> Callable[[str], RangeReader]:
+    """Return the function that opens a reader for a source URL."""
+
     def open_source(url: str) -> RangeReader:
         if not is_s3(url):
             return DirectoryReader(Path(url))
@@ -191,6 +199,7 @@ def opener_of(
 
 
 def is_s3(source: Path | str) -> bool:
+    """Return whether ``source`` is an S3 URL."""
     return str(source).startswith("s3://")
 
 

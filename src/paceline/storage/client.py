@@ -26,7 +26,7 @@ from paceline.errors import (
 )
 
 CONNECT_TIMEOUT_S = 5.0
-READ_TIMEOUT_S = 20.0  # twice within BUDGET_S
+READ_TIMEOUT_S = 20.0  # twice within the retry budget
 HASTE_S = 4.0  # both timeouts of a first try that is repeated: a healthy server answers sooner
 MAX_ATTEMPTS = 3  # the first try included; botocore's standard mode jitters its backoff
 POOL = 32
@@ -40,7 +40,7 @@ def make_client(
 ) -> Any:
     """Return a thread-safe S3 client for ``endpoint_url`` with exactly these credentials.
 
-    A ``hasty`` one tries once, and waits HASTE_S for each answer and each read.
+    A ``hasty`` one tries once, and waits ``HASTE_S`` for each answer and each read.
     """
     import boto3
     from botocore.config import Config

@@ -265,7 +265,7 @@ class ObjectStore:
         """As ``read_range_into``, and yield how much of ``view`` is filled after each step.
 
         With ``on_failed``, which receives each failed attempt, a server that does not answer is
-        left after HASTE_S for a new connection with longer timeouts.
+        left after ``HASTE_S`` for a new connection with longer timeouts.
         """
         _object(url)
         pinned = PinnedObject(url, etag, size, version_id)
@@ -381,7 +381,7 @@ class ObjectStore:
             return
 
     def delete_prefix(self, url: str) -> int:
-        """Delete every object below ``url`` (as ``list`` sees it) and return how many."""
+        """Delete every object below ``url`` (as ``list`` returns them) and return how many."""
         _object(url)  # a whole bucket is never a prefix
         found = self.list(url)
         with ThreadPoolExecutor(PARALLEL) as pool:

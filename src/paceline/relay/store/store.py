@@ -318,7 +318,7 @@ class Store:
         return Holdings.of(((each, it) for each, it in found if it is not None), manifest)
 
     def _trash(self, path: Path) -> None:
-        """Remove a directory atomically: no process ever sees half of it."""
+        """Remove a directory atomically: no process ever finds half of it."""
         trash = self._staging / f".trash-{os.getpid()}-{os.urandom(6).hex()}"
         path.rename(trash)
         sync_directory(path.parent)  # or a power loss may bring back the name and not the files

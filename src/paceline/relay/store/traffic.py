@@ -35,8 +35,7 @@ class Edges:
         """Record that from now on ``sender`` has something to send to ``reader``.
 
         That time is in the tallies at once: when it was counted only after a piece had left, every
-        second look at an edge that was far too slow found it idle, and trusted it for a second
-        longer.
+        second check of a far too slow edge found it idle, and detected it a second later.
         """
         with self._lock:
             self._under_way[sender] = (source, reader), time.monotonic()
