@@ -100,9 +100,7 @@ class Building:
     columns: tuple[Column, ...] | None = None
     shards: list[Shard] = field(default_factory=list)
     _pens: dict[Split, ColumnWriter] = field(default_factory=dict)
-    _lowest: tuple[float, str] | None = (
-        None  # the sample with the lowest draw moves if a split stays empty
-    )
+    _lowest: tuple[float, str] | None = None  # by draw: moves if a split stays empty
     _highest: tuple[float, str] | None = None
 
     def take(self, found: Iterable[Sample | Unusable]) -> None:

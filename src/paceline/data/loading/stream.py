@@ -334,7 +334,7 @@ class PlannedStream:
             )
             if passed and not number:
                 batch = replace(batch, skipped=(*batch.skipped, *passed))
-                if batch.carries_B is not None:  # the skipped batch has no state to continue
+                if batch.carries_B is not None:  # the rows that these continue were skipped
                     batch = replace(batch, carries_B=np.zeros_like(batch.carries_B))
             found.append((batch if self._transform is None else self._transform(batch), plan.after))
         return found
