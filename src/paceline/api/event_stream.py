@@ -239,7 +239,7 @@ class StreamHub:
         """
         targets, since = frozenset[str](), 0.0
         if deployment_id is not None:
-            # On a thread: the state is locked during a write to the store, which may be slow.
+            # On a thread: the state is locked during a write to the store, which may hang.
             record = await run_in_threadpool(
                 self._coordinator.read, lambda state: state.run(deployment_id).deployment
             )
