@@ -122,7 +122,7 @@ def stream_of(its: Loaded, mesh: Mesh, position: dict[str, Any] | None) -> Plann
 
 @dataclass(frozen=True)
 class KeptObjects:
-    """Small objects below a URL; implements ``Kept`` of ``data.batching.prefetch``."""
+    """Small objects below a URL; the store of ``data.batching.prefetch``."""
 
     store: ObjectStore
     url: str
