@@ -94,7 +94,7 @@ class Puller:
         self.lost.clear()
 
     def sleep(self, *, woke: bool) -> None:
-        """Record that this process was suspended (``woke``), or that its lanes were confirmed.
+        """Record that this process was suspended (True), or that its lanes were confirmed (False).
 
         In between, nothing is requested from the origin: another worker may be planned to read it
         instead, and the origin budget is one for the fleet (I6). Requests in flight continue.

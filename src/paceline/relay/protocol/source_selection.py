@@ -1,7 +1,8 @@
 """Chooses the source of a pull task: which sources are available now, and which of them is best.
 
-It records the failures and back-off of each source and the origin budget; ``Work`` and ``Feed`` are
-the state of one pull task and of one open stream. What to request is decided in ``pulling``.
+It records the failures and back-off of each source and the origin budget, and holds the state of
+one pull task (``Work``) and of one open stream (``Feed``). What to request is decided in
+``pulling``.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Health:
 
 @dataclass(slots=True, eq=False)
 class Probe:
-    """A piece requested from the planned source to test it; see ``recovery.Returning``."""
+    """A piece requested from the planned source to test it; see ``recovery``."""
 
     piece: Extent
     asked_s: float
@@ -215,7 +216,7 @@ class Choice:
     def begin(self, budget: OriginBudget) -> None:
         """Reset for new lanes: the coordinator's view is more recent than the last failures.
 
-        ``woke`` stays: the coordinator may not have noticed the suspension yet.
+        A suspension stays recorded: the coordinator may not have noticed it yet.
         """
         self._broken.clear()
         self._health.clear()

@@ -26,7 +26,7 @@ from paceline.schemas.plan import Source
 class Counters:
     """Bytes of one deployment on this node, counted where they pass a socket; thread-safe.
 
-    ``covering`` is called with each new count of origin bytes, which starts at ``origin_bytes``.
+    The callback receives each new count of origin bytes, which starts at ``origin_bytes``.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Barred:
 
 
 Find = Callable[[str, float], Staging | None]  # (digest, wait_s): the open model, or None yet
-Rotten = Callable[[str, int], None]  # (digest, piece): a held piece became corrupt on this disk
+Rotten = Callable[[str, int], None]  # (digest, piece): a held piece is corrupt on disk
 
 
 class Server(Protocol):

@@ -3,8 +3,8 @@
 ::
 
     HELLO      client → server   version, manifest digest, nonce, keep-alive, worker id
-    CHALLENGE  server → client   nonce, proof that the server knows the cluster's token
-    PROOF      client → server   proof that the client knows the token
+    CHALLENGE  server → client   nonce, proof that the server holds the cluster's token
+    PROOF      client → server   proof that the client holds the token
     WELCOME    server → client   the stream is open
     REQUEST    client → server   first piece, count; any number of requests, at any time
     PIECE      server → client   piece, length; the bytes follow

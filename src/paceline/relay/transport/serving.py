@@ -102,7 +102,7 @@ class Serving:
                 if not frames:
                     raise PeerLost("the peer asks for nothing")
                 continue
-            more = frames == MOST_FRAMES  # unread messages may request pieces that are verified
+            more = frames == MOST_FRAMES  # unread messages may request verified pieces
             run = requests.next(
                 RUN_PIECES, min(HEAR_S, self._keepalive_s) if more else self._keepalive_s
             )
@@ -166,7 +166,7 @@ Caller = TypeVar("Caller")
 class Lobby(Generic[Caller]):
     """Connections that have not authenticated yet, each with a deadline; bounded and thread-safe.
 
-    ``turn_away(caller)`` ends a connection from any thread; its serving thread then sees an error.
+    The callback ends a connection from any thread; its serving thread then sees an error.
     """
 
     def __init__(self, turn_away: Callable[[Caller], None]) -> None:
