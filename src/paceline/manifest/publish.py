@@ -1,5 +1,4 @@
-"""Publishes a model to object storage, files first and ``manifest.json`` last, and fetches
-manifests.
+"""Publishes a model to object storage, ``manifest.json`` last, and fetches manifests.
 
 A version with a manifest is complete; one without is not published yet. A repeated publish uploads
 nothing, a publish after a crash resumes, and a version never changes its content; of two that
@@ -85,9 +84,7 @@ def publish_model(
     if published and published.digest != manifest.digest:
         raise _conflict(url, published, manifest)
     claimed = published is None and claim(url, store, manifest)
-    if (
-        claimed and (published := _published(url, store)) is not None
-    ):  # published meanwhile: the claim is no longer needed
+    if claimed and (published := _published(url, store)) is not None:  # the claim is over
         store.delete(join_url(url, CLAIM_FILE))
         if published.digest != manifest.digest:
             raise _conflict(url, published, manifest)

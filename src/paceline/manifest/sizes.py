@@ -1,5 +1,6 @@
-"""Chooses the sizes of pieces and chunks from the model's size and the link's speed; pure
-arithmetic.
+"""Chooses the sizes of pieces and chunks from the model's size and the link's speed.
+
+Pure arithmetic.
 """
 
 from __future__ import annotations

@@ -121,9 +121,7 @@ class _Closing:
         self._below = [trees.children(stripe) for stripe in range(len(trees.up))]
         self._fed = [[bool(below) for below in stripe] for stripe in self._below]
         self._left: dict[int, dict[int, int]] = {}
-        self._moved: list[list[int]] = [
-            [] for _ in trees.up
-        ]  # by stripe: places that got another parent
+        self._moved: list[list[int]] = [[] for _ in trees.up]  # by stripe: moved places
         self._free = [trees.slots] * len(out)
         for up in trees.up:
             for place, parent in enumerate(up):

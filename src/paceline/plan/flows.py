@@ -1,9 +1,8 @@
-"""Turns trees into flows: the source of every worker's chunks, one flow or more per worker and
-stripe.
+"""Turns trees into flows: which source each worker takes which chunks from.
 
-Slow and quarantined workers are attached where links have free slots, and chunks that other workers
-already hold are taken from them instead of from the origin or across racks: rarest first, then the
-least loaded, then the nearest holder.
+One flow or more per worker and stripe. Slow and quarantined workers are attached where links have
+free slots, and chunks that other workers already hold are taken from them instead of from the
+origin or across racks: rarest first, then the least loaded, then the nearest holder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The inputs of a planner: workers with their standing, and the model as chunk sizes and
-stripes.
-"""
+"""The inputs of a planner: workers with their standing, the model's chunk sizes, and stripes."""
 
 from __future__ import annotations
 

@@ -80,9 +80,7 @@ class Spares:
         else:
             add(self._roots, MOST_SPARES - len(self._last_resort))
             chosen += [place for place in self._last_resort if place not in taken]
-        if (
-            self._returned
-        ):  # places below have only pieces from this reader, except what they held before
+        if self._returned:  # places below have pieces of their own only here
             add(place for place in around if self._line.workers[place].held_pieces)
         return chosen
 

@@ -230,10 +230,7 @@ class _Weaver:
                 if unit in into:
                     feeders.append(unit)
             placed.append(within)
-        for (
-            stripe,
-            unit,
-        ) in late:  # where units do not divide by stripes; these are leaves of this tree
+        for stripe, unit in late:  # where units do not divide by stripes; leaves of this tree
             able = [
                 other
                 for other in range(count)

@@ -1,5 +1,4 @@
-"""The data plane: nodes pull pieces from the sources of their lanes, verify, store and forward
-them.
+"""The data plane: nodes pull pieces from their lanes' sources, verify, store and forward them.
 
 ``protocol/`` decides which pieces to fetch (no I/O), ``transport/`` carries bytes between nodes,
 ``store/`` keeps them on disk and ``origin`` reads the source. ``deployments`` and

@@ -285,9 +285,7 @@ class Agent:
         alone_s = time.monotonic() + ALONE_S
         while True:
             began_s = time.monotonic()
-            if (
-                self.driver.withdrawals > withdrawals
-            ):  # it holds less than it reported: register again
+            if self.driver.withdrawals > withdrawals:  # holds less than reported
                 withdrawals, registered = self.driver.withdrawals, False
                 self._renew()
             try:
@@ -381,10 +379,7 @@ class Agent:
         try:
             for each in beat.deployments:
                 self._readings.heard(each.deployment_id, each.origin_bytes)
-        except (
-            PacelineError,
-            OSError,
-        ) as error:  # reported again after a restart: the count never shrinks
+        except (PacelineError, OSError) as error:  # reported again after a restart
             log.warning("what was told of the origin is not written down: %s", error)
 
     def _execute(self, command: Command) -> None:
@@ -421,9 +416,7 @@ class Agent:
             self.driver.refuse(lanes, manifest, error)
             return
         try:
-            lanes_on_disk = self._readings.of(deployment_id).kept(
-                lanes
-            )  # with the bytes read so far
+            lanes_on_disk = self._readings.of(deployment_id).kept(lanes)  # with bytes read so far
         except (PacelineError, OSError) as error:
             self.driver.refuse(lanes, manifest, as_error(error))
             return

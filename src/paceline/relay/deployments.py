@@ -212,9 +212,7 @@ class Deployments:
         share.failure = as_failure(error)
         share.ended_s = time.monotonic()
         share.close_streams()
-        share.refresh(
-            share.ended_s
-        )  # before the session is dropped: what was held is still reported
+        share.refresh(share.ended_s)  # before the session goes: it has the last counts
         if verification or isinstance(error, StorageFull | StorageFailed | DeploymentFailed):
             # this data may neither be trusted nor take up disk space any more
             try:

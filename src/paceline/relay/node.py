@@ -55,9 +55,7 @@ REFRESH_S = 0.1  # the largest age of a reported count
 NAP_S = 0.3  # a wake-up that is so much late means that the process was suspended
 DRAIN_S = 0.5  # at a stop, for the pieces that are in flight
 DRAIN_LOOK_S = 0.02
-UNHEARD_S = (
-    3.0  # without an answer, or three heartbeats: a coordinator expires this node about then
-)
+UNHEARD_S = 3.0  # without an answer, or three heartbeats: about when a coordinator expires a node
 UNHEARD_BEATS = 3.0
 
 
@@ -106,14 +104,10 @@ class RelayDriver:
             report_of=self._reporter,
             changed=self._tell_waiting,
         )
-        self._news: dict[
-            str, tuple[object, ...]
-        ] = {}  # by deployment: what ``on_news`` was last called for
+        self._news: dict[str, tuple[object, ...]] = {}  # by deployment: last reported at once
         self._on_news = on_news
         self._coordinated = coordinated
-        self._woke_s = float(
-            "inf"
-        )  # end of the last suspension, until the coordinator confirms the lanes
+        self._woke_s = float("inf")  # end of a suspension, until lanes are confirmed
         self._heard_until_s = float("-inf")  # until then the coordinator counts as reachable
         self._stop = threading.Event()
         self._changed = threading.Condition()
@@ -251,9 +245,7 @@ class RelayDriver:
     def _run(self) -> None:
         due_s = time.monotonic()  # the latest time of this loop's next check of the clock
         while not self._stop.is_set():
-            due_s = self._look_at_clock(
-                due_s
-            )  # the process may also be suspended in the middle of its work
+            due_s = self._look_at_clock(due_s)  # a suspension in the middle of its work counts
             wait_s = self._tick()
             due_s = self._look_at_clock(due_s) + wait_s
             found = None
@@ -294,9 +286,7 @@ class RelayDriver:
                 next_s = min(next_s, time.monotonic() + LOOK_S)
             self._look_around(share, time.monotonic())
             due_s = share.session.deadline_s() if share.session else None
-            old_s = (
-                share.refreshed_s + LONGEST_WAIT_S
-            )  # a stall must be reported too, and causes no event
+            old_s = share.refreshed_s + LONGEST_WAIT_S  # a stall is reported too, without an event
             if due_s is not None and min(due_s, old_s) <= time.monotonic():
                 self._tell(share, Tick(), time.monotonic())
                 due_s = share.session.deadline_s() if share.session else None

@@ -169,9 +169,7 @@ class AgentConfig:
     rack: str = ""
     zone: str = ""
     link_mbit: float | None = None  # the rate that plans expect; None: the profile's
-    limit_mbit: float | None = (
-        None  # of each direction; None: link_mbit if [cluster] paced; 0: none
-    )
+    limit_mbit: float | None = None  # each way; None: link_mbit if [cluster] paced; 0: none
     listen: str = "127.0.0.1:0"
     advertise: str = ""  # the host that peers connect to; "": the listen host, or detected
     die_with_parent: bool = False

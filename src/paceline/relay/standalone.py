@@ -368,9 +368,7 @@ class _Crew:
         if len(self._failed) <= self._request.max_failed * len(self._drivers):
             return
         if all(self._is_permanent(each) for each in self._failed.values()):
-            for (
-                driver
-            ) in self._drivers.values():  # it can never succeed: nothing is kept to resume from
+            for driver in self._drivers.values():  # cannot succeed: nothing is kept
                 driver.cancel(self._fuse.deployment_id)
                 driver.wait(
                     lambda beats: all(b.deployment_id != self._fuse.deployment_id for b in beats),

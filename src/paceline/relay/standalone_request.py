@@ -1,7 +1,7 @@
-"""The arguments of one ``distribute`` call, their checks before a byte moves, and its result
-record.
+"""The arguments of one ``distribute`` call, their checks, and its result record.
 
-Each refusal is a named error; nothing here opens a store or starts a thread.
+Everything is checked before a byte moves, and each refusal is a named error; nothing here opens a
+store or starts a thread.
 """
 
 from __future__ import annotations

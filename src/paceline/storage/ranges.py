@@ -111,9 +111,7 @@ def _one_answer(
                 )
             done += got
             yield done
-            took_s = (
-                time.monotonic() - began_s
-            )  # includes the caller's time, which may include a pause
+            took_s = time.monotonic() - began_s  # includes the caller's time and pauses
             if took_s < STEP_S / 2:
                 step = min(2 * step, MOST_STEP)
             elif took_s > 2 * STEP_S:

@@ -223,9 +223,8 @@ class ObjectStore:
 
         try:
             written = self.has_conditional_writes is not False and put()
-            if (
-                self.has_conditional_writes is None
-            ):  # many servers ignore a condition that they do not support
+            # Many servers ignore a condition that they do not support.
+            if self.has_conditional_writes is None:
                 self.has_conditional_writes = not (written and put())
         except PermanentError as error:
             if not str(error.got).startswith(_NO_CONDITION):

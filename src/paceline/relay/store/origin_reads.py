@@ -21,9 +21,7 @@ from paceline.schemas.plan import WorkerLanes
 MOST = 64  # deployments; the oldest are forgotten
 _SUFFIX = ".read"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_RECORD = struct.Struct(
-    ">40sQQ?"
-)  # the machine's boot id, bytes read, bytes reported, whether peers have read here
+_RECORD = struct.Struct(">40sQQ?")  # boot id, bytes read, bytes reported, had readers
 _READ = struct.Struct(">Q")
 _READ_AT = 40
 _TOLD_AT = _READ_AT + _READ.size
@@ -56,9 +54,7 @@ class Reading:
         if len(raw) == _RECORD.size:
             boot, read, told, self.had_readers = _RECORD.unpack(raw)
             self.before_bytes, self.begun_bytes = told, max(0, read - told)
-            self.is_known = (
-                boot == _boot()
-            )  # otherwise it stays unknown: the boot id is never rewritten
+            self.is_known = boot == _boot()  # else it stays unknown: no boot id is rewritten
             return
         self.is_known = not raw  # torn: the machine failed while it was written
         boot = _boot() if self.is_known else b"?" * _READ_AT

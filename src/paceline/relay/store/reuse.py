@@ -1,5 +1,4 @@
-"""Reuses what this disk holds already, in any version: linked, cloned or copied, and verified
-again.
+"""Reuses what this disk already holds in any version: linked, cloned or copied, then verified.
 
 A file that a version holds whole is cloned (where the filesystem shares blocks) or linked: then it
 takes no space and no time. A linked file is the same file as the version's; both are read-only, and
