@@ -1,6 +1,6 @@
 """Paceline: fetch, relay, verify, train, evaluate and promote large models as Prefect flows.
 
-The engine lives here and knows nothing of Prefect; ``tasks`` and ``flows`` are its Prefect face.
+This package does not import Prefect; ``tasks`` and ``flows`` wrap it as Prefect tasks and flows.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -1,44 +1,44 @@
 """Every error Paceline raises, in one tree.
 
-A message says what went wrong, then what was *got*, what was *wanted*, *where*, and what to *do*.
+A message states what went wrong, then what was *got*, what was *wanted*, *where*, and what to *do*.
 Adapters translate third-party errors into these and chain them with ``from``.
 
 PacelineError
 ├── TemporaryError                  try again: the same call may work later
 │   ├── ServiceUnavailable          a server (S3, coordinator, Prefect, MLflow) does not answer
-│   │   └── NotLeading              another replica of the coordinator decides, or none does now
-│   ├── TooManyCalls                a caller used up its allowance for now
+│   │   └── NotLeading              this coordinator replica is not the leader; another is, or none
+│   ├── TooManyCalls                a caller exceeded its rate limit
 │   ├── NotReady                    a process was started and missed its readiness deadline
-│   ├── PeerLost                    a peer closed, reset or went silent
+│   ├── PeerLost                    a peer closed, reset or stopped responding
 │   └── WorkerLost                  an agent, Dask worker or rank died
-└── PermanentError                  will not work until somebody changes something
-    ├── InvalidInput                a caller's value is not acceptable
+└── PermanentError                  fails again until the input or the system changes
+    ├── InvalidInput                a caller's value is invalid
     │   ├── InvalidProfile
     │   ├── InvalidManifest
-    │   │   └── UntrustedManifest   unsigned, or signed by nobody this installation trusts
+    │   │   └── UntrustedManifest   unsigned, or not signed by a trusted publisher
     │   ├── InvalidPlan
     │   ├── InvalidSnapshot
-    │   └── InvalidFrame            bytes on the peer port that are not our protocol
+    │   └── InvalidFrame            bytes on the peer port that are not Paceline's protocol
     ├── AccessDenied                credentials missing or refused
     ├── NotFound
     │   └── SourceMissing           bucket, object or path does not exist
-    ├── Conflict                    an idempotency key, id or lock is taken by something else
+    ├── Conflict                    an idempotency key, id or lock is already taken
     │   ├── StateLocked             another supervisor owns the state directory
-    │   └── StaleEpoch              a writer of an older epoch or incarnation
+    │   └── StaleEpoch              a write from an older epoch or incarnation
     ├── PortInUse
     ├── StorageFull
-    ├── StorageFailed               a disk refuses to keep bytes (EIO); they are discarded
+    ├── StorageFailed               a disk write failed (EIO); the bytes are discarded
     ├── CorruptData                 bytes do not match their digest
     │   └── SourceChanged           the source object was replaced while it was read
-    ├── OriginBudgetExceeded        the origin fuse: more source bytes than the plan allows
+    ├── OriginBudgetExceeded        more bytes would be read from the source than the plan allows
     ├── DeploymentFailed
     ├── Cancelled
     ├── DataRejected                a data snapshot failed its validation
     ├── TrainingFailed
-    │   └── NotSaved                a state could not be kept as a checkpoint
-    ├── GateRefused                 a candidate did not earn promotion
-    ├── NotReproducible             what a training depended on is not here as it was
-    └── MissingTool                 a program that must be installed is not there
+    │   └── NotSaved                a training state could not be saved as a checkpoint
+    ├── GateRefused                 a candidate did not pass the promotion gate
+    ├── NotReproducible             a dependency of a training run changed or is missing
+    └── MissingTool                 a required program is not installed
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PacelineError(Exception):
     def one_line(self) -> str:
         """Return the whole message on one line: what, got, wanted, where, what to do.
 
-        Each part is bounded and printable: peers, servers and files supply some of them.
+        Each part is bounded and printable, because peers, servers and files supply some of them.
         """
         parts = [_shown(self.what)]
         details = [
@@ -84,13 +84,13 @@ class PacelineError(Exception):
         return f"{line}. {_shown(self.do)}" if self.do else line
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors cross Dask and process borders; rebuild them with all their fields.
+        # Errors cross Dask and process boundaries; pickle rebuilds them with all their fields.
         fields = (self.what, self.got, self.wanted, self.where, self.do)
         return (_rebuild, (type(self), *fields))
 
     @property
     def code(self) -> str:
-        """Return the stable name of this kind of error, as JSON output and REST carry it."""
+        """Return the stable name of the error class, as used in JSON output and REST."""
         return type(self).__name__
 
 
@@ -105,7 +105,7 @@ def _rebuild(
 
 
 def shown(value: object, most: int = 1000) -> str:
-    """Return a foreign ``value`` as an error names it: its repr, cut, however deep it is nested."""
+    """Return the repr of an untrusted ``value``, cut to ``most`` characters, for error messages."""
     try:
         return repr(value)[:most]
     except RecursionError:
@@ -119,15 +119,15 @@ class TemporaryError(PacelineError):
 
 
 class ServiceUnavailable(TemporaryError):
-    """A server does not answer, or answers that it cannot serve now."""
+    """A server does not answer, or answers that it is unavailable."""
 
 
 class TooManyCalls(TemporaryError):
-    """A caller used up its allowance for now."""
+    """A caller exceeded its rate limit."""
 
 
 class NotLeading(ServiceUnavailable):
-    """A replica of the coordinator was asked to decide something while it does not lead."""
+    """A coordinator replica that is not the leader received a request that needs the leader."""
 
 
 class NotReady(TemporaryError):
@@ -135,7 +135,7 @@ class NotReady(TemporaryError):
 
 
 class PeerLost(TemporaryError):
-    """A peer closed its connection, reset it, or went silent past its deadline."""
+    """A peer closed or reset its connection, or missed its deadline."""
 
 
 class WorkerLost(TemporaryError):
@@ -143,11 +143,11 @@ class WorkerLost(TemporaryError):
 
 
 class PermanentError(PacelineError):
-    """It will not work until somebody changes something."""
+    """The same call fails again until the input or the system changes."""
 
 
 class InvalidInput(PermanentError):
-    """A caller's value is not acceptable."""
+    """A caller's value is invalid."""
 
     exit_code = 2
 
@@ -161,7 +161,7 @@ class InvalidManifest(InvalidInput):
 
 
 class UntrustedManifest(InvalidManifest):
-    """A manifest's signature is missing, wrong, or nobody's that is trusted here."""
+    """A manifest's signature is missing, wrong, or not from a trusted publisher."""
 
 
 class InvalidPlan(InvalidInput):
@@ -173,7 +173,7 @@ class InvalidSnapshot(InvalidInput):
 
 
 class InvalidFrame(InvalidInput):
-    """Bytes on the peer port are not our protocol or exceed its limits."""
+    """Bytes on the peer port are not Paceline's protocol or exceed its limits."""
 
 
 class AccessDenied(PermanentError):
@@ -187,11 +187,11 @@ class NotFound(PermanentError):
 
 
 class SourceMissing(NotFound):
-    """A bucket, an object or a path that should be read does not exist."""
+    """A bucket, object or path to read from does not exist."""
 
 
 class Conflict(PermanentError):
-    """The name, key or lock is taken by something else."""
+    """The name, key or lock is already taken."""
 
 
 class StateLocked(Conflict):
@@ -199,19 +199,19 @@ class StateLocked(Conflict):
 
 
 class StaleEpoch(Conflict):
-    """A writer of an older epoch or incarnation was refused."""
+    """A write from an older epoch or incarnation was refused."""
 
 
 class PortInUse(PermanentError):
-    """A port that was asked for is taken."""
+    """A requested port is taken."""
 
 
 class StorageFull(PermanentError):
-    """A disk has no room, or its quota is spent."""
+    """A disk is full, or its quota is used up."""
 
 
 class StorageFailed(PermanentError):
-    """A disk refused to keep bytes; what was being written there is discarded."""
+    """A disk write failed; the partly written data is discarded."""
 
 
 class CorruptData(PermanentError):
@@ -227,7 +227,7 @@ class OriginBudgetExceeded(PermanentError):
 
 
 class DeploymentFailed(PermanentError):
-    """A deployment ended without every needed worker complete."""
+    """A deployment ended before every required worker was complete."""
 
 
 class Cancelled(PermanentError):
@@ -241,24 +241,24 @@ class DataRejected(PermanentError):
 
 
 class TrainingFailed(PermanentError):
-    """A training job used up its restarts or cannot run as asked."""
+    """A training job used up its restarts or cannot run as configured."""
 
 
 class NotSaved(TrainingFailed):
-    """A training's state could not be kept as a checkpoint; the checkpoints before are intact."""
+    """A training state could not be saved as a checkpoint; earlier checkpoints are intact."""
 
 
 class GateRefused(PermanentError):
-    """A candidate did not earn promotion."""
+    """A candidate did not pass the promotion gate."""
 
     exit_code = 3
 
 
 class NotReproducible(PermanentError):
-    """What a training depended on (code, libraries, data, base model) is not here as it was."""
+    """A dependency of a training run (code, libraries, data, base model) changed or is missing."""
 
     exit_code = 4
 
 
 class MissingTool(PermanentError):
-    """A program that must be installed is not there."""
+    """A required program is not installed."""

@@ -1,6 +1,6 @@
-"""Text that another process wrote, made safe to show: in errors, log lines, records and terminals.
+"""Sanitise text from other processes for errors, log lines, records and terminals.
 
-``printable`` is called where such text enters; ``OneLine`` is the formatter of this project's logs.
+Call ``printable`` where such text enters the process; ``OneLine`` is the formatter of all logs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def printable(text: str, longest: int = LONGEST) -> str:
     r"""Return ``text`` on one line of at most ``longest`` characters, every character visible.
 
     Control characters, bidi overrides, line separators and lone surrogates become escapes such as
-    ``\x1b``. Applied again, it changes nothing.
+    ``\x1b``. The function is idempotent.
     """
     if len(text) <= longest and text.isprintable():
         return text
@@ -26,30 +26,31 @@ def printable(text: str, longest: int = LONGEST) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return ``text`` with its lines kept, each ``printable`` and behind two spaces, so that none
-    passes for a line of ours: for tracebacks.
+    """Return ``text`` with each line made ``printable`` and indented by two spaces.
+
+    For tracebacks: the indentation keeps a line from being mistaken for a log event.
     """
     return "\n".join(f"  {printable(line.expandtabs())}" for line in text.split("\n"))
 
 
 def log_to_stderr(level: int | str, form: str) -> None:
-    """Have this process log to its standard error, one line an event."""
+    """Configure this process to log to standard error, one line per event."""
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine(form))
     logging.basicConfig(level=level, handlers=[handler])
 
 
 class OneLine(logging.Formatter):
-    """One line an event: a line break in an argument starts no line of its own.
+    """Log formatter that writes one line per event; line breaks in arguments are escaped.
 
-    A traceback follows on lines that begin with two spaces, so that none passes for an event.
+    A traceback follows on lines indented by two spaces, so that none is mistaken for an event.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
-        """Return the line, control characters escaped."""
+        """Return the line with control characters escaped."""
         record.message = printable(record.message, 16 * LONGEST)
         return super().formatMessage(record)
 
     def formatException(self, ei: object) -> str:  # noqa: N802 (logging's name)
-        """Return the traceback, indented, control characters escaped."""
+        """Return the traceback indented, with control characters escaped."""
         return quoted(super().formatException(ei))  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""The control plane as one web service: routers composed, guarded, served on one port."""
+"""The coordinator's web service: routes, authentication, limits and pages on one port."""

@@ -1,4 +1,10 @@
-"""The routes about access itself: tokens, joining, and who changed what."""
+"""REST routes for tokens, for joining the fleet, and for the audit history.
+
+A node becomes a worker when it receives a certificate and a token, in exchange for a join token or
+for its current certificate and token. The certificate carries the worker id that the token is bound
+to, not an id that the request chose. The node's private key stays on the node. The response is sent
+only after the new token is committed.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +47,15 @@ from paceline.schemas.base import Name
 from paceline.schemas.calls import EventList, Success
 from paceline.schemas.events import EventName
 
-# How a node becomes a worker: a certificate and a token, for a join token or for the last ones.
-#
-# The certificate names the worker id that the token is bound to, never one that the request chose.
-# The node's private key stays on the node. Nothing is handed out before its token is committed.
-
 log = logging.getLogger(__name__)
 
-RENEW_AT = 2 / 3  # of its life
+RENEW_AT = 2 / 3  # share of an identity's lifetime after which a worker renews it
 DAY_S = 86_400.0
 SERVERS_OWN = ("control", "services", "data", "training", "evaluation", "gate", "model")
 
 
 class Admission:
-    """Issues identities in the name of the installation's authority."""
+    """Issues worker identities signed by the installation's certificate authority."""
 
     def __init__(
         self,
@@ -68,23 +69,23 @@ class Admission:
         self._urls, self._wall = urls, wall
 
     def ca_pem(self) -> bytes:
-        """Return the authority's certificate; it is made where there is none yet.
+        """Return the authority's certificate (PEM); create the authority if there is none yet.
 
-        Raises ServiceUnavailable where it cannot be read.
+        Raises ServiceUnavailable if it cannot be read.
         """
         with _own_files():
             return read_certificate(self._authority().cert)
 
     def ca_sha256(self) -> str:
-        """Return the authority's fingerprint; it is made where there is none yet."""
+        """Return the SHA-256 fingerprint of the authority's certificate."""
         return fingerprint(self.ca_pem())
 
     def admit(self, asked: JoinWorker) -> WorkerIdentity:
-        """Return the caller's next identity; a join token is spent by it, for the request's key.
+        """Return the caller's next identity; this spends a join token for the request's key.
 
-        Raises AccessDenied where the caller's token is not bound to that worker or was spent for
-        another key, InvalidInput for a request that is none, ServiceUnavailable where this
-        installation's own files cannot be read.
+        Raises AccessDenied if the caller's token is not bound to that worker or was spent for
+        another key, InvalidInput if the certificate request is malformed, ServiceUnavailable if
+        this installation's own files cannot be read.
         """
         who = caller()
         if who.worker_id != asked.worker_id:
@@ -132,7 +133,7 @@ class Admission:
         )
 
     def _rest_ca(self) -> str | None:
-        """Return what this port's certificate is checked against, where not by the system's CAs."""
+        """Return the CA (PEM) of the REST certificate; None: plain, or the system's CAs."""
         security = self._runtime.profile.security
         if security.rest_tls == "installation":
             return self.ca_pem().decode()
@@ -149,9 +150,9 @@ class Admission:
 
 @contextlib.contextmanager
 def _own_files() -> Iterator[None]:
-    """Raise what is wrong with this installation's own files as no fault of the caller's.
+    """Translate an error in this installation's own files into ServiceUnavailable.
 
-    Which file it is stands in the log: callers without a token get here too.
+    The file's name goes to the log only, because callers without a token reach this code too.
     """
     try:
         yield
@@ -163,7 +164,7 @@ def _own_files() -> Iterator[None]:
 
 
 def _for_nodes(profile: Profile) -> dict[str, object]:
-    """Return what an agent needs of ``profile``: not the servers' part, nor how they train."""
+    """Return the sections of ``profile`` that an agent needs, without those in SERVERS_OWN."""
     return profile.model_dump(mode="json", exclude=set(SERVERS_OWN))
 
 
@@ -175,12 +176,12 @@ Number = Annotated[int | None, Query(ge=0, le=2**62)]
 def make_access_router(
     coordinator: Coordinator, admission: Admission, doorman: Doorman
 ) -> APIRouter:
-    """Return the routes of tokens, joining and the audit history."""
+    """Return the routes for tokens, joining and the audit history."""
     router = APIRouter()
 
     @router.post("/tokens", status_code=201, tags=["access"])
     def create_token(call: CreateToken) -> CreatedToken:
-        """Make a bearer token; its secret is told this once."""
+        """Create a bearer token; only this response contains the secret."""
         drawn = draw()
         event = IssueToken(
             token_id=drawn.token_id, sha256=drawn.sha256, call=call, at=coordinator.now()
@@ -191,7 +192,7 @@ def make_access_router(
 
     @router.post("/tokens/join", status_code=201, tags=["access"])
     def create_join_token(call: CreateJoinToken) -> CreatedToken:
-        """Make a token with which one agent may join, once."""
+        """Create a join token, with which one agent may join once."""
         ca_sha256 = admission.ca_sha256()
         drawn = draw(ca_sha256)
         event = IssueToken(
@@ -203,17 +204,17 @@ def make_access_router(
 
     @router.get("/tokens", tags=["access"])
     def list_tokens() -> TokenList:
-        """Every token that is remembered, also those that open nothing any more."""
+        """List every stored token, including those that are no longer valid."""
         seen = doorman.seen
         tokens = coordinator.read(lambda state: state.tokens.tokens())
         return TokenList(tokens=tuple(TokenView.of(e, seen.get(e.token_id)) for e in tokens))
 
     @router.delete("/tokens/{token_id}", tags=["access"])
     def revoke_token(token_id: Annotated[Name, PathParameter()]) -> Success:
-        """Have a token open nothing any more, from the next call on.
+        """Revoke a token; it is refused from the next call on.
 
-        A worker's token ends with every token of that worker, a spent join token with what was
-        joined with it.
+        Revoking a worker's token revokes every token of that worker; revoking a spent join token
+        revokes the identity that was issued for it.
         """
         answer = coordinator.handle(RevokeToken(token_id=token_id, at=coordinator.now()))
         assert isinstance(answer, Success)
@@ -221,15 +222,15 @@ def make_access_router(
 
     @router.post("/workers/join", tags=["access"])
     def join_worker(call: JoinWorker) -> WorkerIdentity:
-        """Spend a join token for a worker's certificate and token.
+        """Spend a join token and return a worker's certificate and token.
 
-        Called again with the same key while the token lasts, it is answered again.
+        The call may be repeated with the same key until the join token expires.
         """
         return admission.admit(call)
 
     @router.post("/workers/renew", tags=["access"])
     def renew_worker(call: JoinWorker) -> WorkerIdentity:
-        """Exchange a worker's token and certificate for the next ones, before they expire."""
+        """Return a worker's next token and certificate, before the current ones expire."""
         return admission.admit(call)
 
     @router.get("/audit", tags=["access"])
@@ -244,7 +245,7 @@ def make_access_router(
         since: Seconds = None,
         until: Seconds = None,
     ) -> EventList:
-        """The history: what happened, who changed what from where, and what was refused."""
+        """Return the audit history: events, changes with caller and address, and refused calls."""
         asked = Question(
             after=after or 0,
             before=before,
@@ -261,7 +262,7 @@ def make_access_router(
 
     @router.get("/ca.pem", tags=["access"], response_class=Response)
     def get_authority() -> Response:
-        """The authority's certificate, which is public."""
+        """Return the authority's certificate, which is public."""
         return Response(admission.ca_pem(), media_type="application/x-pem-file")
 
     return router

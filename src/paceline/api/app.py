@@ -1,7 +1,7 @@
-"""The coordinator's process: routers, guards, metrics and pages in one app, on one port.
+"""The coordinator's web app: routes, guards, metrics and pages on one port.
 
-``serve`` is the body of ``paceline coordinator``: it prints nothing, logs to a file in the state
-directory, and returns the exit status. It makes no decisions; those are in ``coordinator``.
+``serve`` runs ``paceline coordinator``: it prints nothing, logs to a file in the state directory
+and returns the exit status. Decisions are made in the package ``coordinator``, not here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from paceline.coordinator.stores import (
     open_progress,
 )
 
-REPLICA_ID = "coordinator"  # of the only (or first) replica; the log is named after it
+REPLICA_ID = "coordinator"  # id of the only (or first) replica, and name of its log file
 OPEN_PATHS = paths_open()  # served without a token
 
 
@@ -50,10 +50,10 @@ def create_app(
     patience: Patience | None = None,
     names: tuple[str, ...] = (),
 ) -> FastAPI:
-    """Return the app of ``runtime``; its coordinator runs from start-up to shutdown.
+    """Return the app of ``runtime``; its coordinator runs from the app's start-up to its shutdown.
 
-    ``url`` is where clients and other replicas reach it; ``names`` is what else they may call it,
-    beside loopback's names and the profile's.
+    ``url`` is where clients and other replicas reach it. ``names`` are additional host names that
+    the Host header may carry, besides those of loopback and of the profile.
     """
     coordination = open_coordination(runtime)
     patience = patience or Patience.of(runtime.profile)
@@ -97,7 +97,7 @@ def create_app(
         title="Paceline coordinator",
         version=__version__,
         lifespan=lifespan,
-        docs_url=None,  # the stock pages load scripts from elsewhere; /docs here is our own
+        docs_url=None,  # FastAPI's page loads scripts from other hosts; /docs here is our own
         redoc_url=None,
     )
     app.state.coordinator, app.state.replica = coordinator, replica
@@ -108,7 +108,7 @@ def create_app(
     describe(app)
     require_declared(app)
     security = runtime.profile.security
-    # The last one added is asked first.
+    # The middleware added last runs first.
     app.add_middleware(Beating, coordinator=coordinator)
     app.add_middleware(LeaderGate, coordinator=coordinator)
     app.add_middleware(
@@ -127,7 +127,7 @@ def create_app(
 
 
 def _flow_duties(runtime: Runtime, coordinator: Coordinator) -> list[Callable[[Term], Duty]]:
-    """Return the duty of starting flow runs, where the profile wants them started."""
+    """Return the leader duty that starts flow runs, if the profile enables it."""
     if runtime.profile.control.flow_starter == "off":
         return []
     starter = PrefectStarter.of(runtime)
@@ -146,9 +146,9 @@ def serve(
     """Serve the coordinator of ``runtime`` until SIGTERM or SIGINT; return the exit status.
 
     Once it accepts connections it writes ``{"url": …}`` and a newline to ``ready_fd`` and closes
-    it. Port 0 takes a free one. Raises PortInUse, and InvalidProfile naming what is missing where
-    others can reach ``host`` and tokens would cross the network in the clear. ``advertise`` is the
-    URL that others know it by, where that is not the one it listens at.
+    it. Port 0 selects a free port. ``advertise`` is the URL under which others reach it, if that is
+    not the address it listens on. Raises PortInUse, and InvalidProfile with the missing settings if
+    other machines can reach ``host`` and tokens would cross the network unencrypted.
     """
     protection = protection_of(runtime, host)
     return serve_app(
@@ -165,6 +165,6 @@ def serve(
 
 
 def _urls(runtime: Runtime) -> tuple[str, ...]:
-    """Return where a node that joins finds the coordinator; none: where it asked."""
+    """Return the coordinator's URLs for a joining node; empty: the URL that the node called."""
     known = runtime.endpoints
     return known.coordinator_urls or ((known.coordinator_url,) if known.coordinator_url else ())

@@ -1,8 +1,8 @@
-"""Writes down what the guard saw: refused attempts of changes, and when tokens were last shown.
+"""Audit rows for refused changes, and the time each token was last used.
 
-Neither may slow down or fill anything: refusals are kept at a bounded rate (what was left out is
-counted in the next row), uses of a token at most once an hour. Both are committed by a thread of
-their own; what cannot be committed now (a standby, a store that is away) goes to the log instead.
+Refusals are recorded at a bounded rate (the next row counts those left out), token uses at most
+once an hour. A separate thread commits both. Refusals that cannot be committed (on a standby, or
+while the store is unavailable) are logged instead.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ log = logging.getLogger(__name__)
 ROWS_PER_S, ROWS_AT_ONCE = 2.0, 200.0
 BATCH = 50
 WRITE_S = 0.25
-USES_S = 30.0  # between two looks at which tokens were used
-USE_GRAIN_S = 3600.0
+USES_S = 30.0  # between two checks for used tokens
+USE_GRAIN_S = 3600.0  # between two stored times of last use of one token
 
 
 class Books(Protocol):
-    """What the clerk needs of the coordinator."""
+    """The coordinator's interface that Clerk needs."""
 
     @property
     def tokens(self) -> TokenBook:
-        """Return the tokens; may be read without a lock."""
+        """Return the tokens; readable without a lock."""
         ...
 
     def tell(self, observed: Sequence[Observed]) -> None:
@@ -49,7 +49,7 @@ class Books(Protocol):
 
 
 class Clerk:
-    """``refused`` is called by the event loop; everything else by the clerk's thread."""
+    """Commits audit rows on its own thread; only ``refused`` is called from the event loop."""
 
     def __init__(
         self,
@@ -66,16 +66,16 @@ class Clerk:
         self._thread = threading.Thread(target=self._work, name="clerk", daemon=True)
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start the writer thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Write what is left and end."""
+        """Write what is queued and end the thread."""
         self._stopping.set()
         self._thread.join(timeout=10)
 
     def refused(self, attempt: Refused) -> None:
-        """Take note of a refused attempt; never waits, never grows."""
+        """Queue a refused attempt; never blocks, and the queue is bounded."""
         full = len(self._rows) == self._rows.maxlen
         if full or self._allowance.take("refused", time.monotonic()):
             self._left_out += 1
@@ -110,7 +110,7 @@ class Clerk:
         for token_id, at in list(self._seen.items()):
             record = self._books.tokens.find(token_id)
             if record is None:
-                self._seen.pop(token_id, None)  # it was forgotten
+                self._seen.pop(token_id, None)  # the coordinator no longer stores this token
             if record is not None and (record.last_used_at or 0.0) + USE_GRAIN_S <= at:
                 uses.append((token_id, at))
         for start in range(0, len(uses), BATCH):

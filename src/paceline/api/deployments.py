@@ -1,7 +1,8 @@
-"""The coordinator's REST: each route is one question to the state or one event for it.
+"""REST routes of deployments, workers, the ledger and events.
 
-The calls and their records stand in ``wire.calls``. It decides nothing and keeps nothing; which
-token opens which route, and how often, is decided before it (``service.guard``).
+Each route reads the coordinator's state or sends it one event; the records are in
+``schemas.calls``. Routes store and decide nothing. Authentication and rate limits are in
+``api.guard``.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from paceline.schemas.plan import Plan, WorkerLanes
 from paceline.schemas.records import StageRecord
 
 POLL_S = 0.05
-CANCEL_WAIT_S = 8.0  # a beat to hear of it and a beat to confirm; who is silent is lost by then
+CANCEL_WAIT_S = 8.0  # one beat to deliver, one to confirm; a silent worker is lost by then
 
 DeploymentId = Annotated[str, PathParameter(max_length=128)]
 Key = Annotated[
@@ -76,51 +77,51 @@ def make_router(coordinator: Coordinator) -> APIRouter:
 def _add_deployments(router: APIRouter, coordinator: Coordinator) -> None:
     @router.post("/deployments", status_code=201, tags=["deployments"])
     def create_deployment(call: CreateDeployment, idempotency_key: Key = None) -> CreatedDeployment:
-        """Bring a model version to every target worker."""
+        """Distribute a model version to every target worker."""
         return coordinator.create(call, idempotency_key)
 
     @router.get("/deployments", tags=["deployments"])
     def list_deployments(
         newest: Annotated[int | None, Query(ge=1, le=100_000)] = None,
     ) -> DeploymentList:
-        """Every deployment that is kept, or so many of the newest; oldest first."""
+        """List every stored deployment, or only the newest; oldest first."""
         every = coordinator.read(lambda state: state.deployments())
         return DeploymentList(deployments=tuple(every if newest is None else every[-newest:]))
 
     @router.get("/deployments/{deployment_id}", tags=["deployments"])
     def get_deployment(deployment_id: DeploymentId) -> DeploymentView:
-        """One deployment and how far it is."""
+        """Return one deployment and its progress."""
         return coordinator.read(lambda state: state.view(deployment_id))
 
     @router.delete("/deployments/{deployment_id}", tags=["deployments"])
     async def cancel_deployment(deployment_id: DeploymentId) -> Success:
-        """Stop it for good; answers once no living worker can publish it any more."""
+        """Cancel a deployment; returns once no living worker can publish it any more."""
         await run_in_threadpool(coordinator.cancel, deployment_id)
         await _all_stopped(coordinator, deployment_id)
         return Success()
 
     @router.get("/deployments/{deployment_id}/workers", tags=["deployments"])
     def get_workers(deployment_id: DeploymentId) -> WorkerProgressList:
-        """Each target's part."""
+        """Return the progress of each target worker."""
         progress = coordinator.read(lambda state: state.progress(deployment_id))
         return WorkerProgressList(workers=tuple(progress))
 
     @router.get("/deployments/{deployment_id}/manifest", tags=["deployments"])
     def get_manifest(deployment_id: DeploymentId) -> Response:
-        """The manifest's bytes, exactly as published."""
+        """Return the manifest's bytes, exactly as published."""
         raw = coordinator.read(lambda state: state.run(deployment_id).manifest_bytes)
         return Response(raw, media_type="application/json")
 
     @router.get("/deployments/{deployment_id}/lanes", tags=["deployments"])
     def get_lanes(deployment_id: DeploymentId, worker_id: Annotated[Name, Query()]) -> WorkerLanes:
-        """One worker's part of the newest plan; asking acknowledges the manifest."""
+        """Return one worker's lanes of the newest plan; the call acknowledges the manifest."""
         require_worker(worker_id)
         event = FetchLanes(deployment_id=deployment_id, worker_id=worker_id)
         return _answer(coordinator, event, WorkerLanes)
 
     @router.get("/deployments/{deployment_id}/plan", tags=["deployments"])
     def get_plan(deployment_id: DeploymentId) -> Plan:
-        """The newest plan."""
+        """Return the newest plan."""
         return coordinator.read(lambda state: state.plan(deployment_id))
 
     _add_switching(router, coordinator)
@@ -129,28 +130,28 @@ def _add_deployments(router: APIRouter, coordinator: Coordinator) -> None:
 def _add_switching(router: APIRouter, coordinator: Coordinator) -> None:
     @router.post("/deployments/{deployment_id}/activate", tags=["deployments"])
     def activate_deployment(deployment_id: DeploymentId, allow_older: bool = False) -> Success:
-        """Have the fleet switch to this version as one, once a quorum is ready."""
+        """Switch the fleet to this version, once a quorum of workers is ready."""
         event = Activate(deployment_id=deployment_id, allow_older=allow_older, at=coordinator.now())
         return _answer(coordinator, event, Success)
 
     @router.post("/deployments/{deployment_id}/rollback", tags=["deployments"])
     def roll_back_deployment(deployment_id: DeploymentId) -> Success:
-        """Have the fleet go back from this version to the one before; nothing is transferred."""
+        """Switch the fleet from this version back to the previous one; nothing is transferred."""
         event = Rollback(deployment_id=deployment_id, at=coordinator.now())
         return _answer(coordinator, event, Success)
 
     @router.get("/deployments/{deployment_id}/switch", tags=["deployments"])
     def get_switch(deployment_id: DeploymentId) -> SwitchView:
-        """The newest switch of this deployment, worker by worker."""
+        """Return the newest switch of this deployment, worker by worker."""
         return coordinator.read(lambda state: state.switch_of(deployment_id))
 
     @router.post("/deployments/{deployment_id}/budget", tags=["deployments"])
     def raise_budget(
         deployment_id: DeploymentId, call: RaiseOriginBudget, idempotency_key: Key = None
     ) -> Success:
-        """Let a stalled deployment read more from the origin, and go on.
+        """Raise a deployment's origin budget, so that it continues if it stalled.
 
-        Called again with the same Idempotency-Key, it adds nothing.
+        A repeated call with the same Idempotency-Key adds nothing.
         """
         event = RaiseBudget(
             deployment_id=deployment_id,
@@ -165,7 +166,7 @@ def _add_switching(router: APIRouter, coordinator: Coordinator) -> None:
 def _add_workers(router: APIRouter, coordinator: Coordinator) -> None:
     @router.post("/workers/register", tags=["workers"])
     def register_worker(call: RegisterWorker) -> Registered:
-        """Make a worker known, or its next incarnation."""
+        """Register a worker, or its next incarnation."""
         require_worker(call.worker_id)
         return _answer(coordinator, Register(call=call, at=coordinator.now()), Registered)
 
@@ -174,20 +175,20 @@ def _add_workers(router: APIRouter, coordinator: Coordinator) -> None:
         beat: Heartbeat,
         wait_s: Annotated[float, Query(ge=0, le=LONGEST_POLL_S, allow_inf_nan=False)] = 0.0,
     ) -> HeartbeatAnswer:
-        """Take a worker's report and answer what it should do, waiting for the first command."""
+        """Receive a worker's heartbeat and return its commands, waiting for the first one."""
         require_worker(beat.worker_id)
         return await answer_beat(coordinator, beat, wait_s)
 
     @router.get("/workers", tags=["workers"])
     def list_workers() -> WorkerList:
-        """Everyone who registered, the lost ones for a month."""
+        """List every registered worker; lost workers are kept for a month."""
         return WorkerList(workers=tuple(coordinator.read(lambda state: state.fleet.workers())))
 
 
 def _add_ledger(router: APIRouter, coordinator: Coordinator) -> None:
     @router.get("/ledger/{stage}/{input_digest}", tags=["ledger"])
     def get_stage(stage: Stage, input_digest: Digest) -> StageRecord:
-        """What a stage gave for these inputs."""
+        """Return the recorded result of a stage for these inputs."""
         record = coordinator.stage(stage, input_digest)
         if record is None:
             raise NotFound("the stage has not finished for these inputs", got=input_digest)
@@ -216,7 +217,7 @@ def _add_observation(router: APIRouter, coordinator: Coordinator) -> None:
         after: Annotated[int, Query(ge=0, le=2**62)] = 0,
         wait_s: Annotated[float, Query(ge=0, le=LONGEST_POLL_S, allow_inf_nan=False)] = 0.0,
     ) -> EventList:
-        """The events after a number, waiting for the first one."""
+        """Return the events after a sequence number, waiting for the first one."""
         clock = asyncio.get_running_loop().time
         until_s = clock() + wait_s
         while True:
@@ -227,18 +228,18 @@ def _add_observation(router: APIRouter, coordinator: Coordinator) -> None:
 
     @router.get("/healthz", tags=["observation"])
     async def healthz() -> Success:
-        """This process answers."""
+        """Liveness probe: the process answers."""
         return Success()
 
     @router.get("/readyz", tags=["observation"])
     def readyz() -> Success:
-        """This process can decide and commit."""
+        """Readiness probe: this replica can decide and commit."""
         coordinator.check_ready()
         return Success()
 
 
 async def _all_stopped(coordinator: Coordinator, deployment_id: str) -> None:
-    """Return when no living target can publish a cancelled deployment; invariant I11."""
+    """Return once no living target can publish a cancelled deployment (invariant I11)."""
     clock = asyncio.get_running_loop().time
     until_s = clock() + CANCEL_WAIT_S
     while True:
@@ -265,7 +266,7 @@ def _answer(coordinator: Coordinator, event: Event, kind: type[Known]) -> Known:
 
 
 def _require_plain(output: dict[str, object]) -> None:
-    """Refuse what cannot be kept as JSON and read back equal: NaN, endless numbers, surrogates."""
+    """Refuse what JSON cannot store and return unchanged: NaN, infinity, lone surrogates."""
     try:
         json.dumps(output, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -274,16 +275,12 @@ def _require_plain(output: dict[str, object]) -> None:
         ) from error
 
 
-# Where a deployment's manifest may come from: the object store, or directories the profile allows.
-#
-# No redirects, no other schemes: a caller names a model, never a host to be called.
-
-
 def manifest_at(url: str, runtime: Runtime) -> Manifest:
-    """Return the manifest at ``url``: an S3 URL, or a directory that may be a source.
+    """Return the manifest at ``url``: an S3 URL, or a directory that the profile allows.
 
-    Raises AccessDenied where neither may be one, UntrustedManifest where the profile wants a
-    signature that it has not.
+    There are no redirects and no other schemes, so that a caller cannot make the coordinator
+    connect to a host of the caller's choice. Raises AccessDenied if the profile does not allow the
+    source, UntrustedManifest if the profile requires a signature that the manifest lacks.
     """
     source = allowed_source(url, runtime)
     security = runtime.profile.security

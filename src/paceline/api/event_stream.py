@@ -1,11 +1,11 @@
-"""The event stream: one hub a process looks at the state for all its watchers, and tells each.
+"""Server-sent events of ``GET /events/stream``: one hub per process serves all its watchers.
 
-Nothing runs while nobody watches. A hub looks at most once a second, and more rarely where a look
-costs more than a twentieth of its interval, so that a thousand watchers cost the coordinator what
-one costs. Each watcher has a bounded queue; who does not read is dropped with the reason, and comes
-back with ``Last-Event-ID``. What is copied at a look stands in ``looking``, what a Moment holds is
-decided in ``observe.moments``, the format of the items is ``wire.stream``'s. It works on a standby
-as on the leader: it only reads.
+The hub reads the coordinator's state only while there are watchers: at most every ``FRAME_S``, and
+less often if a read takes more than 1/``COST_SHARE`` of the interval, so that many watchers cost
+the coordinator what one costs. Each watcher has a bounded queue; a watcher that does not read is
+disconnected with a reason and may resume with ``Last-Event-ID``. ``telemetry.watch_items`` computes
+the Moments; ``schemas.events`` defines the items. It works on a standby as on the leader, because
+it only reads.
 """
 
 from __future__ import annotations
@@ -32,26 +32,24 @@ from paceline.schemas.plan import Plan
 from paceline.schemas.records import Deployment, Failure, WorkerStatus
 from paceline.telemetry import DeploymentSeen, Look, Moments, PartSeen, of_deployment
 
-# One look at the state for all who watch: what is to be shown, copied under the lock and no more.
-#
-# What has ended is copied once, whom each worker reads from once for each plan. What watchers are
-# told of a look is decided in ``observe.moments``, and told in ``stream``.
+# Snapshots of the state: only a copy is made under the coordinator's lock. A finished deployment is
+# copied once, and the source of each worker once per plan.
 
-SHOWN_FINAL = 20  # of the newest deployments that have ended,
-SHOWN_FINAL_PARTS = 20_000  # and no more parts than these
+SHOWN_FINAL = 20  # newest finished deployments in a snapshot
+SHOWN_FINAL_PARTS = 20_000  # most worker parts of these
 
 Answer = TypeVar("Answer")
 
 
 class Seen(Protocol):
-    """What looks need of a coordinator."""
+    """The coordinator's interface that Looks needs."""
 
     def read(self, question: Callable[[CoordinatorState], Answer]) -> Answer: ...
     def now(self) -> float: ...
 
 
 class Looks:
-    """Takes them; used by one thread at a time."""
+    """Takes snapshots of the coordinator's state; used by one thread at a time."""
 
     def __init__(self, coordinator: Seen, leader: Callable[[], LeaderView]) -> None:
         self._coordinator, self._leader = coordinator, leader
@@ -59,9 +57,7 @@ class Looks:
         self._ended: dict[str, DeploymentSeen] = {}
 
     def take(self, wanted: set[str]) -> Look:
-        """Return what is to be shown now: all that is under way, the newest of what has ended, and
-        what is ``wanted``.
-        """
+        """Return a snapshot: all running deployments, the newest finished ones, and ``wanted``."""
         leader = self._leader()
         look = self._coordinator.read(lambda state: self._seen(state, wanted, leader))
         shown = {each.deployment.deployment_id: each for each in look.deployments}
@@ -71,7 +67,7 @@ class Looks:
         return look
 
     def _seen(self, state: CoordinatorState, wanted: set[str], leader: LeaderView) -> Look:
-        """Copy what is to be shown; under the coordinator's lock, so no more than that."""
+        """Copy the state into a snapshot; runs under the coordinator's lock."""
         every = state.deployments()
         shown, room = set(wanted), SHOWN_FINAL_PARTS
         for each in reversed([each for each in every if each.status.is_final][-SHOWN_FINAL:]):
@@ -103,7 +99,7 @@ class Looks:
         activation = _activation(run, newest)
         ended = self._ended.get(deployment.deployment_id)
         if ended and ended.deployment == deployment and ended.activation == activation:
-            return ended  # nothing of it changes any more: it is not copied again
+            return ended  # a finished deployment does not change: reuse the copy
         upstream = self._sources(deployment, run.plan)
         everything = tuple(range(deployment.total_chunks))
         parts = {}
@@ -128,7 +124,7 @@ class Looks:
         return DeploymentSeen(deployment, parts, activation)
 
     def _sources(self, deployment: Deployment, plan: Plan | None) -> dict[str, str]:
-        """Return whom each worker takes its first lane from; found once for each plan."""
+        """Return the source of each worker's first lane; computed once per plan."""
         key = (deployment.deployment_id, 0 if plan is None else plan.epoch)
         if key not in self._upstream:
             workers = () if plan is None else plan.workers
@@ -142,7 +138,7 @@ class Looks:
 
 
 def _activation(run: DeploymentRun, newest: int) -> Literal["none", "switching", "active"]:
-    """Return how its version stands; of a model's activations the ``newest`` number is active."""
+    """Return the run's activation; the ``newest`` activation number of a model is active."""
     if run.memo.switch is not None and run.memo.switch.open:
         return "switching"
     return "active" if 0 < run.memo.number == newest else "none"
@@ -154,19 +150,19 @@ def _is_over(seen: DeploymentSeen) -> bool:
 
 log = logging.getLogger(__name__)
 
-FRAME_S = 0.5  # between two looks
-COST_SHARE = 20  # a look is at most a twentieth of the time
-NEWS_S = 0.1  # between two questions for events
-HEARTBEAT_S = 3.0  # of silence, then a comment shows that the connection lives
-SEND_DEADLINE_S = 20.0  # who does not take a message in this time is gone
-RETRY_MS = 1000  # what browsers wait before they come back
+FRAME_S = 0.5  # between two snapshots
+COST_SHARE = 20  # a snapshot takes at most 1/20 of the time
+NEWS_S = 0.1  # between two reads of events
+HEARTBEAT_S = 3.0  # without a message, then a comment keeps the connection alive
+SEND_DEADLINE_S = 20.0  # a reader that takes longer for one message is disconnected
+RETRY_MS = 1000  # before a browser reconnects
 MOST_WATCHERS = 200
-MOST_QUEUED = 4096  # messages that wait for one reader
+MOST_QUEUED = 4096  # messages queued for one reader
 MOST_QUEUED_BYTES = 16 * 1024 * 1024
 
 
 class Watched(Seen, Protocol):
-    """What the hub needs of a coordinator."""
+    """The coordinator's interface that StreamHub needs."""
 
     @property
     def stopping(self) -> bool: ...
@@ -175,21 +171,21 @@ class Watched(Seen, Protocol):
 
 @dataclass(eq=False)
 class Watcher:
-    """One reader: its filter, and what waits for it."""
+    """One reader: its filter and its queue of messages."""
 
     deployment_id: str | None = None
-    after: int = 0  # the last event it heard
-    live_from: int = 0  # what happens after this number comes by the queue
+    after: int = 0  # sequence number of the last event sent from history
+    live_from: int = 0  # events after this number arrive through the queue
     targets: frozenset[str] = frozenset()
-    since: float = 0.0  # what befell its targets before (seconds since the Unix epoch) is not told
-    fresh: bool = True  # it needs a full Moment before anything that only changed
+    since: float = 0.0  # worker events before this time (seconds since the Unix epoch) are not sent
+    fresh: bool = True  # it needs a full Moment before partial ones
     waiting: deque[bytes] = field(default_factory=deque)
     waiting_bytes: int = 0
     dropped: str = ""
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, message: bytes) -> None:
-        """Queue a message; a queue that is full ends the connection."""
+        """Queue a message; a full queue ends the connection."""
         full = len(self.waiting) >= MOST_QUEUED
         if self.waiting and (full or self.waiting_bytes + len(message) > MOST_QUEUED_BYTES):
             self.drop(f"too slow: {len(self.waiting)} messages wait to be read")
@@ -199,7 +195,7 @@ class Watcher:
         self.news.set()
 
     def drop(self, reason: str) -> None:
-        """End the connection once the reader took the reason; what waited is let go."""
+        """Discard queued messages and end the connection after sending ``reason``."""
         if not self.dropped:
             self.dropped = reason
             self.waiting.clear()
@@ -207,7 +203,7 @@ class Watcher:
             self.news.set()
 
     async def next(self, timeout_s: float) -> bytes | None:
-        """Return the next message, or None when there was none in time."""
+        """Return the next message, or None after ``timeout_s``."""
         if not self.waiting:
             self.news.clear()
             with contextlib.suppress(TimeoutError):
@@ -220,7 +216,7 @@ class Watcher:
 
 
 class StreamHub:
-    """Looks for everybody who watches this process; lives in one event loop."""
+    """Sends events and Moments to all watchers of this process; runs in one event loop."""
 
     def __init__(self, coordinator: Watched, leader: Callable[[], LeaderView]) -> None:
         self._coordinator = coordinator
@@ -233,17 +229,17 @@ class StreamHub:
 
     @property
     def watching(self) -> int:
-        """Return how many watch now."""
+        """Return the number of watchers."""
         return len(self._watchers)
 
     async def join(self, deployment_id: str | None, after: int | None) -> Watcher:
-        """Return a new watcher; ``after`` None means from now on.
+        """Return a new watcher that starts after event ``after`` (None: from now on).
 
-        Raises NotFound for a deployment that is not there, ServiceUnavailable where too many watch.
+        Raises NotFound for an unknown deployment, ServiceUnavailable beyond MOST_WATCHERS.
         """
         targets, since = frozenset[str](), 0.0
         if deployment_id is not None:
-            # On a thread: the state is locked while the store is written to, which may be away.
+            # On a thread: the state is locked during a write to the store, which may hang.
             record = await run_in_threadpool(
                 self._coordinator.read, lambda state: state.run(deployment_id).deployment
             )
@@ -270,7 +266,7 @@ class StreamHub:
         return watcher
 
     def leave(self, watcher: Watcher) -> None:
-        """Forget a watcher."""
+        """Remove a watcher."""
         self._watchers.discard(watcher)
 
     async def close(self) -> None:
@@ -283,7 +279,7 @@ class StreamHub:
                 await self._task
 
     def past(self, watcher: Watcher) -> Iterator[bytes]:
-        """Yield what happened before the watcher came: what is still held, or how much is not."""
+        """Yield the events before the watcher joined, or a Missed item if some are discarded."""
         first, until = True, watcher.live_from
         while watcher.after < until:
             found = self._coordinator.events(watcher.after)
@@ -313,9 +309,9 @@ class StreamHub:
                     await self._tell_moment()
                     next_look_s = clock() + max(FRAME_S, COST_SHARE * (clock() - began_s))
             except PacelineError as error:
-                log.warning("nothing to show: %s", error)  # the store is away; watchers wait
+                log.warning("nothing to show: %s", error)  # the store is unavailable; watchers wait
             except Exception:
-                # A defect must not leave everybody with a silent page.
+                # A bug must not leave watchers connected without any message.
                 log.exception("the stream broke")
                 for each in list(self._watchers):
                     each.drop("the coordinator failed; its log says why")
@@ -332,7 +328,7 @@ class StreamHub:
                         message = message or _message(Happened(event=event), event.seq)
                         each.put(message)
             if found.last <= self._after:
-                self._after = found.last  # a store that was begun anew counts from its beginning
+                self._after = found.last  # a new store numbers events from 1
                 return
             self._after = found.last
             if not found.events:
@@ -341,7 +337,7 @@ class StreamHub:
     async def _tell_moment(self) -> None:
         listeners = [(each, (each.fresh, each.deployment_id)) for each in self._watchers]
         targets = {each.deployment_id: each.targets for each in self._watchers}
-        # On a thread: of 10,000 workers it takes some 0.3 s, and beats go through this loop.
+        # On a thread: 10,000 workers take about 0.3 s, and this loop also serves heartbeats.
         said = await asyncio.to_thread(self._moment, {key for _, key in listeners}, targets)
         for each, key in listeners:
             each.fresh = False
@@ -350,7 +346,7 @@ class StreamHub:
     def _moment(
         self, wanted: set[tuple[bool, str | None]], targets: dict[str | None, frozenset[str]]
     ) -> dict[tuple[bool, str | None], bytes]:
-        """Look, and return what to tell each kind of watcher: all or changes, of one or all."""
+        """Return one message per (fresh, deployment_id): full or changes, of one or all."""
         look = self._looks.take({each for _, each in wanted if each is not None})
         changed = self._moments.take(look)
         whole = self._moments.whole() if any(fresh for fresh, _ in wanted) else changed
@@ -364,7 +360,7 @@ class StreamHub:
 
 
 class EventStream(Response):
-    """One reader's connection, from the first Moment until it leaves or is dropped."""
+    """One reader's HTTP response, until the reader disconnects or is dropped."""
 
     media_type = "text/event-stream"
 
@@ -375,7 +371,7 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the reader leaves; a message that it does not take in time ends it too."""
+        """Send until the reader disconnects, is dropped, or takes too long for a message."""
         del scope
         gone = asyncio.ensure_future(_left(receive))
         telling = asyncio.ensure_future(self._tell(send))

@@ -1,10 +1,10 @@
-"""The flow run behind a deployment: started once, followed, and ended with it.
+"""Start, follow and cancel the Prefect flow run that drives a deployment.
 
-A deployment that was asked for without a flow run, where the profile says so, is driven by the
-Prefect deployment ``distribute-model``. The wish is part of the deployment's durable record, so a
-leader that dies between the two is followed by one that goes on; the deployment's id is the
-idempotency key, so that however often a start is repeated there is one flow run. Prefect away
-delays the start and nothing else. It speaks Prefect's REST API and imports nothing of Prefect.
+If the profile enables it, a deployment that was created without a flow run is driven by the
+Prefect deployment ``distribute-model``. The request is part of the deployment's durable record
+(``flow_wanted``), so the next leader continues after a leader dies. The deployment's id is the
+idempotency key, so repeated starts create one flow run. While Prefect is unavailable only the start
+is delayed. This module calls Prefect's REST API and does not import Prefect.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ log = logging.getLogger(__name__)
 FLOW = "distribute-model/distribute-model"  # as prefect.yaml registers it
 CALL_TIMEOUT_S = 5.0
 LOOK_S = 0.5
-STATES_S = 2.0  # between two questions for the states of flow runs
-BACKOFF_S = 1.0  # after a start that failed; doubled up to BACKOFF_MAX_S, jittered
+STATES_S = 2.0  # between two reads of the flow runs' states
+BACKOFF_S = 1.0  # after a failed start; doubled up to BACKOFF_MAX_S, jittered
 BACKOFF_MAX_S = 60.0
-AT_ONCE = 200  # flow runs asked for in one call
-SETTLE_S = 600.0  # how long after a cancel its flow run is looked after
+AT_ONCE = 200  # flow runs in one request for states
+SETTLE_S = 600.0  # after a deployment's cancel, in which its flow run is cancelled too
 
 ENDING = frozenset({"CANCELLING", "CANCELLED"})
 ENDED_BADLY = frozenset({"CRASHED", "FAILED"})
@@ -57,26 +57,26 @@ Answer = TypeVar("Answer")
 
 
 class FlowStarter(Protocol):
-    """What the keeper needs of an orchestrator; every call has a deadline."""
+    """The orchestrator's interface that FlowKeeper needs; every call has a deadline."""
 
     def start(self, deployment: Deployment) -> str:
-        """Return the id of the flow run that drives ``deployment``: the same whenever asked."""
+        """Return the id of the flow run that drives ``deployment``; idempotent."""
         ...
 
     def states(self, flow_run_ids: Collection[str]) -> Mapping[str, str]:
-        """Return the states (Prefect's types) of those flow runs that are known."""
+        """Return the states (Prefect's types) of those flow runs that exist."""
         ...
 
     def cancel(self, flow_run_id: str) -> None:
-        """Ask for the flow run's end; asking again does no harm."""
+        """Request cancellation of the flow run; idempotent."""
         ...
 
 
 class PrefectStarter:
-    """Prefect's REST API, as far as it is needed here."""
+    """FlowStarter for a Prefect server, over its REST API."""
 
     def __init__(self, api_url: str, authorization: str = "") -> None:
-        """``authorization`` is "user:password", "" where the server asks for none."""
+        """``authorization`` is "user:password", or "" if the server needs none."""
         parts = urlsplit(api_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InvalidProfile(
@@ -110,7 +110,7 @@ class PrefectStarter:
                 "version": deployment.version,
                 "source_url": deployment.source_url,
                 "target_workers": list(deployment.target_workers),
-                "activate": False,  # a deployment is staged; switching is a decision of its own
+                "activate": False,  # a deployment is only staged; activation is a separate call
                 "deployment_id": deployment.deployment_id,
                 "run_id": deployment.run_id or new_run_id(),
             },
@@ -118,13 +118,13 @@ class PrefectStarter:
         try:
             made = self._call("POST", f"/deployments/{self._flow_id}/create_flow_run", body)
         except NotFound:
-            self._flow_id = ""  # it was registered anew, under another id
+            self._flow_id = ""  # it was registered again, under another id
             raise
         return str(made["id"])
 
     def states(self, flow_run_ids: Collection[str]) -> Mapping[str, str]:
         found: dict[str, str] = {}
-        # Callers name their own flow runs, and Prefect refuses a question with one that is no id.
+        # Callers supply flow run ids, and Prefect refuses a request that contains an invalid one.
         every = sorted(filter(_is_id, flow_run_ids))
         for begin in range(0, len(every), AT_ONCE):
             some = every[begin : begin + AT_ONCE]
@@ -134,7 +134,7 @@ class PrefectStarter:
         return found
 
     def cancel(self, flow_run_id: str) -> None:
-        # Through CANCELLING, as Prefect's own page does it: who runs it ends its process first.
+        # Through CANCELLING, as Prefect's own page does: the runner ends its process first.
         body = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False}
         self._call("POST", f"/flow_runs/{quote(flow_run_id, safe='')}/set_state", body)
 
@@ -172,7 +172,7 @@ class PrefectStarter:
 
 
 class Kept(Protocol):
-    """What the keeper needs of a coordinator."""
+    """The coordinator's interface that FlowKeeper needs."""
 
     def read(self, question: Callable[[CoordinatorState], Answer]) -> Answer: ...
     def handle(self, event: Event) -> BaseModel | None: ...
@@ -186,7 +186,7 @@ class _Delay:
 
 
 class FlowKeeper:
-    """Starts, follows and ends flow runs on a thread of its own: a leader's duty for one term."""
+    """Starts, follows and cancels flow runs on its own thread, for one term of a leader."""
 
     def __init__(
         self,
@@ -198,24 +198,24 @@ class FlowKeeper:
         self._coordinator, self._starter = coordinator, starter
         self._monotonic = monotonic
         self._delays: dict[str, _Delay] = {}
-        self._told: dict[str, str] = {}  # flow run → its bad end, as it was told
+        self._told: dict[str, str] = {}  # flow run → its failed state that was reported
         self._settled: set[str] = set()  # cancelled deployments whose flow run has ended
         self._states_s = -STATES_S
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="flow-keeper", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End, after the call that is under way."""
+        """Stop the thread after the call in progress."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2 * CALL_TIMEOUT_S)
 
     def look(self) -> None:
-        """Do what is due now."""
+        """Start due flow runs, and reconcile states every STATES_S."""
         deployments = self._coordinator.read(
             lambda state: [e for e in state.deployments() if e.flow_wanted or e.flow_run_id]
         )
@@ -244,7 +244,7 @@ class FlowKeeper:
             except PacelineError as error:
                 log.warning("flow runs cannot be looked after: %s", error)
             except Exception:
-                # A defect must not end the keeper: say so each time, and look again.
+                # A bug must not end the thread: log it and try again.
                 log.exception("the flow keeper failed")
 
     def _start(self, deployment: Deployment) -> None:
@@ -257,7 +257,7 @@ class FlowKeeper:
             pause_s *= random.uniform(0.7, 1.3)
             delay.due_s = self._monotonic() + pause_s
             log.warning("no flow run for %s yet: %s", deployment.deployment_id, error)
-            if delay.attempts & (delay.attempts - 1) == 0:  # the 1st, 2nd, 4th, 8th… is told
+            if delay.attempts & (delay.attempts - 1) == 0:  # report the 1st, 2nd, 4th, 8th… failure
                 reason: dict[str, object] = {
                     "attempts": delay.attempts,
                     "again_in_s": round(pause_s, 1),
@@ -270,7 +270,7 @@ class FlowKeeper:
 
     def _reconcile(self, driven: list[Deployment]) -> None:
         now = self._coordinator.now()
-        self._settled &= {each.deployment_id for each in driven}  # the others are forgotten
+        self._settled &= {each.deployment_id for each in driven}  # forget deleted deployments
         open_ = [each for each in driven if not each.status.is_final]
         ending = [
             each
@@ -294,12 +294,12 @@ class FlowKeeper:
                 try:
                     self._starter.cancel(each.flow_run_id or "")
                 except NotFound:
-                    self._settled.add(each.deployment_id)  # it was deleted meanwhile
+                    self._settled.add(each.deployment_id)  # the flow run was deleted meanwhile
 
     def _follow(self, deployment: Deployment, state: str) -> None:
         flow_run_id, identity = deployment.flow_run_id or "", deployment.deployment_id
         if state in ENDING:
-            # Somebody ended it in Prefect: the deployment ends with it, whoever still lives there.
+            # It was cancelled in Prefect: the deployment is cancelled with it.
             log.info("flow run %s was cancelled, and %s with it", flow_run_id, identity)
             self._coordinator.handle(Cancel(deployment_id=identity, at=self._coordinator.now()))
         elif state in ENDED_BADLY:
@@ -308,7 +308,7 @@ class FlowKeeper:
                 data: dict[str, object] = {"flow_run_id": flow_run_id, "state": state.lower()}
                 self._tell(deployment, EventName.FLOW_ENDED, data)
         else:
-            self._told.pop(flow_run_id, None)  # it runs (again)
+            self._told.pop(flow_run_id, None)  # it is running (again)
 
     def _tell(
         self,

@@ -1,8 +1,8 @@
-"""The guard before every route: who calls, whether that token opens this, and how often.
+"""Authentication, authorisation and rate limits before every route; redirects to the leader.
 
-Bare ASGI, because each beat passes here: one SHA-256, one dictionary, one bucket. What the table of
-routes does not know is answered here and never reaches the app, so a route that nobody declared
-stays shut.
+Plain ASGI middleware, because every heartbeat passes through it: one SHA-256, one dictionary
+lookup, one token bucket. A call to a route that is not in ``api.routes`` is refused here and does
+not reach the app.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from paceline.schemas.base import EPOCH_HEADER, LEADER_HEADER
 
 log = logging.getLogger(__name__)
 
-BURST = 4.0  # seconds' worth of calls at once
-UNBOUND_WORKERS = 400.0  # a token that is bound to no worker may be as many of them
-# What changes something is stored, and etcd keeps an hour of what was replaced: a token writes less
-# than 1 GiB an hour, half of etcd's own quota.
+BURST = 4.0  # a bucket holds the calls of so many seconds
+UNBOUND_WORKERS = 400.0  # a token that is bound to no worker has the limit of so many workers
+# Changes are stored, and etcd keeps replaced values for an hour: with this limit one token writes
+# less than 1 GiB an hour, half of etcd's own quota.
 CHANGE_BYTES_PER_S = 256 * 1024.0
 CHANGE_BYTES_AT_ONCE = 64 * 1024 * 1024.0
-OPEN_PER_S = 50.0  # of the open paths, from one address
-OWNER = "installation"  # what audit rows call the token that the installation began with
+OPEN_PER_S = 50.0  # calls to open paths, per client address
+OWNER = "installation"  # name in audit rows of the installation's first admin token
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH")
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """One attempt of a change that was refused, by the guard or by what is behind it."""
+    """One refused attempt at a change; refused by the guard or by the app behind it."""
 
     call: Call
     status: int
@@ -61,7 +61,7 @@ class Refused:
 
 
 class Doorman:
-    """Knows tokens: the installation's own, by their digests, and those of the book."""
+    """Authenticates bearer tokens: the installation's own and those of the TokenBook."""
 
     def __init__(self, secrets: Secrets, book: Callable[[], TokenBook]) -> None:
         if not secrets.coordinator_token:
@@ -77,10 +77,10 @@ class Doorman:
             (sha256_of(secrets.for_agents), agents),
             (sha256_of(secrets.coordinator_token), owner),
         )
-        self.seen: dict[str, float] = {}  # when each token of the book was last shown
+        self.seen: dict[str, float] = {}  # when each TokenBook token was last used
 
     def recognise(self, authorization: list[bytes], now: float) -> Caller:
-        """Return whose token the header carries; raises AccessDenied."""
+        """Return the caller whose token the header carries; raises AccessDenied."""
         scheme, _, given = authorization[0].partition(b" ") if authorization else (b"", b"", b"")
         if len(authorization) != 1 or scheme.lower() != b"bearer" or not given:
             raise AccessDenied(
@@ -106,7 +106,7 @@ class Doorman:
 
 
 class Guard:
-    """Lets a call pass when its token opens its route; see the module."""
+    """ASGI middleware that checks token, scope and rate limits before a route; see the module."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Guard:
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """``begin`` is given the id of each worker's token that is used for the first time."""
+        """``begin`` is called with a worker token's id when the token is first used."""
         self._app, self._doorman, self._refused, self._begin = app, doorman, refused, begin
         self._monotonic, self._wall = monotonic, wall
         self._table = RouteTable()
@@ -163,7 +163,7 @@ class Guard:
         if caller is not None and caller.begins:
             try:
                 await run_in_threadpool(self._begin, caller.token_id)
-            except PacelineError as error:  # this replica cannot commit now; the next call tries
+            except PacelineError as error:  # cannot commit now; the next call tries again
                 log.info("first use of %s is not kept now: %s", caller.token_id, error)
         mark = acting.set(call)
         try:
@@ -181,7 +181,7 @@ class Guard:
         try:
             caller = self._doorman.recognise(given, self._wall())
         except AccessDenied as error:
-            # An address that keeps trying is told to wait; a good token passes even from there.
+            # An address with many failures receives 429; a valid token passes even from there.
             late = _too_often(self._failures.take(address, now_s))
             return None, late or _Refusal(error, 401)
         if route is None:
@@ -210,15 +210,15 @@ class Guard:
 
 
 def _body_bytes(scope: Scope) -> int:
-    """Return how long the body will be; the most that it may be where that is not announced."""
+    """Return the body's length from Content-Length, or the maximum if there is none."""
     for name, value in scope["headers"]:
         if name == b"content-length":
-            return int(value)  # digits: the size was looked at before
+            return int(value)  # digits only: SizeGuard checked it
     return MAX_BODY_BYTES
 
 
 def _is_refusal(status: int) -> bool:
-    """Return whether somebody was refused; a 503 asks them to come again."""
+    """Return whether ``status`` is a refusal; a 503 only asks the caller to retry."""
     return status >= 400 and status != 503
 
 
@@ -253,19 +253,17 @@ def _unknown(scope: Scope, table: RouteTable) -> _Refusal:
     return _Refusal(error, 405, {"Allow": ", ".join(allowed)})
 
 
-# The gate before the routes: what only the leader may answer goes to the leader.
-#
-# A standby answers reads; anything else it sends on with 307, or refuses with 503 where nobody
-# leads. Every answer says which epoch and which leader it knows. A leader whose term ended while it
-# worked on an answer, because it was frozen or cut off, does not give it: what it said might not be
-# so any more. It knows no tokens; the guards stand before it.
+# Leader redirects: a standby answers reads, redirects other calls to the leader (307), or refuses
+# them with 503 while there is no leader. Every response carries the epoch and the leader's URL. A
+# leader whose term ended during a call (frozen or disconnected) withholds the response, because it
+# may be outdated. Tokens are checked before this middleware.
 
 READS = ("GET", "HEAD", "OPTIONS")
-DECIDING_READS = ("/lanes",)  # asking for lanes acknowledges the manifest
+DECIDING_READS = ("/lanes",)  # a GET that acknowledges the manifest
 
 
 class LeaderGate:
-    """Wraps the routes of one replica."""
+    """ASGI middleware that lets only the leader answer calls that decide something."""
 
     def __init__(self, app: ASGIApp, *, coordinator: Coordinator) -> None:
         self._app = app

@@ -1,10 +1,10 @@
-"""Heartbeats, answered without the machinery of a route: most of a coordinator's calls are these.
+"""Fast path for ``POST /workers/heartbeat``, which is most of a coordinator's calls.
 
-``Beating`` stands before the routes and behind the guards. A beat that only says how far things are
-is parsed once, decided on the event loop and answered, without a thread, in about a quarter of the
-time that its route takes (docs/LOG.md has the figures). Whatever is unusual about one (malformed,
-something to be committed, the state busy) goes the long way, through the route in ``rest`` or a
-worker thread, and is answered as the route documents it.
+``Beating`` runs after the guards and before the routes. A heartbeat that only reports progress is
+parsed once, decided on the event loop and answered without a thread, in about a quarter of the time
+that its route takes (figures in docs/LOG.md). A malformed one goes to the route in
+``api.deployments``; one that must be committed, or that finds the state locked, goes to a worker
+thread. All are answered as the route documents.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from paceline.schemas.calls import Heartbeat, HeartbeatAnswer
 
 PATH = "/workers/heartbeat"
 LONGEST_POLL_S = 30.0
-QUERY = re.compile(rb"(?:wait_s=(\d{1,2}(?:\.\d{1,6})?))?")  # anything else is the route's matter
+QUERY = re.compile(rb"(?:wait_s=(\d{1,2}(?:\.\d{1,6})?))?")  # the route answers anything else
 JSON = (b"content-type", b"application/json")
 
 
 class Beating:
-    """Answers ``POST /workers/heartbeat``, and hands on everything else."""
+    """ASGI middleware that answers ``POST /workers/heartbeat`` and passes on everything else."""
 
     def __init__(self, app: ASGIApp, *, coordinator: Coordinator) -> None:
         self._app, self._coordinator = app, coordinator
-        # What most beats are answered, as it is sent; a handful of them in a process's life.
+        # Serialised answers without commands; there are few different ones.
         self._plain: dict[tuple[int, float, tuple[str, ...]], bytes] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,7 +53,7 @@ class Beating:
         except (
             ValueError,
             HTTPException,
-        ):  # the route says what is wrong
+        ):  # the route reports the error
             await self._app(scope, arrived.again, send)
             return
         try:
@@ -82,9 +82,9 @@ class Beating:
 
 
 async def answer_beat(coordinator: Coordinator, beat: Heartbeat, wait_s: float) -> HeartbeatAnswer:
-    """Take a beat and return its answer, holding it up to ``wait_s`` seconds for a command.
+    """Process a heartbeat and return its answer, waiting up to ``wait_s`` seconds for a command.
 
-    Raises what the coordinator refuses with.
+    Raises the coordinator's errors.
     """
     answer = await _decide(coordinator, Beat(beat=beat, at=coordinator.now()))
     if wait_s <= 0 or not answer.go_on or answer.commands:
@@ -99,7 +99,7 @@ async def answer_beat(coordinator: Coordinator, beat: Heartbeat, wait_s: float) 
             if left_s <= 0:
                 break
             if heard is None or heard.done():
-                heard = coordinator.bell.listen()  # before asking, so that nothing is missed
+                heard = coordinator.bell.listen()  # before the read: no command is missed
             else:
                 await asyncio.wait([heard], timeout=left_s)
                 if not heard.done():
@@ -121,7 +121,7 @@ async def _decide(coordinator: Coordinator, event: Beat | Listen) -> HeartbeatAn
 
 
 class _Arrived:
-    """A request's body as it came, for whoever wants to read it once more."""
+    """Buffers a request's body, so that the route can read it again."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -129,7 +129,7 @@ class _Arrived:
         self._error: HTTPException | None = None
 
     async def body(self) -> bytes:
-        """Return the whole body; raises what the guards raise for one that is too long."""
+        """Return the whole body; raises the guards' HTTPException if it is too long."""
         try:
             while not self._messages or self._messages[-1].get("more_body", False):
                 self._messages.append(await self._receive())

@@ -1,7 +1,7 @@
-"""What a request may be, before anybody looks at what it says: its host, its size, its patience.
+"""Limits on requests before they are parsed: host names, sizes, durations and rates.
 
-Refused here: names this server is not called by (a page that makes a browser call us under a name
-of its own), addresses and headers beyond any use, and bodies that are too long or never end.
+Refused here: unknown names in the Host header (DNS rebinding by a web page), oversized URLs and
+headers, and bodies that are too long or too slow.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from paceline.api.problems import problem_response
 from paceline.errors import InvalidInput, PacelineError
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-MAX_KEYS = 32 * 1024  # of a body's objects: each unknown one is an error of its own
+MAX_KEYS = 32 * 1024  # of a body's JSON objects: each unknown one makes an error of its own
 MAX_TARGET_BYTES = 8 * 1024  # path and query
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024
-BODY_S = 30.0  # from the first byte to the last; long polls begin after it
+BODY_S = 30.0  # to receive the body; a long poll begins after it
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 class HostGuard:
-    """Lets a request pass whose Host is loopback or one of ``names``; the port does not matter."""
+    """ASGI middleware that accepts a Host of loopback or ``names``; the port is ignored."""
 
     def __init__(self, app: ASGIApp, *, names: Iterable[str] = ()) -> None:
         self._app = app
@@ -54,7 +54,7 @@ class HostGuard:
 
 
 class SizeGuard:
-    """Refuses targets and headers over the limit, and bodies by announced length or on the way."""
+    """ASGI middleware that refuses URLs, headers and bodies over the limits."""
 
     def __init__(self, app: ASGIApp, *, max_bytes: int = MAX_BODY_BYTES) -> None:
         self._app = app
@@ -74,14 +74,14 @@ class SizeGuard:
         async def counted() -> Message:
             nonlocal arrived, keys, ended
             if ended:
-                return await receive()  # a disconnect, whenever it comes
+                return await receive()  # only a disconnect can follow
             try:
                 async with asyncio.timeout_at(until_s):
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(408, f"the body took longer than {BODY_S:.0f} s") from None
             arrived += len(body := message.get("body", b""))
-            keys += body.count(b":")  # those in texts too
+            keys += body.count(b":")  # counts colons in strings too
             ended = not message.get("more_body", False)
             if arrived > self._max_bytes:
                 raise HTTPException(413, f"the body is longer than {self._max_bytes} bytes")
@@ -109,7 +109,7 @@ class SizeGuard:
         return None
 
     def _too_long(self, value: bytes) -> bool:
-        # Digits only: servers refuse anything else, and 10,000 of them are no number to compute.
+        # Digits only: servers refuse anything else; int() of 10,000 digits is too expensive.
         return not value.isdigit() or len(value) > 18 or int(value) > self._max_bytes
 
 
@@ -121,7 +121,7 @@ async def refuse(
     send: Send,
     headers: dict[str, str] | None = None,
 ) -> None:
-    """Answer a request with a problem, or turn a socket away."""
+    """Send a problem document, or close a websocket."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
         return
@@ -129,7 +129,7 @@ async def refuse(
 
 
 def host_of(header: str) -> str | None:
-    """Return the name in a Host header, without its port; None for what is no host."""
+    """Return the name in a Host header without its port; None if it is not a host."""
     text = header.strip().lower()
     if text.startswith("["):
         name, bracket, rest = text[1:].partition("]")
@@ -149,15 +149,14 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-# Token buckets: how often somebody may call, in bounded memory.
-#
-# Used by the event loop's thread only.
-
-MOST = 20_000  # whom it remembers; who was forgotten begins with a full bucket
+MOST = 20_000  # keys that Buckets stores; a dropped key starts again with a full bucket
 
 
 class Buckets:
-    """One bucket for each key: ``rate`` calls a second, ``burst`` at once."""
+    """Token buckets, one per key, in bounded memory: ``rate`` calls a second, ``burst`` at once.
+
+    Not thread-safe; used by the event loop's thread only.
+    """
 
     def __init__(self, rate: float, burst: float) -> None:
         assert rate > 0
@@ -168,7 +167,7 @@ class Buckets:
         return len(self._held)
 
     def take(self, key: Hashable, now_s: float, cost: float = 1.0) -> float:
-        """Take ``cost`` calls of ``key``; return 0, or in how many seconds there are as many."""
+        """Take ``cost`` calls from ``key``'s bucket; return 0, or the seconds to wait for them."""
         left, at_s = self._held.get(key, (self.burst, now_s))
         left = min(self.burst, left + max(0.0, now_s - at_s) * self.rate)
         wait_s = 0.0 if left >= cost else (cost - left) / self.rate
@@ -179,23 +178,20 @@ class Buckets:
         return wait_s
 
 
-# A connection that sends its request, and takes its answer, in time and in bounds, or is closed.
-#
-# uvicorn waits for ever for the first byte of a connection and for the end of a request's headers,
-# and keeps whatever comes until then: a thousand callers that send one byte a minute would hold a
-# thousand descriptors, one that sends headers without end all memory. Likewise it waits for ever
-# for a caller that stops reading, with the rest of a manifest in memory. Bodies have limits of
-# their own (``limits``), idle connections uvicorn's.
+# Limits per connection. uvicorn has no deadline for the first byte of a connection or for the end
+# of a request's headers, and buffers what arrives: a thousand slow callers would hold a thousand
+# descriptors, and endless headers all memory. It has none either for a caller that stops reading,
+# with the rest of a manifest in memory. SizeGuard limits bodies, uvicorn idle connections.
 
-HEADERS_S = 15.0  # from the connection, or from the first byte after an answer, to the headers' end
+HEADERS_S = 15.0  # from connect, or from the first byte after an answer, to the headers' end
 HEADERS_BYTES = 64 * 1024
-TAKEN_S = 30.0  # in which a caller that is sent something must take some of it
+TAKEN_S = 30.0  # in which a caller must read some of a response that waits
 
 _Base: Any = object if TYPE_CHECKING else AutoHTTPProtocol  # httptools' where it is installed
 
 
-class Prompt(_Base):  # type: ignore[misc]  # one of two classes, known at run time
-    """uvicorn's HTTP/1.1, with limits for what comes before a request is known."""
+class Prompt(_Base):  # type: ignore[misc]  # one of two classes, chosen at run time
+    """uvicorn's HTTP/1.1 protocol with deadlines for request headers and response reads."""
 
     headers_s = HEADERS_S
     taken_s = TAKEN_S
@@ -204,12 +200,12 @@ class Prompt(_Base):  # type: ignore[misc]  # one of two classes, known at run t
     _unparsed = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Begin to wait for a request."""
+        """Start the deadline for the request headers."""
         super().connection_made(transport)
         self._arm()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; once they make a request, its limits are over."""
+        """Parse bytes; stop the header deadline once a request is complete."""
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._disarm()
@@ -220,18 +216,18 @@ class Prompt(_Base):  # type: ignore[misc]  # one of two classes, known at run t
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the deadlines."""
+        """Cancel the deadlines."""
         self._disarm()
         self._taken()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Begin to watch whether the caller takes what waits for it; nothing is added meanwhile."""
+        """Start the read deadline; nothing is added to the write buffer meanwhile."""
         super().pause_writing()
         self._watch()
 
     def resume_writing(self) -> None:
-        """Take note that it did."""
+        """Cancel the read deadline."""
         self._taken()
         super().resume_writing()
 

@@ -1,4 +1,4 @@
-"""The service's own routes: metrics for monitors, pages for people."""
+"""Routes of /metrics, /events/stream, /fleet and /docs, and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ STREAM: dict[int | str, dict[str, Any]] = {
 def add_observation(
     app: FastAPI, coordinator: Coordinator, *, url: str = "", replica_id: str = ""
 ) -> StreamHub:
-    """Add /metrics, /events/stream, /fleet and /docs to ``app``; return the stream's hub, which its
-    owner closes."""
+    """Add /metrics, /events/stream, /fleet and /docs to ``app``; return the stream's hub.
+
+    The caller closes the hub.
+    """
     metrics = FleetMetrics(lambda: coordinator.read(_snapshot))
 
     @app.get("/metrics", tags=["observation"], response_class=Response)
     def get_metrics() -> Response:
-        """Everything for Prometheus, in its text format."""
+        """Return the metrics in Prometheus text format."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     hub = StreamHub(coordinator, lambda: _leader(coordinator, url, replica_id))
@@ -50,10 +52,10 @@ def add_observation(
         for_s: Annotated[float | None, Query(gt=0, le=86_400, allow_inf_nan=False)] = None,
         last_event_id: Annotated[int | None, Header(alias="Last-Event-ID", ge=0, le=2**62)] = None,
     ) -> Response:
-        """What happens, as it happens, and how everything stands, as server-sent events.
+        """Stream events and the fleet's state as server-sent events.
 
-        ``deployment`` shows one alone. Events come from ``Last-Event-ID`` (or ``after``) on,
-        without either from now on. ``for_s`` ends the answer after so many seconds.
+        ``deployment`` limits the stream to one deployment. Events start after ``Last-Event-ID`` (or
+        ``after``), without either from now on. ``for_s`` ends the response after so many seconds.
         """
         begin = after if last_event_id is None else last_event_id
         return EventStream(hub, await hub.join(deployment, begin), for_s)
@@ -96,10 +98,9 @@ def _snapshot(state: CoordinatorState) -> Snapshot:
     )
 
 
-# The API as a document: what FastAPI knows of the records, and what the table knows of the rest.
-#
-# Every error is a problem document, so each status that can come is listed with that schema; the
-# stock 422 of FastAPI, which never comes, is taken out.
+# The OpenAPI document: schemas from FastAPI, scopes and statuses from ``api.routes``. Every error
+# is a problem document, so each possible status is listed with that schema; FastAPI's default 422,
+# which never occurs, is removed.
 
 SCHEME = "token"
 EVERYWHERE = (414, 421, 429, 431)
@@ -113,7 +114,7 @@ leader.
 
 
 def describe(app: FastAPI) -> None:
-    """Have ``app`` serve its document, made at the first call."""
+    """Make ``app`` serve its OpenAPI document, built at the first call."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:

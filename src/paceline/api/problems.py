@@ -1,4 +1,7 @@
-"""Errors as RFC 9457 problem documents: the only place that knows which error is which status."""
+"""Errors as RFC 9457 problem documents.
+
+The only module that maps error classes to HTTP statuses.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,13 @@ STATUS: dict[type[PacelineError], int] = {
     errors.AccessDenied: 403,
     errors.NotFound: 404,
     errors.StorageFull: 507,
-    # What is asked for does not fit what is there; nothing is wrong with the server.
+    # The request conflicts with the current state; the server works correctly.
     errors.PermanentError: 409,
 }
 
 
 class ProblemResponse(Response):
-    """A problem document; leaves its code in the scope, for whoever records what was refused."""
+    """A problem document; puts its code into the ASGI scope for the audit of refused calls."""
 
     media_type = "application/problem+json"
 
@@ -47,7 +50,7 @@ class ProblemResponse(Response):
 
 
 def status_of(error: PacelineError) -> int:
-    """Return the HTTP status that stands for ``error``."""
+    """Return the HTTP status of ``error``."""
     return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
 
 
@@ -75,7 +78,7 @@ def problem_response(
 
 
 def unavailable(error: OSError) -> ServiceUnavailable:
-    """Return what an operating system's refusal of this process means to a caller: come again."""
+    """Return an operating system error as an error that a caller may retry."""
     return ServiceUnavailable(
         "a file or a connection of the coordinator failed",
         got=errno.errorcode.get(error.errno or 0, type(error).__name__),
@@ -84,7 +87,7 @@ def unavailable(error: OSError) -> ServiceUnavailable:
 
 
 def add_problem_handlers(app: FastAPI) -> None:
-    """Have ``app`` answer every error with a problem document."""
+    """Make ``app`` answer every error with a problem document."""
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, PacelineError)
@@ -130,7 +133,7 @@ def add_problem_handlers(app: FastAPI) -> None:
 
 
 def _short(value: object) -> str:
-    """Return ``value`` as Python writes it, unless it is long: that could take a second."""
+    """Return ``value``'s repr, or its type and length if it is long (repr could take a second)."""
     if isinstance(value, list | dict | str) and len(value) > LONGEST_FIELD:
         return f"{type(value).__name__} of {len(value)}"
     return repr(value)
@@ -141,5 +144,5 @@ def _clean(value: object) -> str | None:
         return None
     text = str(value)
     text = text if len(text) <= LONGEST_FIELD else text[:LONGEST_FIELD] + "…"
-    # A lone surrogate out of somebody's JSON must not break the answer that complains about it.
+    # A lone surrogate from a caller's JSON must not break the error response about it.
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,7 +1,7 @@
-"""Which token opens which route, and what else holds for it: the one table.
+"""Table of all REST routes: required scopes, rate limit, audit and error statuses.
 
-The guard refuses by it, the OpenAPI document is written from it, and an app with a route that has
-no line here does not start.
+The guard enforces it and the OpenAPI document is generated from it. An app with a route that is
+missing here does not start.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ PARAMETER = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """What holds for one method of one path."""
+    """Access rules of one method of one path."""
 
-    scopes: tuple[Scope, ...]  # any one of them opens it; none at all: it is open to everybody
-    bucket: Bucket = "calls"  # which of the caller's allowances it draws on
-    is_change: bool = False  # gets an audit row, refused or not
-    errors: tuple[int, ...] = ()  # beyond those of every guarded route
+    scopes: tuple[Scope, ...]  # any one of them is enough; empty: no token needed
+    bucket: Bucket = "calls"  # the rate limit that applies
+    is_change: bool = False  # gets an audit row, whether accepted or refused
+    errors: tuple[int, ...] = ()  # HTTP statuses besides those of every guarded route
 
     @property
     def is_open(self) -> bool:
-        """Return whether no token is asked for."""
+        """Return whether no token is needed."""
         return not self.scopes
 
 
@@ -85,7 +85,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("DELETE", "/tokens/{token_id}"): _change(404, 422, scope=Scope.ADMIN),
     ("GET", "/metrics"): _read(),
     ("GET", "/openapi.json"): _read(),
-    # Open: the probes, pages that hold no data and ask for the token, and what is public anyway.
+    # Open: the probes, pages without data that ask for the token, and public files.
     ("GET", "/healthz"): _open(),
     ("GET", "/readyz"): _open((503,)),
     ("GET", "/ca.pem"): _open((503,)),
@@ -95,21 +95,21 @@ ROUTES: dict[tuple[str, str], Route] = {
 
 
 def paths_open() -> tuple[str, ...]:
-    """Return the paths that ask for no token."""
+    """Return the paths that need no token."""
     return tuple(path for (_, path), route in ROUTES.items() if route.is_open)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Which route a call is for; ``route`` is None where the method or the path is unknown."""
+    """The matched route of a call; ``route`` is None if the method or path is unknown."""
 
-    path: str  # the table's, with its parameters' names
+    path: str  # the path template
     parameters: dict[str, str]
     route: Route | None
 
 
 class RouteTable:
-    """Finds a call's route by method and path: a dictionary first, patterns after."""
+    """Finds a call's route by method and path: exact paths first, then patterns."""
 
     def __init__(self, routes: dict[tuple[str, str], Route] | None = None) -> None:
         self._routes = ROUTES if routes is None else routes
@@ -122,7 +122,7 @@ class RouteTable:
         ]
 
     def find(self, method: str, path: str) -> Found:
-        """Return what ``method path`` is; HEAD is no GET here, as in the app."""
+        """Return the route of ``method path``; HEAD does not match GET, as in the app."""
         if path in self._exact:
             return Found(path, {}, self._routes.get((method, path)))
         for pattern, template in self._patterns:
@@ -133,7 +133,7 @@ class RouteTable:
 
 
 def require_declared(app: FastAPI) -> None:
-    """Raise InvalidInput where ``app`` has a route that the table does not know."""
+    """Raise InvalidInput if ``app`` has a route that is missing in the table."""
     unknown = sorted(set(routes_of(app)) - set(ROUTES))
     if unknown:
         raise InvalidInput(
@@ -144,9 +144,9 @@ def require_declared(app: FastAPI) -> None:
 
 
 def routes_of(app: FastAPI) -> Iterable[tuple[str, str]]:
-    """Yield each method and path that ``app`` answers; HEAD goes with its GET.
+    """Yield each method and path that ``app`` answers, without HEAD.
 
-    What answers all methods, or is no plain route (a mount, a socket), shows as method ``*``.
+    A route for all methods, a mount or a websocket has the method ``*``.
     """
     for context in iter_route_contexts(app.routes):
         methods = sorted(context.methods or ["*"])

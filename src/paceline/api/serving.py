@@ -1,6 +1,6 @@
-"""One port, one process: bind, serve, log to a file, stop on SIGTERM with status 0.
+"""Run an ASGI app with uvicorn: bind, TLS, log to a file, stop on SIGTERM with status 0.
 
-It knows sockets, signals and uvicorn; the app it serves could be any.
+It handles sockets, signals and TLS settings and does not depend on the app's content.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def serve_app(
 ) -> int:
     """Serve the app that ``make_app`` returns until SIGTERM or SIGINT; return the exit status.
 
-    Over TLS where ``tls`` is given. Whether ``host`` may be served plain is the caller's decision.
+    ``tls`` None serves plain HTTP; ``protection_of`` decides whether ``host`` allows that.
     """
     _log_to(log_file)
     listener = _bind(host, port)
@@ -67,10 +67,10 @@ def serve_app(
             access_log=False,
             lifespan="on",
             timeout_graceful_shutdown=GRACE_S,
-            timeout_keep_alive=75,  # longer than any beat, so that agents keep their connection
+            timeout_keep_alive=75,  # above any heartbeat interval: connections stay open
             h11_max_incomplete_event_size=64 * 1024,
             backlog=BACKLOG,
-            proxy_headers=False,  # who calls is what the socket says, whatever a header claims
+            proxy_headers=False,  # the client address is the socket's, not a header's
             server_header=False,
         )
         config.load()
@@ -86,10 +86,10 @@ def serve_app(
 
 
 class _Server(uvicorn.Server):
-    """Announces once it accepts connections, ends long polls early, and keeps signals to itself.
+    """uvicorn server that announces readiness, ends long polls early and exits with status 0.
 
-    The stock server raises the signal again when it is done, so that a clean stop would look like a
-    death by SIGTERM to whoever supervises it.
+    uvicorn's own server raises the signal again after a clean stop, which looks to a supervisor
+    like a death by SIGTERM.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class _Server(uvicorn.Server):
 
 def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio turns Nagle's algorithm off only where it is: without
-    # this each answer on a kept-alive connection took 44 ms instead of 2 (delayed ACK).
+    # IPPROTO_TCP is explicit because asyncio disables Nagle's algorithm only then: without it each
+    # answer on a kept-alive connection took 44 ms instead of 2 (delayed ACK).
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        # Listening at once, so that a second coordinator fails here and not at its first request.
+        # Listen at once, so that a second coordinator fails here and not at its first request.
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
@@ -147,7 +147,7 @@ def _announce(ready_fd: int | None, url: str) -> None:
 
 
 class _PrivateLog(RotatingFileHandler):
-    """A rotating log that only its owner can read, whatever the umask."""
+    """A rotating log that only its owner can read, independent of the umask."""
 
     def _open(self) -> TextIOWrapper:
         ensure_private(Path(self.baseFilename))
@@ -155,7 +155,7 @@ class _PrivateLog(RotatingFileHandler):
 
 
 def _log_to(path: Path) -> None:
-    """Have this process's log end in a file; standard output stays empty."""
+    """Send this process's log to a file; standard output stays empty."""
     make_directories(path.parent, PRIVATE_DIRECTORY)
     handler = _PrivateLog(path, maxBytes=LOG_BYTES, backupCount=2, encoding="utf-8")
     handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s %(message)s"))
@@ -164,32 +164,30 @@ def _log_to(path: Path) -> None:
     root.setLevel(logging.INFO)
 
 
-# How the coordinator's port is protected: by loopback, or by TLS under names that callers check.
-#
-# Nothing listens beyond loopback without TLS unless the profile says aloud that tokens may cross
-# the network in the clear; what is missing is named, each key of it.
+# Protection of the coordinator's port: loopback only, or TLS with a certificate for its names.
+# Nothing listens beyond loopback without TLS, unless the profile sets "plaintext-anywhere".
 
-SERVER_DAYS = 825.0  # a new certificate at each start
+SERVER_DAYS = 825.0  # validity; each start issues a new certificate
 SERVER_DIRECTORY = "tls/coordinator"
 
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """``tls`` is None where the port is plain; ``names`` are what callers may call it."""
+    """TLS context of the port (None: plain HTTP) and the allowed Host names besides loopback's."""
 
     tls: ssl.SSLContext | None
     names: tuple[str, ...]
 
     @property
     def scheme(self) -> str:
-        """Return what its URLs begin with."""
+        """Return the scheme of its URLs."""
         return "https" if self.tls else "http"
 
 
 def protection_of(runtime: Runtime, host: str) -> Protection:
-    """Return how to serve on ``host``.
+    """Return the TLS context and host names for serving on ``host``.
 
-    Raises InvalidProfile naming every setting that is missing for that, before anything listens.
+    Raises InvalidProfile that lists every missing setting, before anything listens.
     """
     _require_settings(runtime, host)
     security = runtime.profile.security
@@ -207,7 +205,7 @@ def protection_of(runtime: Runtime, host: str) -> Protection:
 
 
 def names_of(runtime: Runtime, host: str) -> tuple[str, ...]:
-    """Return the names beside loopback's that the Host header may carry."""
+    """Return the names, besides loopback's, that the Host header may carry."""
     own = () if not host or _is_wildcard(host) else (host,)
     return (*own, *runtime.profile.security.rest_hosts)
 

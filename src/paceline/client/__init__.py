@@ -1,8 +1,8 @@
-"""The coordinator's REST from the caller's side; lean, because every agent imports it.
+"""REST client of the coordinator; few imports, because every agent loads it.
 
-``calls`` has one method a call, ``asking`` puts it to whoever leads; ``replicas`` says which of
-several endpoints that is and refuses older ones; ``connection`` carries one exchange and notices a
-server that hangs.
+``calls`` has one method per REST call. ``failover`` finds the leader among several replicas and
+refuses responses from an older epoch. ``connection`` carries one exchange and detects a server that
+hangs.
 """
 
 from paceline.client.calls import CoordinatorClient

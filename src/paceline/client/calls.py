@@ -1,6 +1,6 @@
-"""The coordinator's REST from the caller's side: one method a call, records in and out.
+"""Client methods of the coordinator's REST: one per call, records in and out.
 
-How a call finds whoever leads, and what it waits for, is in ``asking``.
+Finding the leader, retries and timeouts are in ``failover``.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from paceline.schemas.events import Event
 from paceline.schemas.plan import Plan, WorkerLanes
 from paceline.schemas.records import Deployment, StageRecord, Worker, WorkerProgress
 
-FAILOVER_S = 15.0  # how long calls to several replicas wait for a leader, by default
+FAILOVER_S = 15.0  # default wait for a leader, if there are several replicas
 
 
 class CoordinatorClient(Asking):
-    """Calls one coordinator, of one replica or several; may be shared by threads."""
+    """Client of one coordinator with one or several replicas; threads may share it."""
 
     @classmethod
     def of(
@@ -55,10 +55,10 @@ class CoordinatorClient(Asking):
         patience_s: float | None = None,
         worker: bool = False,
     ) -> Self:
-        """Return a client of the installation's coordinator, whichever replica leads.
+        """Return a client of the installation's coordinator; it finds the leading replica.
 
-        Where there are several, a call waits for a leader up to ``patience_s``. As a ``worker`` it
-        shows the agents' token, which opens a worker's calls and nothing else.
+        With several replicas a call waits up to ``patience_s`` for a leader. With ``worker`` it
+        uses the agents' token, which allows a worker's calls only.
         """
         known, secrets = runtime.endpoints, runtime.secrets
         urls = known.coordinator_urls or (known.coordinator_url,)
@@ -69,14 +69,14 @@ class CoordinatorClient(Asking):
         return cls(urls, token, timeout_s, patience_s=patience_s, ca=ca)
 
     def register(self, call: RegisterWorker) -> Registered:
-        """Make the worker known, or known again as a new incarnation.
+        """Register the worker, or a new incarnation of it.
 
-        Raises StaleEpoch where a higher incarnation of the same worker is registered.
+        Raises StaleEpoch if a higher incarnation of the same worker is registered.
         """
         return self._call(Registered, "POST", "/workers/register", call)
 
     def heartbeat(self, beat: Heartbeat, wait_s: float = 0.0) -> HeartbeatAnswer:
-        """Report, and return what the coordinator wants done, waiting up to ``wait_s`` for it."""
+        """Send a heartbeat and return the answer, waiting up to ``wait_s`` for a command."""
         query = f"?{urlencode({'wait_s': round(wait_s, 3)})}" if wait_s > 0 else ""
         path = f"/workers/heartbeat{query}"
         return self._call(HeartbeatAnswer, "POST", path, beat, wait_s=wait_s)
@@ -103,11 +103,11 @@ class CoordinatorClient(Asking):
         )
 
     def deployment(self, deployment_id: str) -> DeploymentView:
-        """Return the deployment and how far it is."""
+        """Return the deployment and its progress."""
         return self._call(DeploymentView, "GET", _path(deployment_id))
 
     def deployments(self) -> list[Deployment]:
-        """Return every deployment the coordinator keeps, oldest first."""
+        """Return every deployment that the coordinator stores, oldest first."""
         return list(self._call(DeploymentList, "GET", "/deployments").deployments)
 
     def workers_of(self, deployment_id: str) -> list[WorkerProgress]:
@@ -120,32 +120,32 @@ class CoordinatorClient(Asking):
         return self._call(Plan, "GET", f"{_path(deployment_id)}/plan")
 
     def workers(self) -> list[Worker]:
-        """Return the fleet: every worker that registered, the lost ones for a month."""
+        """Return every registered worker; lost workers are kept for a month."""
         return list(self._call(WorkerList, "GET", "/workers").workers)
 
     def cancel(self, deployment_id: str) -> None:
-        """Stop the deployment for good; once this returns, no worker publishes it any more."""
+        """Cancel the deployment; once this returns, no worker publishes it any more."""
         self._call(Success, "DELETE", _path(deployment_id))
 
     def activate(self, deployment_id: str, *, allow_older: bool = False) -> None:
-        """Have the fleet switch to this version, once a quorum is ready; see ``switch``.
+        """Switch the fleet to this version, once a quorum is ready; see ``switch``.
 
-        Raises Conflict unless it is complete, and for an older version than the active one unless
-        that is allowed.
+        Raises Conflict unless the deployment is complete, and for a version older than the active
+        one unless ``allow_older``.
         """
         query = "?allow_older=true" if allow_older else ""
         self._call(Success, "POST", f"{_path(deployment_id)}/activate{query}")
 
     def rollback(self, deployment_id: str) -> None:
-        """Have the fleet return from this version to what was active before; see ``switch``."""
+        """Switch the fleet from this version back to the previous one; see ``switch``."""
         self._call(Success, "POST", f"{_path(deployment_id)}/rollback")
 
     def switch(self, deployment_id: str) -> SwitchView:
-        """Return the deployment's newest switch; raises NotFound where there was none."""
+        """Return the deployment's newest switch; raises NotFound if there was none."""
         return self._call(SwitchView, "GET", f"{_path(deployment_id)}/switch")
 
     def ledger_get(self, stage: str, input_digest: str) -> StageRecord | None:
-        """Return what the stage gave for these inputs, or None where it never finished."""
+        """Return the stage's recorded result for these inputs, or None if it never finished."""
         try:
             return self._call(StageRecord, "GET", _ledger_path(stage, input_digest))
         except NotFound:
@@ -159,8 +159,8 @@ class CoordinatorClient(Asking):
     def events(self, after: int = 0, wait_s: float = 0.0) -> EventList:
         """Return the events after number ``after``, waiting up to ``wait_s`` for the first.
 
-        They come in pages: go on from ``last``. An ``after`` beyond the newest (``2**62``) returns
-        no events and the newest one's number: where to begin if the past is of no interest.
+        They come in pages: continue from ``last``. An ``after`` beyond the newest (``2**62``)
+        returns no events and the newest one's number, from which to follow new events only.
         """
         query = urlencode({"after": after, "wait_s": wait_s})
         return self._call(EventList, "GET", f"/events?{query}", wait_s=wait_s)
@@ -174,40 +174,37 @@ def _ledger_path(stage: str, input_digest: str) -> str:
     return f"/ledger/{quote(stage, safe='')}/{quote(input_digest, safe='')}"
 
 
-# The calls about access: tokens, joining, renewing, the audit history, from the caller's side.
-
-
 class AccessClient(CoordinatorClient):
-    """A client that may also say who may call."""
+    """A CoordinatorClient with the calls for tokens, joining, renewing and the audit history."""
 
     def create_token(self, call: CreateToken) -> CreatedToken:
-        """Make a bearer token; its text comes this once."""
+        """Create a bearer token; only this result contains its text."""
         return self._call(CreatedToken, "POST", "/tokens", call)
 
     def create_join_token(self, call: CreateJoinToken) -> CreatedToken:
-        """Make a join token for one worker; its text comes this once."""
+        """Create a join token for one worker; only this result contains its text."""
         return self._call(CreatedToken, "POST", "/tokens/join", call)
 
     def tokens(self) -> list[TokenView]:
-        """Return every token that is remembered, oldest first."""
+        """Return every stored token, oldest first."""
         return list(self._call(TokenList, "GET", "/tokens").tokens)
 
     def revoke_token(self, token_id: str) -> None:
-        """Have a token open nothing any more, and with a worker's all of that worker's.
+        """Revoke a token; for a worker's token, revoke all tokens of that worker.
 
         Raises NotFound.
         """
         self._call(Success, "DELETE", f"/tokens/{quote(token_id, safe='')}")
 
     def revoke_worker(self, worker_id: str) -> list[str]:
-        """Take a worker out, and have no join token for it open anything any more.
+        """Revoke a worker and its join tokens; return the ids of the revoked tokens.
 
-        Return the ids of what was ended; raises NotFound where there was nothing to end.
+        Raises NotFound if the worker has no valid token.
         """
         ended: list[str] = []
         for each in self.tokens():
             if each.worker_id == worker_id and each.revoked_at is None:
-                self.revoke_token(each.token_id)  # a worker's token ends with all of that worker
+                self.revoke_token(each.token_id)  # revokes all tokens of that worker
                 ended.append(each.token_id)
         if not ended:
             raise NotFound(
@@ -216,9 +213,9 @@ class AccessClient(CoordinatorClient):
         return ended
 
     def join(self, call: JoinWorker) -> WorkerIdentity:
-        """Spend this client's join token for an identity, or get another for the same key.
+        """Spend this client's join token and return an identity; repeatable with the same key.
 
-        Raises AccessDenied where it was spent for another key.
+        Raises AccessDenied if the token was spent for another key.
         """
         return self._call(WorkerIdentity, "POST", "/workers/join", call)
 
@@ -243,7 +240,7 @@ class AccessClient(CoordinatorClient):
         since: float | None = None,
         until: float | None = None,
     ) -> list[Event]:
-        """Return what the audit history has of that."""
+        """Return the events of the audit history that match."""
         asked: list[tuple[str, object]] = [("after", after), ("limit", limit)]
         asked += [("name", name) for name in names]
         asked += [("newest_first", "true")] if newest_first else []

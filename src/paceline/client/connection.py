@@ -1,9 +1,9 @@
-"""One exchange with one endpoint over a connection that is kept alive.
+"""One HTTP exchange with one endpoint over a kept-alive connection, with hang detection.
 
-A server may take long over an answer (it reads a manifest, it holds a beat's line), and a process
-that was frozen looks just the same: its kernel accepts connections, and nothing ever comes. So
-whoever waits longer than is usual asks the endpoint's ``/healthz`` on a connection of its own, and
-gives up as soon as that is not answered either. Standard library only.
+A server may take long for an answer (it reads a manifest, or holds a long poll), and a frozen
+process looks the same: its kernel accepts connections, and no answer comes. A caller that waits
+longer than usual therefore requests ``/healthz`` on a second connection, and gives up if that is
+not answered either. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from paceline.errors import InvalidInput
 from paceline.system.addresses import is_loopback
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024  # a manifest of 100,000 pieces is some 15 MB
-CONNECT_S = 1.0  # where there are other endpoints to turn to
-PROBE_AFTER_S = 1.0  # of silence beyond what the call announced
+CONNECT_S = 1.0  # connect timeout if there are other endpoints
+PROBE_AFTER_S = 1.0  # without an answer, beyond the wait that the call requested
 PROBE_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where one replica listens."""
+    """The parsed URL of one coordinator replica."""
 
     url: str
     secure: bool
@@ -36,7 +36,7 @@ class Endpoint:
 
     @classmethod
     def of(cls, url: str) -> Endpoint:
-        """Return what ``url`` names; raises InvalidInput for anything but http(s)://host[:port]."""
+        """Return the endpoint of ``url``; raises InvalidInput unless http(s)://host[:port]."""
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -52,11 +52,11 @@ class Endpoint:
 
     @property
     def on_loopback(self) -> bool:
-        """Return whether it is this machine's own, reached by nobody else."""
+        """Return whether only this machine can reach it."""
         return is_loopback(self.host)
 
     def serves(self, url: str) -> bool:
-        """Return whether ``url`` lies at this endpoint: the same scheme, host, port and prefix."""
+        """Return whether ``url`` has this endpoint's scheme, host, port and path prefix."""
         try:
             other = Endpoint.of(url)
         except InvalidInput:
@@ -67,7 +67,7 @@ class Endpoint:
         )
 
     def connect(self, timeout_s: float, tls: ssl.SSLContext | None) -> http.client.HTTPConnection:
-        """Return a connection that is not opened yet."""
+        """Return a connection that is not open yet."""
         if self.secure:
             return http.client.HTTPSConnection(self.host, self.port, timeout=timeout_s, context=tls)
         return http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
@@ -75,19 +75,19 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Sent:
-    """One request, and how long its answer may take."""
+    """One request and its timeouts."""
 
     method: str
     path: str
     body: bytes | None
     headers: dict[str, str]
     timeout_s: float
-    quiet_s: float = 0.0  # how long the server was asked to wait before it answers
+    quiet_s: float = 0.0  # how long the request asks the server to wait (long poll)
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What came back."""
+    """One HTTP response."""
 
     status: int
     headers: http.client.HTTPMessage
@@ -95,24 +95,24 @@ class Answered:
 
 
 class Connection:
-    """A thread's connection; closes its socket when the thread, and with it this object, goes."""
+    """One thread's kept-alive connection; its socket closes when this object is deleted."""
 
     def __init__(self, endpoint: Endpoint, tls: ssl.SSLContext | None, *, probing: bool) -> None:
         self.endpoint = endpoint
         self._tls = tls
-        self._probing = probing  # there are others to turn to when this one hangs
+        self._probing = probing  # there are other endpoints if this one hangs
         self._connection: http.client.HTTPConnection | None = None
 
     def exchange(self, sent: Sent) -> Answered:
-        """Send and return the answer; raises OSError or HTTPException where none comes.
+        """Send ``sent`` and return the response; raises OSError or HTTPException if none comes.
 
-        A connection that went stale since the last call is replaced once.
+        A connection that closed since the last call is replaced once.
         """
         if self._connection is not None:
             try:
                 return self._exchange(self._connection, sent)
             except (ConnectionError, http.client.BadStatusLine):
-                # The server closed the idle connection (or restarted): once more on a fresh one.
+                # The server closed the idle connection or restarted: retry on a new one.
                 self.close()
         patience_s = min(CONNECT_S, sent.timeout_s) if self._probing else sent.timeout_s
         self._connection = self.endpoint.connect(patience_s, self._tls)
@@ -121,7 +121,7 @@ class Connection:
 
     def _exchange(self, connection: http.client.HTTPConnection, sent: Sent) -> Answered:
         until_s = time.monotonic() + sent.timeout_s
-        if connection.sock is None:  # the server wanted it closed after the last answer
+        if connection.sock is None:  # closed on the server's request after the last answer
             connection.connect()
         connection.sock.settimeout(sent.timeout_s)
         path = self.endpoint.prefix + sent.path
@@ -138,7 +138,7 @@ class Connection:
     def _await_answer(
         self, connection: http.client.HTTPConnection, until_s: float, quiet_s: float
     ) -> None:
-        """Return once bytes arrive; raises TimeoutError when the server seems to hang."""
+        """Return once bytes arrive; raises TimeoutError if the server seems to hang."""
         poller = select.poll()
         poller.register(connection.sock, select.POLLIN)
         patience_s = quiet_s + PROBE_AFTER_S

@@ -1,9 +1,9 @@
-"""One call, put to whoever leads: over the endpoints, the redirects and the refusals.
+"""Failover of REST calls between coordinator replicas: redirects, retries and stale answers.
 
-Each thread keeps its own connection alive. Given one URL it asks that and retries nothing: how
-long to wait and how often is the caller's choice. Given several replicas it finds the leader, and
-with ``patience_s`` it waits for one where nobody leads; all that is safe because every call of this
-API may be repeated. Which calls there are is in ``calls``.
+Each thread keeps its own connection alive. With one URL a call is sent there and not retried. With
+several replicas the client finds the leader, and with ``patience_s`` it waits for one while there
+is none. Repeating is safe because every call of this API may be repeated. The calls themselves are
+in ``calls``.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ from paceline.errors import (
 from paceline.schemas.base import EPOCH_HEADER, LEADER_HEADER
 from paceline.schemas.calls import Problem
 
-# Which of several replicas to ask, and which answers to believe.
-#
-# The first choice is whoever answered last, or whom an answer named as the leader. Whoever did not
-# answer is left alone for a moment, also when a standby that has not noticed yet still points at
-# it. An answer out of an older epoch than one seen before is refused: whoever wrote it leads no
-# more. It makes no calls and never sleeps.
-
-SUSPECT_S = 2.0  # how long an endpoint that did not answer is left alone
+SUSPECT_S = 2.0  # how long an endpoint that did not answer is tried last
 
 
 class Replicas:
-    """The endpoints of one coordinator; shared by the threads of a client."""
+    """Order of the replicas to call, and the epoch check; shared by the threads of a client.
+
+    The first choice is the replica that answered last, or the leader that it named. A replica that
+    did not answer is tried last for SUSPECT_S, even if a standby still names it as the leader. An
+    answer from an older epoch than one seen before is refused, because its sender no longer leads.
+    This class makes no calls and never sleeps.
+    """
 
     def __init__(
         self, urls: Sequence[str], monotonic: Callable[[], float] = time.monotonic
@@ -63,12 +62,12 @@ class Replicas:
 
     @property
     def several(self) -> bool:
-        """Return whether there is anybody else to turn to."""
+        """Return whether there is more than one endpoint."""
         return len(self.endpoints) > 1
 
     @property
     def first(self) -> Endpoint:
-        """Return whom to ask first."""
+        """Return the endpoint to call first."""
         return self._first
 
     @property
@@ -77,7 +76,7 @@ class Replicas:
         return self._epoch
 
     def order(self) -> list[Endpoint]:
-        """Return whom to ask, in order: those that did not answer lately come last."""
+        """Return the endpoints in calling order; those that did not answer lately come last."""
         with self._lock:
             now_s = self._monotonic()
             first = self.endpoints.index(self._first)
@@ -90,7 +89,7 @@ class Replicas:
             return self._suspect_until_s.get(endpoint, 0.0) > self._monotonic()
 
     def silent(self, endpoint: Endpoint) -> None:
-        """Take note that ``endpoint`` did not answer."""
+        """Record that ``endpoint`` did not answer."""
         with self._lock:
             self._suspect_until_s[endpoint] = self._monotonic() + SUSPECT_S
             if endpoint == self._first:
@@ -98,7 +97,7 @@ class Replicas:
                 self._first = self.endpoints[(where + 1) % len(self.endpoints)]
 
     def answered(self, endpoint: Endpoint, leader_url: str | None) -> None:
-        """Take note that ``endpoint`` answered, and whom it named as the leader."""
+        """Record that ``endpoint`` answered and which leader it named."""
         with self._lock:
             self._suspect_until_s.pop(endpoint, None)
             leader = self.find(leader_url)
@@ -108,13 +107,13 @@ class Replicas:
             self._first = leader if leader is not None and hoped else endpoint
 
     def find(self, url: str | None) -> Endpoint | None:
-        """Return the endpoint at which ``url`` lies, or None: the token goes nowhere else."""
+        """Return the endpoint of ``url``, or None; the token is sent only to known endpoints."""
         return next((each for each in self.endpoints if url and each.serves(url)), None)
 
     def believe(self, epoch: int | None) -> bool:
-        """Return whether an answer of ``epoch`` may be believed, and remember the highest one."""
+        """Return whether ``epoch`` is not older than the highest seen, and store it if so."""
         if epoch is None:
-            return True  # it says nothing of leaders: a probe, a refusal before anybody looked
+            return True  # no epoch header: a refusal by a guard before the leader check
         with self._lock:
             if epoch < self._epoch:
                 return False
@@ -122,13 +121,13 @@ class Replicas:
             return True
 
 
-ROUND_S = 0.25  # between two rounds of asking, jittered
+ROUND_S = 0.25  # between two rounds over the endpoints, jittered
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class Asking:
-    """Asks one coordinator, of one replica or several; may be shared by threads."""
+    """Sends calls to one coordinator with one or several replicas; threads may share it."""
 
     def __init__(
         self,
@@ -139,7 +138,7 @@ class Asking:
         patience_s: float = 0.0,
         ca: str | Path | bytes = "",
     ) -> None:
-        """``ca`` is one certificate (PEM, or its file) to trust in place of the system's CAs."""
+        """``ca`` is one certificate (PEM, or its file) to trust instead of the system's CAs."""
         self._replicas = Replicas([url] if isinstance(url, str) else url)
         self.use_token(token)
         self._timeout_s = timeout_s
@@ -148,17 +147,17 @@ class Asking:
         self._local = threading.local()
 
     def use_token(self, token: str) -> None:
-        """Show ``token`` from the next call on."""
+        """Use ``token`` from the next call on."""
         self._headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
 
     @property
     def base_url(self) -> str:
-        """Return the URL that the next call asks first."""
+        """Return the URL that the next call tries first."""
         return self._replicas.first.url
 
     @property
     def epoch(self) -> int:
-        """Return the highest epoch that an answer carried, 0 before the first."""
+        """Return the highest epoch seen in an answer, 0 before the first."""
         return self._replicas.epoch
 
     def close(self) -> None:
@@ -218,7 +217,7 @@ class Asking:
             time.sleep(pause_s)
 
     def _ask_around(self, sent: Sent) -> bytes:
-        """Ask each endpoint once at most, following who points at the leader."""
+        """Try each endpoint, following redirects to the leader; return the response body."""
         waiting = self._replicas.order()
         problem: ServiceUnavailable | None = None
         asked: set[Endpoint] = set()
@@ -283,9 +282,9 @@ class Asking:
 
 
 def trusting(ca: str | Path | bytes) -> ssl.SSLContext:
-    """Return the TLS settings of a caller that trusts the certificate ``ca`` (PEM, or its file).
+    """Return a TLS context that trusts only the certificate ``ca`` (PEM, or its file).
 
-    Raises InvalidInput where it is not exactly one.
+    Raises InvalidInput if it is not exactly one certificate.
     """
     pem = one_certificate(ca) if isinstance(ca, bytes) else read_certificate(ca)
     try:
@@ -321,7 +320,7 @@ def _not_leading(endpoint: Endpoint, leader: Endpoint, where: str) -> ServiceUna
 
 
 def _error_of(status: int, answer: bytes, where: str) -> PacelineError:
-    """Return the error that the coordinator named, or the nearest one for a foreign answer."""
+    """Return the error of a problem document, or the nearest one for another response."""
     try:
         problem = Problem.model_validate_json(answer)
     except ValidationError:

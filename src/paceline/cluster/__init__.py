@@ -1,8 +1,8 @@
 """Running processes on nodes, and the embedded installation's supervisor.
 
 ``start``, ``stop`` and ``status`` run the servers of one state directory; ``Fleet`` starts agents
-and processes on nodes, and holds nodes for a job. The one package that imports dask, and only when
-a Fleet connects. It knows no training, no relay and no flow: what it runs is an argv.
+and processes on nodes, and holds nodes for a job. This is the one package that imports dask, and
+only when a Fleet connects. It does not import training, the relay or flows: it runs an argv.
 """
 
 from paceline.cluster.addresses import AgentInfo, Node, labels_of, node_names

@@ -1,8 +1,9 @@
-"""Ports that are ours before, while and between the times a server listens on them.
+"""Port reservations, and the names and labels of a profile's nodes.
 
-A reservation is a socket that is bound but never listens, with SO_REUSEADDR: the kernel then gives
-the port to nobody who asks for any port, yet lets a server that names it (and sets SO_REUSEADDR, as
-every server here does) listen on it. Held for a whole run, a restarted server finds its port again.
+A reservation is a socket that is bound but never listens, with SO_REUSEADDR. The kernel then does
+not assign the port to a process that binds port 0, but a server that names the port (and sets
+SO_REUSEADDR, as every server here does) can listen on it. A reservation is held for a whole run, so
+a restarted server gets its port again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class ReservedPort:
         self.number: int = reservation.getsockname()[1]
 
     def close(self) -> None:
-        """Give the port back."""
+        """Release the port."""
         self._socket.close()
 
     def __enter__(self) -> ReservedPort:
@@ -83,8 +84,6 @@ def _holder(port: int) -> str:
     return "another process listening"
 
 
-# Names and labels of a profile's nodes: the same wherever they are computed.
-
 CONTROL_THREADS = 4  # threads of a Dask worker that only start, watch and stop processes
 
 
@@ -92,7 +91,7 @@ class Node(Record):
     """One machine of the fleet that can be reached now."""
 
     worker_id: str
-    address: str  # of its Dask worker; changes when that restarts
+    address: str  # of its Dask worker; changes when the worker restarts
     labels: Labels
 
 
@@ -103,7 +102,7 @@ class AgentInfo(Record):
     pid: int
     address: str
     incarnation: int
-    adopted: bool  # it ran before and is not ours to stop
+    adopted: bool  # it ran already; the installation must not stop it
 
 
 def node_names(profile: Profile) -> list[str]:
@@ -112,7 +111,7 @@ def node_names(profile: Profile) -> list[str]:
 
 
 def labels_of(profile: Profile, worker_id: str) -> Labels:
-    """Return where node ``worker_id`` stands: racks are contiguous blocks of nodes."""
+    """Return the host and rack of node ``worker_id``; racks are contiguous blocks of nodes."""
     cluster = profile.cluster
     index = node_names(profile).index(worker_id)
     racks = min(cluster.racks, cluster.nodes)

@@ -1,9 +1,10 @@
-"""What keeps a node's agent alive: one thread in the node's Dask worker.
+"""Supervision of a node's agent: a thread in the node's Dask worker starts and restarts it.
 
-It adopts an agent that already runs (a resident one), otherwise starts one, and starts it again
-when it dies. An agent is known by ``<node_dir>/agent.json`` {pid, address, incarnation}, and by
-answering there. The thread itself forks, because the kernel's parent-death signal follows the
-forking thread: the agent dies with the worker. Knows nothing of what an agent does.
+The thread adopts an agent that already runs (a resident one), otherwise starts one, and restarts it
+when it dies. An agent is found by ``<node_dir>/agent.json`` {pid, address, incarnation} and must
+accept connections at that address. The thread itself forks, because the kernel's parent-death
+signal follows the forking thread: the agent dies with the worker. This module does not depend on
+what an agent does.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from paceline.errors import NotReady
 log = logging.getLogger(__name__)
 
 AGENT_FILE = "agent.json"
-WANTED_FILE = "agent-wanted.json"  # the order, for the worker that takes a dead one's place
+WANTED_FILE = "agent-wanted.json"  # the order, read by the worker that replaces a dead one
 LOG_LIMIT_BYTES = 16 * 1024 * 1024
 WATCH_S = 0.1
 READY_DEADLINE_S = 20.0
-ADOPTED_GRACE_S = 2.0  # how long a resident agent's own supervisor has to bring it back
+ADOPTED_GRACE_S = 2.0  # time for a resident agent's own supervisor to restart it
 BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
-STEADY_S = 30.0  # an agent that lived this long starts its backoff anew
+STEADY_S = 30.0  # an agent that ran this long resets its backoff
 PROBE_TIMEOUT_S = 2.0
 
 
@@ -48,7 +49,7 @@ class AgentOrder:
 
 
 class AgentKeeper:
-    """Keeps one agent running, from a thread of its own."""
+    """Keeps one agent running, in a thread of its own."""
 
     def __init__(self, order: AgentOrder) -> None:
         self.order = order
@@ -59,7 +60,7 @@ class AgentKeeper:
         threading.Thread(target=self._keep, name=f"agent-{order.worker_id}", daemon=True).start()
 
     def wait(self, timeout_s: float) -> AgentInfo:
-        """Return the agent once it answers. Raises NotReady with its last words."""
+        """Return the agent once it accepts connections; NotReady carries its last log line."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._changed:
@@ -176,7 +177,7 @@ _keepers_lock = threading.Lock()
 
 
 def ensure_agent(order: AgentOrder, timeout_s: float) -> AgentInfo:
-    """Return the node's agent, adopted or started; it is kept running from now on."""
+    """Return the node's agent, adopted or started, and keep it running from now on."""
     with _keepers_lock:
         keeper = _keepers.get(order.worker_id)
         if keeper is None:
@@ -187,7 +188,7 @@ def ensure_agent(order: AgentOrder, timeout_s: float) -> AgentInfo:
 
 
 def dask_setup(worker: Any) -> None:
-    """Bring the agent back when a node's worker takes a dead one's place (Dask calls a preload)."""
+    """Restart the agent when a worker replaces a dead one (Dask calls this as a preload)."""
     for parent in Path(worker.local_directory).parents:
         if parent.name == worker.name and (wanted := parent / WANTED_FILE).is_file():
             raw = json.loads(wanted.read_bytes())
@@ -230,7 +231,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _is_for(pid: int, worker_id: str) -> bool:
-    # a pid is used again sooner or later: the process must name our node
+    # pids are reused: the process's command line must name this node
     with contextlib.suppress(OSError):
         return worker_id.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     return False

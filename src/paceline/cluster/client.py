@@ -1,8 +1,8 @@
 """Fleet: start agents, calls and processes on an installation's nodes, and hold nodes for a job.
 
-A thin adapter over Dask, which only places and watches: every call is pinned to one node's worker,
-is never retried elsewhere, has a deadline, and ends with WorkerLost when that worker dies. Dask's
-errors are translated here.
+A thin adapter over Dask, which only places and watches processes. Every call is pinned to one
+node's worker, is never retried elsewhere, has a deadline, and ends with WorkerLost when that worker
+dies. Dask's errors are translated here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.errors import NotFound, PacelineError, ServiceUnavailable, WorkerL
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 15.0
-RETURN_DEADLINE_S = 15.0  # a lost worker is back within a second or two, unless its node is gone
+RETURN_DEADLINE_S = 15.0  # a lost worker restarts within a second or two, unless its node is gone
 PRESENCE_EVERY_S = 0.5
 AGENT = (sys.executable, "-m", "paceline.cli.main", "agent")
 
@@ -78,7 +78,7 @@ class Fleet:
         self.close()
 
     def close(self) -> None:
-        """Disconnect; agents and workers stay."""
+        """Disconnect; agents and workers keep running."""
         self._client.close(timeout=5)
 
     def nodes(self) -> list[Node]:
@@ -99,11 +99,11 @@ class Fleet:
         *,
         agent_argv: Sequence[str] = AGENT,
     ) -> dict[str, AgentInfo]:
-        """Return each node's agent, running: started where none was, adopted where one was.
+        """Return each node's running agent: adopted where one runs, otherwise started.
 
-        Agents are kept running until their node's worker ends. Without ``worker_ids`` it means all
-        nodes of the profile. Raises WorkerLost for a node that is away, NotReady for an agent that
-        is not well.
+        Agents are kept running until their node's worker ends. Without ``worker_ids``: all nodes of
+        the profile. Raises WorkerLost for an unreachable node, NotReady for an agent that does not
+        get ready.
         """
         wanted = list(node_names(self.runtime.profile) if worker_ids is None else worker_ids)
         deadline = time.monotonic() + timeout_s
@@ -122,9 +122,9 @@ class Fleet:
     def run_on(self, worker_id: str, fn: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
         """Return ``fn(*args)`` as run on ``worker_id``; its own error is raised here.
 
-        A ``fn`` with a keyword parameter ``worker_id`` is told where it runs. Raises WorkerLost
+        A ``fn`` with a keyword-only parameter ``worker_id`` gets the node's id. Raises WorkerLost
         when the node's worker dies, ServiceUnavailable past ``timeout_s`` (``fn`` itself cannot be
-        stopped: what must be killable is a process, see `run_process`).
+        stopped; for work that must be killable see `run_process`).
         """
         answer = self.map_nodes(fn, [worker_id], *args, timeout_s=timeout_s)[worker_id]
         if isinstance(answer, BaseException):
@@ -134,7 +134,7 @@ class Fleet:
     def map_nodes(
         self, fn: Callable[..., Any], worker_ids: Sequence[str], *args: Any, timeout_s: float
     ) -> dict[str, Any]:
-        """Return what ``fn(*args)`` gave on each node, or the error it ended with there."""
+        """Return the result of ``fn(*args)`` on each node, or the error that it raised there."""
         calls = self._calls(slot=True)
         deadline = time.monotonic() + timeout_s
         addresses = self._await_nodes(worker_ids, min(timeout_s, RETURN_DEADLINE_S), partial=True)
@@ -160,10 +160,10 @@ class Fleet:
     ) -> ProcessResult:
         """Run ``argv`` on ``worker_id`` in a process group of its own, and return how it ended.
 
-        ``input_json`` is its standard input; each JSON object that it writes as a line reaches
-        ``on_event`` at once. At the deadline, on ``cancel`` (Cancelled) or on any exception here it
-        is asked to stop and killed after ``grace_s``, with everything it started. Raises
-        WorkerLost.
+        ``input_json`` is its standard input; each line on its standard output that is a JSON object
+        is passed to ``on_event`` at once. At the deadline, on ``cancel`` (Cancelled) or on any
+        exception here it gets SIGTERM and, after ``grace_s``, SIGKILL, with everything it started.
+        Raises WorkerLost.
         """
         return run_process(
             self, worker_id, argv, env or {}, input_json, on_event, deadline_s, cancel, grace_s
@@ -181,22 +181,22 @@ class Fleet:
     ) -> Iterator[HeldNodes]:
         """Hold ``workers`` for the time of the ``with``, with ``argv`` running on each.
 
-        Nodes that other gangs hold are waited for, in one order and without holding up anybody
-        else's circle; ``on_wait`` hears who holds them. Raises Conflict after ``wait_s``, Cancelled
-        when ``cancel`` is set, WorkerLost for a node that is away.
+        Nodes that other gangs hold are waited for, in one fixed order so that gangs cannot
+        deadlock; ``on_wait`` gets a message that names the holder. Raises Conflict after
+        ``wait_s``, Cancelled when ``cancel`` is set, WorkerLost for an unreachable node.
         """
         with open_nodes(
             self, workers, argv, wait_s=wait_s, cancel=cancel, on_wait=on_wait
         ) as nodes:
             yield nodes
 
-    # -- for the modules of this package
+    # -- used by the modules of this package
 
     def _calls(self, *, slot: bool) -> Calls:
         return Calls(self._client, self._addresses, slot=slot)
 
     def _addresses(self) -> dict[str, str]:
-        """Return the address of each node's Dask worker, where there is one now."""
+        """Return the address of each node's Dask worker, for nodes that have one now."""
         with _translated(self.runtime.endpoints.scheduler_address):
             workers = self._client.scheduler_info(n_workers=-1)["workers"]
         return {str(each["name"]): address for address, each in workers.items()}

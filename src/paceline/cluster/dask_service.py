@@ -1,11 +1,11 @@
-"""The Dask service of an installation: a scheduler, and a nanny with one worker process a node.
+"""The Dask service of an installation: a scheduler, and per node a nanny with one worker process.
 
-Run as ``python -m paceline.cluster.dask_service --state DIR``. Dask only places and watches:
-workers carry the names, directories and resources of nodes, and know no training. Everything
-speaks TLS with the installation's own certificates, because a scheduler runs anyone's code.
+Run as ``python -m paceline.cluster.dask_service --state DIR``. Dask only places and watches
+processes: workers carry the names, directories and resources of nodes. All connections use TLS with
+the installation's own certificates, because a scheduler runs any client's code.
 
 Scheduler and nannies are driven directly rather than through SpecCluster, which drops a node for
-good when its worker stays away for ``lost-worker-timeout``; here a lost worker always comes back.
+good when its worker is missing for ``lost-worker-timeout``; here a lost worker is always restarted.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def dask_settings() -> dict[str, Any]:
     return {
         "distributed.worker.preload": [
             "paceline.cluster.agents"
-        ],  # a new worker brings its agent back
+        ],  # a new worker restarts its agent
         "distributed.worker.daemon": False,  # ranks are children of workers
         "distributed.worker.multiprocessing-method": "spawn",
         "distributed.scheduler.allowed-failures": 0,  # a pinned task must fail with its worker
-        "distributed.scheduler.no-workers-timeout": "20s",  # or it stays pending without a word
+        "distributed.scheduler.no-workers-timeout": "20s",  # else it stays pending silently
         "distributed.scheduler.worker-ttl": "60s",
         "distributed.scheduler.work-stealing": False,  # everything here is pinned
         "distributed.scheduler.active-memory-manager.start": False,
@@ -54,7 +54,7 @@ def dask_settings() -> dict[str, Any]:
 
 
 def security_of(runtime: Runtime) -> Any:
-    """Return the TLS settings with which scheduler, workers and clients prove who they are."""
+    """Return the TLS settings with which scheduler, workers and clients authenticate."""
     from distributed.security import Security
 
     secrets = runtime.secrets
@@ -119,7 +119,7 @@ async def serve(runtime: Runtime) -> None:
 
 
 async def _replace_dead(nannies: dict[str, Any], start_node: Any) -> None:
-    # A nanny restarts its worker by itself; it gives up only when a start fails.
+    # A nanny restarts its worker itself; it stops doing so only when a start fails.
     for worker_id, nanny in list(nannies.items()):
         if nanny.status.name in ("closed", "failed") or (
             nanny.status.name == "running"
@@ -139,11 +139,11 @@ def _node_options(runtime: Runtime, worker_id: str, security: Any) -> dict[str, 
     cluster = runtime.profile.cluster
     directory = runtime.node_dir(worker_id) / "dask"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (runtime.node_dir(worker_id) / WANTED_FILE).unlink(missing_ok=True)  # of an earlier start
+    (runtime.node_dir(worker_id) / WANTED_FILE).unlink(missing_ok=True)  # from an earlier start
     return {
         "name": worker_id,
-        # Ours are calls that wait: they get threads of their own, so that a node whose threads are
-        # all busy with work still answers.
+        # Paceline's own calls wait for processes. They get extra threads, so that a node whose
+        # other threads are all busy still answers.
         "nthreads": cluster.threads_per_node + CONTROL_THREADS,
         "resources": {
             "node": 1,

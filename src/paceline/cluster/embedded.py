@@ -1,6 +1,8 @@
 """The servers of the embedded installation, as argv: S3, Prefect, MLflow, Dask, the coordinator.
 
-Imports none of them, and knows no flow: what registers deployments comes from the caller.
+Also creates the installation's secrets: generated once, stored in its state directory, readable by
+its owner only. This module imports none of the servers and no flows; the service that registers
+deployments comes from the caller.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from paceline.system.addresses import is_loopback
 from paceline.system.files import own_directory
 
 WORK_POOL = "paceline"
-PLAIN = ("s3", "prefect", "mlflow")  # servers that speak plain HTTP
+PLAIN = ("s3", "prefect", "mlflow")  # servers without TLS
 CLUSTER_FILE = "cluster.json"  # below <state>/dask; written once every node has joined
 
 
@@ -39,9 +41,10 @@ def embedded_services(runtime: Runtime) -> tuple[ServiceSpec, ...]:
 
 
 def require_protected(profile: Profile, only: Sequence[str] | None = None) -> None:
-    """Raise InvalidProfile where servers would take passwords in the clear beyond loopback.
+    """Raise InvalidProfile where servers would receive passwords unencrypted beyond loopback.
 
-    The rule of the coordinator's port, for those that have no TLS here; Dask has its own.
+    The coordinator's port has the same rule; this applies it to the servers without TLS. Dask uses
+    TLS of its own.
     """
     host, security = profile.services.host, profile.security
     plain = [each for each in PLAIN if only is None or each in only]
@@ -76,17 +79,17 @@ def _s3(runtime: Runtime) -> ServiceSpec:
             "--config", "/dev/null",
             "--addr", f"{runtime.profile.services.host}:{port}",
             "--vfs-cache-mode", "off",
-            # ETags pin content: a hash, the cheapest there is. rclone keeps it as long as its
-            # directory entry; with a short-lived one it hashes the whole object again for every
-            # range that is read (MD5: 1.6 s per GB).
+            # ETags identify content, so they must be a hash; this is the cheapest. rclone caches it
+            # as long as the directory entry; with a short-lived entry it hashes the whole object
+            # again for every range that is read (MD5: 1.6 s per GB).
             "--etag-hash", "XXH128",
             "--dir-cache-time", "24h",
             "--poll-interval", "0",
             "--log-level", "NOTICE",
             str(root),
         ),
-        # Not on the command line, where every user of the machine could read it; rclone reads a
-        # list as CSV, hence the quotes around one pair.
+        # Not on the command line, where every user of the machine could read it. rclone parses
+        # this as a CSV list, hence the quotes around one pair.
         env={"RCLONE_AUTH_KEY": f'"{secrets.s3_access_key},{secrets.s3_secret_key}"'},
         ready=Ready(kind="port", port=port, host=runtime.profile.services.host),
         stop_phase=2,
@@ -140,16 +143,17 @@ def _prefect_worker(runtime: Runtime) -> ServiceSpec:
             "PACELINE_STATE": str(runtime.state_dir),
         },
         after=("prefect",),
-        blocking=False,  # nothing that the demo runs goes through it
+        blocking=False,  # the demo runs nothing through it
         stop_grace_s=6,
     )  # fmt: skip
 
 
 def _mlflow(runtime: Runtime) -> ServiceSpec:
-    """The tracking server, straight under uvicorn.
+    """Return the tracking server, run directly under uvicorn.
 
-    The ``mlflow server`` command does the same in two processes: its own imports cost 5 CPU-seconds
-    and 210 MB for nothing. The variables are those it gives its worker (mlflow < 3.18, pinned).
+    The ``mlflow server`` command does the same in two processes: the imports of the first cost 5
+    CPU-seconds and 210 MB. The variables are those that it sets for its worker (mlflow < 3.18,
+    pinned).
     """
     home = _directory(runtime, "mlflow")
     host = runtime.profile.services.host
@@ -165,7 +169,7 @@ def _mlflow(runtime: Runtime) -> ServiceSpec:
         f"admin_username = {user}\n"
         f"admin_password = {password}\n"
         "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n"
-        # hashing the password costs each request tens of milliseconds otherwise
+        # without the cache, hashing the password costs each request tens of milliseconds
         "auth_cache_ttl_seconds = 300\n".encode(),
     )
     token = b"mlflow-flask:" + runtime.secrets.coordinator_token.encode()
@@ -181,7 +185,7 @@ def _mlflow(runtime: Runtime) -> ServiceSpec:
             "MLFLOW_FLASK_SERVER_SECRET_KEY": hashlib.sha256(token).hexdigest(),
             "MLFLOW_SERVER_ALLOWED_HOSTS": f"{host}:{port},localhost:{port}",
             "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": f"http://{host}:{port}",
-            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # 8 processes and 1.5 GB less
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # saves 8 processes and 1.5 GB
             "MLFLOW_DISABLE_TELEMETRY": "true",
             "_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{home}/mlflow.db",
             "_MLFLOW_SERVER_ARTIFACT_ROOT": "mlflow-artifacts:/",
@@ -190,7 +194,8 @@ def _mlflow(runtime: Runtime) -> ServiceSpec:
             "_MLFLOW_SGI_NAME": "uvicorn",
             "PACELINE_STATE": str(runtime.state_dir),
         },
-        # The first question that needs the store creates its tables: ours, so that no two do.
+        # The first request that needs the store creates its tables. The readiness check sends that
+        # request, so that two concurrent requests do not both create them.
         ready=Ready(
             kind="http",
             url=f"{url}/api/2.0/mlflow/experiments/search?max_results=1",
@@ -225,7 +230,7 @@ def _dask(runtime: Runtime) -> ServiceSpec:
 
 
 def _coordinators(runtime: Runtime) -> list[ServiceSpec]:
-    """Every replica of the coordinator; they find out among themselves who leads."""
+    """Return one service per coordinator replica; they decide which one leads."""
     urls = runtime.endpoints.coordinator_urls or (runtime.endpoints.coordinator_url,)
     home = str(_directory(runtime, "coordinator"))
     host = runtime.profile.services.host
@@ -252,7 +257,7 @@ def _coordinators(runtime: Runtime) -> list[ServiceSpec]:
 
 
 def _answers(url: str, host: str) -> Ready:
-    if url.startswith("https:"):  # the check trusts nobody: that it listens is what can be asked
+    if url.startswith("https:"):  # the check has no CA to verify with: it tests the port only
         return Ready(kind="port", port=port_of(url), host=host)
     return Ready(kind="http", url=url, port=port_of(url))
 
@@ -271,7 +276,7 @@ def _directory(runtime: Runtime, name: str) -> Path:
 
 
 def _program(name: str) -> str:
-    """Return where this Python's environment, or else PATH, has the program ``name``."""
+    """Return the path of program ``name`` in this Python's environment, or else on PATH."""
     beside = Path(sysconfig.get_path("scripts")) / name
     if beside.is_file():
         return str(beside)
@@ -285,17 +290,12 @@ def _program(name: str) -> str:
     )
 
 
-# The secrets of one installation: generated once, kept in its state directory, readable by its
-# owner.
-#
-# Knows nothing of the servers that use them.
-
 SECRETS_FILE = "secrets.json"
 _VALIDITY = datetime.timedelta(days=3650)
 
 
 def ensure_secrets(state_dir: Path) -> Secrets:
-    """Return the installation's secrets, made at the first call and the same ever after."""
+    """Return the installation's secrets; the first call creates them, later calls read them."""
     path = state_dir / SECRETS_FILE
     if path.is_file():
         return Secrets.model_validate_json(path.read_bytes())
@@ -312,13 +312,17 @@ def ensure_secrets(state_dir: Path) -> Secrets:
         tls_key=str(directory / "node-key.pem"),
     )
     _write_certificates(Path(made.tls_ca), Path(made.tls_cert), Path(made.tls_key))
-    write_private(path, made.model_dump_json(indent=2).encode())  # last: it vouches for the rest
+    write_private(
+        path, made.model_dump_json(indent=2).encode()
+    )  # last: once it exists the certificates exist, too
     return made
 
 
 def require_ours(state_dir: Path) -> None:
-    """Raise Conflict where `paceline init` or a join made ``state_dir``: its ``runtime.json`` is
-    the only place of its secrets. That of `paceline up` is made again from ``secrets.json``.
+    """Raise Conflict where `paceline init` or a join created ``state_dir``.
+
+    Its ``runtime.json`` is then the only copy of its secrets. `paceline up` regenerates its own
+    ``runtime.json`` from ``secrets.json``.
     """
     if (state_dir / RUNTIME_FILE).exists() and not (state_dir / SECRETS_FILE).exists():
         raise Conflict(
@@ -332,13 +336,13 @@ def require_ours(state_dir: Path) -> None:
 
 
 def remove_runtime(state_dir: Path) -> None:
-    """Remove the ``runtime.json`` that `paceline up` wrote; raises Conflict as `require_ours`."""
+    """Remove the ``runtime.json`` that `paceline up` wrote; Conflict as in `require_ours`."""
     require_ours(state_dir)
     (state_dir / RUNTIME_FILE).unlink(missing_ok=True)
 
 
 def _write_certificates(ca_path: Path, cert_path: Path, key_path: Path) -> None:
-    # One certificate for scheduler, workers and clients: Dask asks each to present one of this CA.
+    # One certificate for scheduler, workers and clients: each must present one of this CA to Dask.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -378,7 +382,7 @@ def _write_certificates(ca_path: Path, cert_path: Path, key_path: Path) -> None:
         .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
         .sign(ca_key, hashes.SHA256())
     )
-    write_private(ca_path, ca.public_bytes(Encoding.PEM))  # the CA's key is not kept
+    write_private(ca_path, ca.public_bytes(Encoding.PEM))  # the CA's key is not stored
     write_private(cert_path, node.public_bytes(Encoding.PEM))
     write_private(
         key_path, node_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -1,17 +1,14 @@
-"""A tiny parent that never lets its child, or anything the child started, outlive their owner.
+"""A small parent process that kills its child, and all descendants, when the owner dies.
 
 ``guard.py run LIFE_FD GRACE_S -- argv…`` starts ``argv`` in a process group of its own and watches
-a socket to its owner. When the owner dies (even by SIGKILL) the socket closes and everything below
-the guard is killed: the guard is a subreaper, so processes that daemonised or changed session come
-back to it and are found. ``guard.py exec PARENT_PID -- argv…`` only sets the parent-death signal
-and becomes ``argv``, for children that need no tree kept.
+a socket to its owner. When the owner dies (even by SIGKILL) the socket closes and the guard kills
+all its descendants: it is a subreaper, so processes that daemonised or changed session become its
+children again. ``guard.py exec PARENT_PID -- argv…`` only sets the parent-death signal and execs
+``argv``, for children whose descendants need no supervision.
 
-Signals to a running guard: SIGTERM and SIGINT ask the child to stop and kill what is left after the
-grace; SIGUSR1 kills at once. The guard ends as its child ended, with the same code or by the same
-signal.
-
-Runs by path with ``python -I -S`` in about 15 ms and 9 MB, so it imports the standard library only
-and knows nothing of Paceline.
+SIGTERM and SIGINT to a guard stop the child and kill what is left after the grace; SIGUSR1 kills at
+once. The guard ends with its child's exit code or by the same signal. It is run by path with
+``python -I -S`` (about 15 ms and 9 MB), so it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -28,14 +25,14 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-ORPHAN_GRACE_S = 1.0  # how long a child may tidy up after its owner is gone
+ORPHAN_GRACE_S = 1.0  # time for a child to clean up after its owner is gone
 KILL_PATIENCE_S = 10.0  # an uninterruptible process can outlast SIGKILL; do not wait for ever
 
 
 def set_parent_death_signal(number: int, parent: int) -> None:
-    """Have ``number`` sent when ``parent``'s forking thread ends; exit if it already has."""
+    """Receive signal ``number`` when ``parent``'s forking thread ends; exit if it has ended."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent:  # it died between fork and prctl
+    if os.getppid() != parent:  # the parent died between fork and prctl
         os._exit(1)
 
 
@@ -45,7 +42,7 @@ def become_subreaper() -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Return the pids of everything below ``root``, zombies too, parents before children."""
+    """Return the pids of all descendants of ``root``, zombies too, parents before children."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -53,7 +50,7 @@ def descendants(root: int) -> list[int]:
         try:
             stat = (entry / "stat").read_bytes()
         except OSError:
-            continue  # gone meanwhile
+            continue  # ended meanwhile
         parent = int(stat[stat.rindex(b")") + 2 :].split()[1])
         children.setdefault(parent, []).append(int(entry.name))
     found: list[int] = []
@@ -66,7 +63,7 @@ def descendants(root: int) -> list[int]:
 
 
 def kill_descendants(keep: frozenset[int] = frozenset()) -> bool:
-    """SIGKILL and reap everything below this process but ``keep``; return whether it is gone."""
+    """SIGKILL and reap all descendants except ``keep``; return whether they are gone."""
     patience = time.monotonic() + KILL_PATIENCE_S
     while True:
         left = [pid for pid in descendants(os.getpid()) if pid not in keep]
@@ -76,7 +73,7 @@ def kill_descendants(keep: frozenset[int] = frozenset()) -> bool:
         for pid in left:
             with contextlib.suppress(
                 ChildProcessError
-            ):  # a grandchild: its parent dies, then it is ours
+            ):  # a grandchild: once its parent dies, it becomes this process's child
                 os.waitpid(pid, os.WNOHANG)
         if time.monotonic() > patience:
             return False
@@ -84,8 +81,9 @@ def kill_descendants(keep: frozenset[int] = frozenset()) -> bool:
 
 
 def _kill_below(pids: list[int]) -> None:
-    """SIGKILL those of ``pids`` that are below this process: a pid may be used again at any time,
-    so each is looked up again once a descriptor holds its process.
+    """SIGKILL those of ``pids`` that are descendants of this process.
+
+    Pids are reused, so each one is looked up again once a pidfd refers to its process.
     """
     held = {}
     for pid in pids:
@@ -130,10 +128,12 @@ class _Guard:
         self.kill_at: float | None = None
 
     def run(self) -> int:
-        """Run the child to its end, or to its owner's, and return its wait status."""
+        """Run the child until it or its owner ends, and return the child's wait status."""
         become_subreaper()
         for fd in _inherited_descriptors():
-            os.set_inheritable(fd, False)  # the child must hold neither the life line nor a lock
+            os.set_inheritable(
+                fd, False
+            )  # the child must inherit neither the liveness socket nor a lock
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)
@@ -145,7 +145,7 @@ class _Guard:
         with contextlib.suppress(OSError):
             os.write(self.life_fd, f"{self.pid}\n".encode())
         silence = os.open(os.devnull, os.O_RDWR)
-        for fd in (0, 1, 2):  # so that the child's end of file is seen as soon as it ends
+        for fd in (0, 1, 2):  # so that readers see end of file as soon as the child ends
             os.dup2(silence, fd)
         poller = select.poll()
         poller.register(wake_read, select.POLLIN)
@@ -172,7 +172,7 @@ class _Guard:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return 0  # cannot happen: our child is reaped here and nowhere else
+                return 0  # cannot happen: the child is reaped only here
             if pid == self.pid:
                 return status
             if pid == 0:

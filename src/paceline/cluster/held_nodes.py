@@ -1,8 +1,9 @@
-"""Nodes that one job holds, with a process on each that listens: started, told, heard, ended.
+"""Nodes that one job holds, with one process on each: started, sent orders, read and ended.
 
-The port of ``paceline.training`` for its launchers, on Dask. What the processes are is an argv;
-what is told and heard are JSON objects, a line each. A node whose process or Dask worker is lost
-says so once, and can be started again when it is back. Knows nothing of training.
+Implements on Dask the port that ``paceline.training`` defines for its launchers. A process is an
+argv; orders and events are JSON objects, one per line. The loss of a node's process or Dask worker
+is reported once; the process can be started again when the node is back. ``run_process`` runs a
+single process. This module does not import training.
 """
 
 from __future__ import annotations
@@ -31,11 +32,6 @@ from paceline.cluster.pinned_calls import (
 from paceline.cluster.worker_processes import Order
 from paceline.errors import PacelineError, WorkerLost
 from paceline.text import printable
-
-# One process on one node, in a process group of its own, followed to its end.
-#
-# It tells by JSON lines, and nothing of it is left: at its deadline, on cancel, and when the caller
-# dies (the lease, see remote.py). What runs is an argv.
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +103,7 @@ def run_process(
 
 
 def deliver(lines: Sequence[tuple[Member, str]], on_event: OnEvent | None) -> None:
-    """Hand each line that is a JSON object to ``on_event``; log the others."""
+    """Pass each line that is a JSON object to ``on_event``; log the others."""
     for member, line in lines:
         try:
             event = json.loads(line)
@@ -120,18 +116,18 @@ def deliver(lines: Sequence[tuple[Member, str]], on_event: OnEvent | None) -> No
 
 
 END_GRACE_S = 5.0
-# Whoever waits for nodes that may be frozen does not ask the others for news meanwhile, and their
-# leases (30 s) lapse.
+# Short: while the caller waits for nodes that may be frozen it does not poll the others, and their
+# leases (30 s) expire.
 DROP_PATIENCE_S = 3.0
 START_PATIENCE_S = 3.0
-ENDING_S = 60.0  # for a dropped process to be gone, in the background
-# A thread in a process that forks spoils it; numpy's library would start some at import.
+ENDING_S = 60.0  # time for a dropped process to end, in the background
+# Forking a process that has threads is unsafe; numpy's OpenBLAS would start threads at import.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
 class Heard:
-    """A line of a node's process, or that it is lost."""
+    """A line that a node's process wrote, or the reason why the process is lost."""
 
     worker_id: str
     line: Mapping[str, Any] = field(default_factory=dict)
@@ -146,17 +142,19 @@ class HeldNodes:
         self._job_id = job_id
         self._argv = tuple(argv)
         self._members: dict[str, Member] = {}
-        self._following = Crew(fleet, [])  # all of them: one question a node at a time
+        self._following = Crew(fleet, [])  # all of them: one request a node at a time
         self._count = 0
-        self._endings: list[tuple[Calls, float]] = []  # of dropped processes, and until when
+        self._endings: list[
+            tuple[Calls, float]
+        ] = []  # of dropped processes, with the time to give up at
 
     def tell(self, worker_id: str, order: Mapping[str, Any]) -> None:
-        """Write ``order`` as a line to the node's process; raises WorkerLost."""
+        """Write ``order`` as a JSON line to the node's process; raises WorkerLost."""
         if why := self.tell_all({worker_id: order}):
             raise WorkerLost("the node takes no order", got=why[worker_id], where=worker_id)
 
     def tell_all(self, orders: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """Tell each node its order, all at once; return why, by node, where one took none."""
+        """Send each node its order, concurrently; return the reason for each node that failed."""
         calls = self._fleet._calls(slot=False)
         untold: dict[str, str] = {}
         for worker_id, order in orders.items():
@@ -168,7 +166,7 @@ class HeldNodes:
             calls.submit(worker_id, member.address, remote.tell, process_id, text)
         try:
             answers = calls.gather(CLAIM_DEADLINE_S)
-        except PacelineError as error:  # the scheduler is gone: nobody was reached for sure
+        except PacelineError as error:  # the scheduler is gone: perhaps no node was reached
             answers = {each: error for each in orders if each not in untold}
         for worker_id, answer in answers.items():
             if isinstance(answer, PacelineError):
@@ -178,7 +176,7 @@ class HeldNodes:
         return untold
 
     def hear(self, timeout_s: float) -> list[Heard]:
-        """Return what was said, as soon as something was, and [] after ``timeout_s``."""
+        """Return lines and losses as soon as there are any, and [] after ``timeout_s``."""
         if not self._members:
             time.sleep(min(0.1, timeout_s))
             return []
@@ -201,11 +199,11 @@ class HeldNodes:
         return heard
 
     def host(self, worker_id: str) -> str:
-        """Return the address that other nodes reach this one at."""
+        """Return the address at which other nodes reach this one."""
         return self._member(worker_id).address.split("://", 1)[-1].rsplit(":", 1)[0]
 
     def start(self, worker_id: str) -> bool:
-        """Start the node's process unless it runs; return whether the node could be reached."""
+        """Start the node's process unless it runs; return whether it runs now."""
         if worker_id in self._members:
             return True
         address = self._fleet._addresses().get(worker_id)
@@ -226,8 +224,10 @@ class HeldNodes:
         return True
 
     def start_all(self, addresses: Mapping[str, str]) -> None:
-        """Start the processes of nodes that are claimed, all at once; raises what kept one from it
-        (then none runs)."""
+        """Start the processes of claimed nodes concurrently; where one fails, raise its error.
+
+        None of them runs then.
+        """
         members = [self._new(each, address) for each, address in addresses.items()]
         crew = Crew(self._fleet, members)
         try:
@@ -252,9 +252,9 @@ class HeldNodes:
         return Member(worker_id, order, address)
 
     def drop(self, worker_id: str) -> None:
-        """End the node's process by force, without waiting: many may be cut off at once.
+        """Kill the node's process without waiting, because many nodes may be cut off at once.
 
-        One that cannot be reached ends with its lease.
+        A process that cannot be reached ends when its lease expires.
         """
         if (member := self._members.pop(worker_id, None)) is not None:
             self._following.members.remove(member)
@@ -283,10 +283,10 @@ class HeldNodes:
         for calls, _ in self._endings:
             calls.give_up()
         calls = self._fleet._calls(slot=False)
-        for worker_id, member in self._members.items():  # one that came back has a new address
+        for worker_id, member in self._members.items():  # a restarted node has a new address
             calls.submit(worker_id, member.address, remote.release, self._job_id)
         self._members.clear()
-        with contextlib.suppress(Exception):  # a claim lapses by itself
+        with contextlib.suppress(Exception):  # a claim expires by itself
             calls.gather(CLAIM_DEADLINE_S)
 
     def _member(self, worker_id: str) -> Member:

@@ -1,6 +1,6 @@
-"""Start, stop and look at an embedded installation, from any process.
+"""Start, stop and inspect an embedded installation, from any process.
 
-The work is done by the supervisor process (supervisor.py); this is its remote control.
+The supervisor process (supervisor.py) does the work; this module controls it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STOP_MARGIN_S = (
     60.0  # on top of the profile's readiness deadline: imports, stopping after a failure
 )
 
-_liveness: list[int] = []  # writing ends of our liveness pipes: open as long as this process lives
+_liveness: list[int] = []  # writing ends of liveness pipes: open as long as this process lives
 
 
 def start(
@@ -53,12 +53,12 @@ def start(
 
     ``detach`` leaves it running after this process; otherwise it stops when this process dies,
     however that happens (or when ``liveness_fd``, the reading end of a pipe, closes). ``only``
-    names the embedded servers to run, all by default. ``on_progress`` hears (service, state,
+    names the embedded servers to run, all by default. ``on_progress`` gets (service, state,
     seconds).
 
     Raises StateLocked, PortInUse, NotReady, MissingTool, InvalidProfile (servers would listen
-    unprotected), Conflict (the directory is not an embedded installation's), AccessDenied (it is
-    another user's); nothing is left running then.
+    unprotected), Conflict (the directory does not belong to an embedded installation), AccessDenied
+    (it belongs to another user); nothing is left running then.
     """
     state = Path(state_dir).absolute()
     require_protected(profile, only)
@@ -114,15 +114,16 @@ def start(
         except BaseException:
             _end(process)
             raise
-    process.returncode = 0  # it is nobody's to wait for: the supervisor outlives this object
+    process.returncode = 0  # no process waits for it: the supervisor outlives this object
     return runtime
 
 
 def stop(state_dir: Path | str, *, timeout_s: float = STOP_DEADLINE_S) -> StopReport:
     """Stop the installation in ``state_dir`` in order, and return once nothing of it runs.
 
-    Past ``timeout_s`` the supervisor is killed, and everything with it. Stopping what does not run
-    is fine. Raises Conflict where the directory is not an embedded installation's.
+    Past ``timeout_s`` the supervisor and everything below it is killed. An installation that does
+    not run is no error. Raises Conflict where the directory does not belong to an embedded
+    installation, NotReady where processes are left.
     """
     state = Path(state_dir).absolute()
     began = time.monotonic()
@@ -148,7 +149,7 @@ def stop(state_dir: Path | str, *, timeout_s: float = STOP_DEADLINE_S) -> StopRe
 
 
 def status(state_dir: Path | str) -> InstallationStatus:
-    """Return how the installation in ``state_dir`` does, with the memory of each service now."""
+    """Return the state of the installation in ``state_dir`` and each service's memory."""
     state = Path(state_dir).absolute()
     pid = _owner(state)
     try:
@@ -161,7 +162,7 @@ def status(state_dir: Path | str) -> InstallationStatus:
             for each in last.services
         ]
         return InstallationStatus(running=False, services=tuple(stopped))
-    if last.pid != pid:  # it has only just taken the lock
+    if last.pid != pid:  # the supervisor has just taken the lock
         return InstallationStatus(running=True, pid=pid)
     services = tuple(_measured(each) for each in last.services)
     total = sum(each.rss_bytes for each in services) + resident_bytes([pid])
@@ -250,7 +251,7 @@ def _owner(state: Path) -> int | None:
 
 
 def _reap(pid: int) -> None:
-    with contextlib.suppress(ChildProcessError):  # only where this same process started it
+    with contextlib.suppress(ChildProcessError):  # fails unless this same process started it
         os.waitpid(pid, os.WNOHANG)
 
 

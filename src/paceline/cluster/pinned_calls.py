@@ -1,8 +1,9 @@
-"""Calls pinned to nodes, and processes on nodes as seen from the caller.
+"""Calls pinned to nodes, processes on nodes as seen from the caller, and claims on nodes.
 
-``Calls`` are Dask futures with a deadline that notice a dead worker; ``Crew`` starts processes on
-several nodes, all or none, and follows them by asking each node for news. Neither knows why a
-process runs.
+``Calls`` are Dask futures with a deadline that detect a dead worker. ``Crew`` starts processes on
+several nodes, all or none, and follows them by polling each node. ``claimed`` holds nodes for one
+gang: they are claimed in one order and kept while the next is waited for, so gangs neither
+interleave nor deadlock; the claim of a gang that is gone expires (the lease in worker_processes).
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ log = logging.getLogger(__name__)
 
 PRESENCE_EVERY_S = 0.5
 NEWS_WAIT_S = 0.5
-NEWS_PATIENCE_S = 15.0  # a node that does not answer for this long is frozen or cut off
+NEWS_PATIENCE_S = 15.0  # a node that does not answer for this long counts as lost
 RESULT_TIMEOUT_S = 10.0
-PAUSE_S = 5.0  # between two looks: we were stopped or busy ourselves, and nobody else is to blame
+PAUSE_S = 5.0  # a longer gap between two polls means that this process was stopped or busy
 
 
 class Calls:
-    """Calls under way, each pinned to a node's worker; never retried, never moved."""
+    """Pending calls, each pinned to a node's worker; never retried, never moved."""
 
     def __init__(self, client: Any, addresses: Callable[[], dict[str, str]], *, slot: bool) -> None:
         self._client = client
         self._addresses = addresses
-        # Work takes one of the node's slots; control never waits for work.
+        # Work takes one of the node's slots; control calls take none and never wait for work.
         self._resources = {"slot": 1} if slot else None
-        self._pending: dict[Any, tuple[str, str]] = {}  # future → its key here, address
+        self._pending: dict[Any, tuple[str, str]] = {}  # future → key, address
         self._next_presence = time.monotonic() + PRESENCE_EVERY_S
         self._news = threading.Event()
 
     def submit(
         self, key: str, address: str, fn: Callable[..., Any], *args: Any, **named: Any
     ) -> None:
-        """Start ``fn`` on the worker at ``address``; its answer comes under ``key``."""
+        """Start ``fn`` on the worker at ``address``; its answer is returned under ``key``."""
         future = self._client.submit(
             fn,
             *args,
@@ -60,7 +61,7 @@ class Calls:
         future.add_done_callback(lambda _: self._news.set())
 
     def some(self, timeout_s: float) -> dict[str, Any]:
-        """Return answers (or errors) that came within ``timeout_s``, as soon as there is one."""
+        """Return answers (or errors) as soon as there is one, or {} after ``timeout_s``."""
         if not self._pending:
             time.sleep(timeout_s)
             return {}
@@ -73,14 +74,14 @@ class Calls:
             gone = {
                 future for future, (_, address) in self._pending.items() if address not in present
             }
-            for future in gone:  # Dask would leave it pending until no-workers-timeout
+            for future in gone:  # Dask would keep it pending until no-workers-timeout
                 key, address = self._pending.pop(future)
                 future.cancel()
                 answers[key] = _died(key, address)
         return answers
 
     def gather(self, timeout_s: float) -> dict[str, Any]:
-        """Return all answers; what is not there after ``timeout_s`` is an error, and given up."""
+        """Return all answers; calls pending after ``timeout_s`` are cancelled and become errors."""
         deadline = time.monotonic() + timeout_s
         answers: dict[str, Any] = {}
         while self._pending and (left := deadline - time.monotonic()) > 0:
@@ -92,7 +93,7 @@ class Calls:
         return answers
 
     def give_up(self) -> list[str]:
-        """Cancel what is pending and return its keys."""
+        """Cancel pending calls and return their keys."""
         keys = [key for key, _ in self._pending.values()]
         for future in self._pending:
             with contextlib.suppress(Exception):  # the scheduler may be gone as well
@@ -115,7 +116,7 @@ def _outcome(future: Any, key: str, address: str) -> Any:
         return _died(key, address)
     except FuturesCancelledError as error:
         return ServiceUnavailable("the fleet's scheduler was lost", got=error, where=address)
-    except Exception as error:  # noqa: BLE001 - it is the call's own answer
+    except Exception as error:  # noqa: BLE001 - the call's own error is its answer
         return error
 
 
@@ -131,7 +132,7 @@ def _died(key: str, address: str) -> WorkerLost:
 
 @dataclass
 class _Question:
-    """Asked of a node and not yet answered: since when, and about which processes."""
+    """A poll of a node that is not answered yet: when it was sent, and for which processes."""
 
     since: float
     ids: frozenset[str]
@@ -147,11 +148,11 @@ class Member:
     pid: int = 0
     news: News = field(default_factory=News)
     last_line: str | None = None
-    lost: str = ""  # why it cannot be asked any more
+    lost: str = ""  # why it cannot be polled any more
 
     @property
     def over(self) -> bool:
-        """Return whether it ended, or its node did."""
+        """Return whether the process ended or its node is lost."""
         return bool(self.lost) or self.news.exit_code is not None
 
 
@@ -166,14 +167,14 @@ class Crew:
         self._looked_at = time.monotonic()
 
     def start(self, deadline_s: float) -> None:
-        """Start every process, or none. Raises what kept one from starting."""
+        """Start every process; where one fails to start, raise its error."""
         calls = self._fleet._calls(slot=False)
         for member in self.members:
             calls.submit(member.order.process_id, member.address, remote.launch, member.order)
         answers = calls.gather(deadline_s)
         for member in self.members:
             answer = answers[member.order.process_id]
-            if isinstance(answer, OSError):  # no room, no descriptors, no more processes
+            if isinstance(answer, OSError):  # no disk space, descriptors or processes left
                 raise WorkerLost(
                     "the node cannot start a process", got=answer, where=member.worker_id
                 ) from answer
@@ -182,7 +183,7 @@ class Crew:
             member.pid = answer
 
     def follow(self, wait_s: float) -> list[tuple[Member, str]]:
-        """Wait at most ``wait_s`` for news; return the lines that came, in each member's order."""
+        """Wait at most ``wait_s``; return new lines, in order for each member."""
         now = time.monotonic()
         if (paused := now - self._looked_at) > PAUSE_S:
             for question in self._asked.values():
@@ -197,7 +198,7 @@ class Crew:
             asked = self._asked.pop(address).ids
             for member in self._by_address(living=True).get(address, []):
                 if member.order.process_id not in asked:
-                    continue  # it came after the question, in the place of one that ended
+                    continue  # started after the poll was sent, in the place of one that ended
                 if isinstance(answer, BaseException):
                     member.lost = str(answer)
                     continue
@@ -214,10 +215,10 @@ class Crew:
         return lines
 
     def end(self, grace_s: float, patience_s: float | None = None) -> None:
-        """End every process that may still run, and learn its last words.
+        """End every process that may still run, and record its last output.
 
-        ``patience_s``: for the answers; by default what ending may take. Never raises: a node that
-        cannot be asked loses its processes by itself (lease and guards).
+        ``patience_s`` limits the wait for answers; the default is what ending may take. Never
+        raises: on a node that cannot be reached, processes end by their lease and guards.
         """
         calls = self._fleet._calls(slot=False)
         for address, members in self._by_address(living=False).items():
@@ -254,12 +255,6 @@ class Crew:
         return found
 
 
-# Claims: a gang's nodes are its own, all of them or none, for as long as it lasts.
-#
-# Nodes are claimed in one order and kept while the next is waited for, so gangs neither interleave
-# nor deadlock; a claim whose gang is gone lapses by itself (the lease, see remote.py). Knows
-# nothing of what runs there.
-
 CLAIM_RETRY_S = 0.2
 CLAIM_DEADLINE_S = 10.0
 
@@ -276,8 +271,8 @@ def claimed(
 ) -> Iterator[None]:
     """Hold the nodes (by worker id, with their addresses) for the time of the ``with``.
 
-    Others that hold them are waited for, in one order, and named to ``on_wait``. Raises Conflict
-    after ``deadline_s``, Cancelled.
+    Nodes that other gangs hold are waited for, in one order; ``on_wait`` gets a message that names
+    the holder. Raises Conflict after ``deadline_s``, Cancelled.
     """
     told: str | None = None
     nodes = dict(sorted(addresses.items()))
@@ -285,7 +280,7 @@ def claimed(
     held: list[str] = []
     try:
         while len(held) < len(nodes):
-            # Always in the same order, keeping what is held: so gangs cannot wait in a circle.
+            # The same order for all gangs, and held nodes are kept: gangs cannot deadlock.
             for worker_id in [*held, *[each for each in nodes if each not in held]]:
                 holder = call(fleet, worker_id, nodes[worker_id], remote.claim, gang_id)
                 if holder is not None:
@@ -314,7 +309,7 @@ def claimed(
         calls = fleet._calls(slot=False)
         for worker_id, address in nodes.items():
             calls.submit(worker_id, address, remote.release, gang_id)
-        with contextlib.suppress(Exception):  # a claim lapses by itself
+        with contextlib.suppress(Exception):  # a claim expires by itself
             calls.gather(CLAIM_DEADLINE_S)
 
 
@@ -326,7 +321,7 @@ def call(
     *args: Any,
     deadline_s: float = CLAIM_DEADLINE_S,
 ) -> Any:
-    """Return ``fn(*args)`` as run on the node, outside of its slots; raises its own error."""
+    """Return ``fn(*args)`` as run on the node, without taking a slot; raises its own error."""
     calls = fleet._calls(slot=False)
     calls.submit(worker_id, address, fn, *args)
     answer = calls.gather(deadline_s)[worker_id]
@@ -336,6 +331,6 @@ def call(
 
 
 def check_cancel(cancel: threading.Event | None, where: str) -> None:
-    """Raise Cancelled where the caller asked for it."""
+    """Raise Cancelled where ``cancel`` is set."""
     if cancel is not None and cancel.is_set():
         raise Cancelled("cancelled by the caller", where=where)

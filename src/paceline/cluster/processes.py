@@ -1,6 +1,6 @@
-"""Start a process that cannot outlive this one, with everything it starts in turn.
+"""Start a process that cannot outlive this one, and neither can its descendants.
 
-What the supervisor uses for services and a Dask worker for ranks. Knows nothing of either.
+The supervisor uses this for services, a Dask worker for ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Guarded:
         self._popen = popen
         self._life = life
         self.pid = pid  # of the process itself
-        self.guard_pid = popen.pid  # its session, too
+        self.guard_pid = popen.pid  # also the session's id
 
     @property
     def stdout(self) -> IO[bytes] | None:
@@ -48,21 +48,21 @@ class Guarded:
         return code
 
     def wait(self, timeout_s: float) -> int | None:
-        """Return the exit code once everything is gone, or None after ``timeout_s``."""
+        """Return the exit code once the whole tree has ended, or None after ``timeout_s``."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout_s)
         return self.exit_code()
 
     def ask_to_stop(self) -> None:
-        """SIGTERM now; the guard kills the tree after the grace it was started with."""
+        """Send SIGTERM; the guard kills the tree after the grace that it was started with."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL the process, its group and everything below, at once."""
+        """SIGKILL the process, its group and all descendants, at once."""
         self._signal(signal.SIGUSR1)
 
     def kill_guard(self) -> None:
-        """SIGKILL the guard itself, when it does not answer; the kernel then kills its child."""
+        """SIGKILL the guard itself, when it does not react; the kernel then kills its child."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
@@ -84,8 +84,8 @@ def start_guarded(
 ) -> Guarded:
     """Start ``argv`` in a new session under a guard; it dies with this process.
 
-    ``keep_fds`` stay open in the guard alone, until the last of its processes is gone: a lock held
-    so tells others when that is. Raises MissingTool when the program cannot be found.
+    ``keep_fds`` stay open in the guard alone, until the last of its processes has ended: a lock on
+    one of them is released at that time. Raises MissingTool when the process cannot be started.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -130,19 +130,19 @@ def start_guarded(
 
 
 def dying_with_us(argv: Sequence[str]) -> list[str]:
-    """Return ``argv`` so wrapped that it gets SIGKILL when the thread that starts it ends.
+    """Return ``argv`` wrapped so that it gets SIGKILL when the thread that starts it ends.
 
-    No process is added: the wrapper becomes ``argv``.
+    The wrapper execs ``argv``, so there is no additional process.
     """
     return [sys.executable, "-I", "-S", GUARD, "exec", str(os.getpid()), "--", *argv]
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return this process's variables without those that would redirect or slow a child.
+    """Return this process's environment without variables that would redirect or slow a child.
 
-    Prefect, MLflow, Dask and rclone read settings from variables: a developer's own must not lead
-    an installation's servers elsewhere. Without bytecode every import takes two to three times as
-    long.
+    Prefect, MLflow, Dask and rclone read settings from variables: a developer's own settings must
+    not change an installation's servers. Without bytecode files every import takes two to three
+    times as long.
     """
     env = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN_SETTINGS)}
     env.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -152,7 +152,7 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def resident_bytes(pids: Sequence[int]) -> int:
-    """Return the resident memory of ``pids`` together; shared pages count for each."""
+    """Return the sum of the resident memory of ``pids``; shared pages count for each."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = 0
     for pid in pids:

@@ -1,7 +1,8 @@
 """One service under the supervisor: a small state machine stepped by the supervisor's only thread.
 
 waiting → starting → ready (or done, for a one-shot) → restarting → starting …, or failed.
-Knows how to start, check, restart and stop a process; not which services there are.
+``ServiceSpec`` and ``Ready`` describe a service as data: how to start it, how to check that it is
+ready, how to stop it. This module does not import the servers or flows that it runs.
 """
 
 from __future__ import annotations
@@ -26,24 +27,20 @@ from paceline.errors import NotReady, PacelineError
 from paceline.schemas.base import Name, Record
 from paceline.schemas.command_results import ServiceStatus
 
-# What a service is, as data: how to start it, how to tell that it is ready, how to stop it.
-#
-# Flows, deployments and servers reach the supervisor only in this form; it imports none of them.
-
 
 class Ready(Record):
-    """How to tell that a service is ready.
+    """The readiness check of a service.
 
     ``http``: a GET of ``url`` answers 2xx. ``port``: it listens on ``port``. ``file``: ``path``
-    exists. ``exit``: it ended with 0 (a one-shot). ``alive``: it runs. Where ``port`` is known, the
+    exists. ``exit``: it ended with 0 (a one-shot). ``alive``: it runs. Where ``port`` is set, the
     listener must also be the service's own process.
     """
 
     kind: Literal["http", "port", "file", "exit", "alive"] = "alive"
     url: str = ""
-    authorization: str = ""  # "user:password" to ask with
+    authorization: str = ""  # "user:password" of the request
     port: int = 0
-    host: str = "127.0.0.1"  # where ``port`` is tried
+    host: str = "127.0.0.1"  # at which ``port`` is checked
     path: str = ""
 
 
@@ -59,11 +56,11 @@ class ServiceSpec(Record):
     blocking: bool = True  # `start` waits for it, and fails when it does not get ready
     stop_phase: int = 0  # lower stops earlier
     stop_grace_s: float = Field(default=5.0, ge=0)
-    max_restarts: int = Field(default=5, ge=0)  # within RESTART_WINDOW_S; then it is given up
+    max_restarts: int = Field(default=5, ge=0)  # within RESTART_WINDOW_S; with more it has failed
 
 
 class Launch(Record):
-    """What `start` hands to the supervisor process on its standard input."""
+    """What `start` sends to the supervisor process on its standard input."""
 
     profile: dict[str, object]
     only: tuple[Name, ...] | None = None  # of the embedded servers; None: all
@@ -83,7 +80,7 @@ log = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 0.1
 CHECK_TIMEOUT_S = 10.0
-ALIVE_AFTER_S = 0.5  # a service without a check counts as ready when it has lived this long
+ALIVE_AFTER_S = 0.5  # a service without a check counts as ready once it has run this long
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 RESTART_WINDOW_S = 300.0
 LOG_LIMIT_BYTES = 32 * 1024 * 1024
@@ -92,7 +89,7 @@ GUARD_PATIENCE_S = 3.0  # beyond a service's own grace, before its guard is kill
 
 
 class Service:
-    """A service, its process, and what became of it."""
+    """A service, its process and its state."""
 
     def __init__(self, spec: ServiceSpec, log_path: Path, checks: Executor, lock_fd: int) -> None:
         self.spec = spec
@@ -115,11 +112,11 @@ class Service:
 
     @property
     def settled(self) -> bool:
-        """Return whether others may start after it."""
+        """Return whether services that depend on it may start."""
         return self.state in ("ready", "done")
 
     def step(self, now: float, settled: set[str], ready_timeout_s: float) -> bool:
-        """Do what is due at ``now``; return whether the state changed.
+        """Take the steps due at ``now``; return whether the state changed.
 
         Raises NotReady when a blocking service ends, or misses its deadline, before it was ever
         ready.
@@ -229,13 +226,13 @@ class Service:
         return False
 
     def ask_to_stop(self, now: float) -> None:
-        """Begin to stop; ``stopped`` then tells when it is done."""
+        """Begin to stop; poll ``stopped`` for the end."""
         if self.process is not None:
             self.process.ask_to_stop()
             self._stop_by = now + self.spec.stop_grace_s + GUARD_PATIENCE_S
 
     def stopped(self, now: float) -> bool:
-        """Return whether nothing of it runs any more; past its deadline, kill its guard."""
+        """Return whether all its processes ended; past its deadline, kill its guard."""
         if self.process is None or self.process.exit_code() is not None:
             self.state = "stopped" if self.state not in ("failed", "done") else self.state
             return True
@@ -245,7 +242,7 @@ class Service:
         return False
 
     def keep_log_small(self) -> None:
-        """Bound the log: its process appends, so what is cut off simply is no longer there."""
+        """Truncate a log above LOG_LIMIT_BYTES; safe because its process opened it to append."""
         if self.log_path.exists() and self.log_path.stat().st_size > LOG_LIMIT_BYTES:
             self._trim_log()
 
@@ -258,7 +255,7 @@ class Service:
                 file.truncate(0)
 
     def tail(self) -> str:
-        """Return the last line that this run of the service wrote."""
+        """Return the last line that this run of the service wrote to its log."""
         try:
             with self.log_path.open("rb") as file:
                 size = file.seek(0, 2)
@@ -270,7 +267,7 @@ class Service:
         return said[-1][:500] if said else ""
 
     def status(self) -> ServiceStatus:
-        """Return how it does, but for memory, which whoever asks measures."""
+        """Return its status without memory use, which the caller measures."""
         running = self.process is not None and self.process.exit_code() is None
         return ServiceStatus.model_validate(
             {
@@ -287,7 +284,7 @@ class Service:
 
 
 def check(ready: Ready, guard_pid: int) -> bool:
-    """Return whether ``ready`` holds now, and by a process of ours below ``guard_pid``."""
+    """Return whether ``ready`` holds now; a port must be held by a descendant of the guard."""
     if ready.kind == "http" and not _answers(ready.url, ready.authorization):
         return False
     if ready.kind == "port" and not _accepts(ready.host, ready.port):
@@ -309,8 +306,8 @@ def _answers(url: str, authorization: str) -> bool:
     parts = urllib.parse.urlsplit(url)
     connection: http.client.HTTPConnection
     if parts.scheme == "https":
-        # Nothing is told and nothing believed but that something answers; whose port it is, the
-        # processes say (``listens``).
+        # Without verification: the check only needs an answer. ``listens`` checks that the port
+        # belongs to the service's own process.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         connection = http.client.HTTPSConnection(

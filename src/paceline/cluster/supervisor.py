@@ -1,10 +1,9 @@
-"""The supervisor: one process a state directory, parent of every server of an embedded
-installation.
+"""The supervisor: the parent process of every server of an embedded installation.
 
-Run by `start` (see installation.py) as ``python -m paceline.cluster.supervisor --state DIR …``. It
-holds the lock of the state directory, reserves the ports, starts the services, restarts what
-crashes, and stops everything when it is told to, when its liveness pipe closes, or when starting
-fails. Its services run under guards that die with it. It knows services only as data.
+Run by `start` (see installation.py) as ``python -m paceline.cluster.supervisor --state DIR …``, one
+process per state directory. It locks the state directory, reserves the ports, starts the services,
+restarts those that crash, and stops everything on a signal, when its liveness pipe closes, or when
+starting fails. Its services run under guards that die with it. It handles services only as data.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ from paceline.text import log_to_stderr
 log = logging.getLogger(__name__)
 
 LOCK_FILE = "supervisor.lock"
-SERVICES_LOCK_FILE = "services.lock"  # held by the guards: free once their last process is gone
+SERVICES_LOCK_FILE = "services.lock"  # held by the guards: free once their last process has ended
 STATUS_FILE = "supervisor.json"
 TICK_S = 0.05
 IDLE_TICK_S = 0.5
 HOUSEKEEPING_S = 10.0
 LEFTOVERS_DEADLINE_S = 20.0
-MEMORY_WATERMARK_BYTES = 4_000_000_000  # servers stay below 2.5; the rest is ranks and flows
+MEMORY_WATERMARK_BYTES = 4_000_000_000  # servers stay below 2.5 GB; ranks and flows use the rest
 
 
 class Supervisor:
-    """Runs one installation's services until it is told to stop."""
+    """Runs one installation's services until it is stopped."""
 
     def __init__(self, state_dir: Path, report_fd: int, liveness_fd: int | None) -> None:
         self.state_dir = state_dir
@@ -70,7 +69,7 @@ class Supervisor:
         self._told_memory = False
 
     def run(self, launch: Launch) -> None:
-        """Start everything, report, keep it running, stop it. Raises what made starting fail."""
+        """Start everything, report, keep it running, stop it. A failed start raises its error."""
         self._watch_signals()
         self._lock()
         require_ours(self.state_dir)  # before anything may remove its runtime.json
@@ -90,7 +89,9 @@ class Supervisor:
             signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         self._poller.register(self._wake_read, select.POLLIN)
-        self._poller.register(self.report_fd, 0)  # hang-up only: whoever waits for us has gone
+        self._poller.register(
+            self.report_fd, 0
+        )  # hang-up only: the process that waits for readiness has ended
         if self.liveness_fd is not None:
             self._poller.register(self.liveness_fd, select.POLLIN)
 
@@ -105,7 +106,7 @@ class Supervisor:
             except BlockingIOError as error:
                 if attempt == 9:
                     raise locked_error(self.state_dir) from error
-                time.sleep(0.02)  # perhaps only somebody looking whether it is locked
+                time.sleep(0.02)  # perhaps only another process that tests the lock
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
         self._services_lock_fd = os.open(
@@ -113,8 +114,8 @@ class Supervisor:
         )
         deadline = time.monotonic() + LEFTOVERS_DEADLINE_S
         while True:
-            # Guards of a killed supervisor may still be tidying up: two servers on one database is
-            # worse than a short wait.
+            # Guards of a killed supervisor may still be cleaning up: two servers on one database
+            # are worse than a short wait.
             try:
                 fcntl.flock(self._services_lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -153,7 +154,7 @@ class Supervisor:
         for each in self.services:
             if unknown := set(each.spec.after) - known:
                 raise NotReady("service waits for one that does not exist", got=sorted(unknown))
-        save_runtime(runtime)  # complete: every port is already ours
+        save_runtime(runtime)  # complete: every port is already reserved
         self._save_status()
         timeout_s = profile.services.ready_timeout_s
         while not all(each.settled for each in self.services if each.spec.blocking):
@@ -247,7 +248,7 @@ class Supervisor:
                 self.stop_reason = "the process that held the liveness pipe has gone"
 
     def _kill_strays(self) -> None:
-        # Orphans come to us when a guard was killed; whatever is below us but under no guard goes.
+        # When a guard was killed its orphans become children here: kill what is under no guard.
         guards = {each.process.guard_pid for each in self.services if each.process}
         below = set(descendants(os.getpid()))
         guarded = set(guards)
@@ -260,7 +261,7 @@ class Supervisor:
     def _watch_memory(self) -> None:
         used = resident_bytes([os.getpid(), *descendants(os.getpid())])
         if used > MEMORY_WATERMARK_BYTES and not self._told_memory:
-            self._told_memory = True  # once: it is a hint, not an alarm
+            self._told_memory = True  # once: it is a hint, not an alert
             log.warning("memory above watermark bytes=%d", used)
 
     # -- stopping
@@ -283,7 +284,7 @@ class Supervisor:
         remove_runtime(self.state_dir)
         log.info("stopped")
 
-    # -- telling
+    # -- reporting
 
     def _save_status(self) -> None:
         status = InstallationStatus(
@@ -320,7 +321,7 @@ def locked_error(state_dir: Path) -> StateLocked:
 
 
 def report(fd: int, event: dict[str, object]) -> None:
-    """Write one JSON line to whoever started us, if it is still there."""
+    """Write one JSON line to the process that started this one, if it still runs."""
     with contextlib.suppress(OSError):
         os.write(fd, json.dumps(event).encode() + b"\n")
 

@@ -1,12 +1,12 @@
-"""What runs inside a node's Dask worker: processes that are started, watched and ended from afar.
+"""Functions that run in a node's Dask worker: they start, watch and end processes for a caller.
 
-A caller starts a process with an id of its choice, asks again and again for news (lines written,
-how it ended), and ends it. Whoever stops asking loses it: after ``LEASE_S`` without a question the
-process is killed, so that no rank outlives its flow. It also dies with the Dask worker, by its
-guard. Lines are buffered within bounds; a caller that is slow to ask slows the process down rather
-than losing lines.
+A caller starts a process with an id of its choice, polls it for news (lines written, exit code),
+and ends it. The process has a lease: ``LEASE_S`` after the last poll it is killed, so that no rank
+outlives its flow. It also dies with the Dask worker, by its guard. Lines are buffered within
+bounds; a caller that polls slowly slows the process down, and no lines are lost.
 
-All calls are short but ``news``, which waits for some. Knows nothing of what the processes do.
+All calls are short except ``news``, which waits for something to report. This module does not
+depend on what the processes do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STDERR_TAIL_BYTES = 32 * 1024
 MAX_PROCESSES = 256
 KILL_PATIENCE_S = 15.0
 TELL_PATIENCE_S = 5.0
-# The nanny sets these for its own worker; a process on the node decides for itself.
+# The nanny sets these for its own worker; processes on the node must not inherit them.
 _WORKER_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED")
 
 
@@ -46,17 +46,17 @@ class Order:
     argv: tuple[str, ...]
     env: Mapping[str, str]
     input_json: str
-    directory: str  # working directory, made where missing
+    directory: str  # working directory, created where missing
     gang_id: str | None = None
     listens: bool = False  # its standard input stays open, for ``tell``
 
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """What became of a process since the caller last asked."""
+    """Output and exit code of a process since the caller's last poll."""
 
     lines: tuple[str, ...] = ()
-    cursor: int = 0  # give it with the next question: what came before is then forgotten
+    cursor: int = 0  # send it with the next poll: lines up to it are then dropped
     exit_code: int | None = None
     stderr_tail: str = ""
 
@@ -65,7 +65,7 @@ class News:
 class _Process:
     guarded: Guarded
     gang_id: str | None
-    stdin: int | None = None  # the writing end, of a process that listens
+    stdin: int | None = None  # the writing end, of a process with ``Order.listens``
     lines: deque[tuple[int, str]] = field(default_factory=deque)
     buffered: int = 0
     written: int = 0
@@ -78,11 +78,11 @@ class _Process:
 
 _changed = threading.Condition()
 _processes: dict[str, _Process] = {}
-_gate: tuple[str, float] | None = None  # the gang that has this node, and until when
+_gate: tuple[str, float] | None = None  # the gang that holds this node, and when its claim expires
 
 
 def launch(order: Order) -> int:
-    """Start ``order`` and return its pid; the same order again returns the pid it already has."""
+    """Start ``order`` and return its pid; repeating the order returns the same pid."""
     with _changed:
         if known := _processes.get(order.process_id):
             return known.guarded.pid
@@ -118,9 +118,9 @@ def launch(order: Order) -> int:
 
 
 def tell(process_id: str, text: str) -> None:
-    """Write ``text`` to the standard input of a process that was ordered to listen.
+    """Write ``text`` to the standard input of a process with ``Order.listens``.
 
-    Raises WorkerLost where it does not read any more: it ended, or it is frozen.
+    Raises WorkerLost where the process does not read it, because it ended or is frozen.
     """
     with _changed:
         process = _known(process_id)
@@ -140,10 +140,10 @@ def tell(process_id: str, text: str) -> None:
 
 
 def news(cursors: Mapping[str, int], wait_s: float) -> dict[str, News]:
-    """Return news of the processes named in ``cursors``, after at most ``wait_s`` if there is none
-    yet.
+    """Return news of the processes in ``cursors``; wait at most ``wait_s`` for some.
 
-    Raises NotFound for a process that does not exist (any more).
+    Drops lines up to each cursor and renews the leases. Raises NotFound for a process that does not
+    exist (any more).
     """
     deadline = time.monotonic() + wait_s
     with _changed:
@@ -161,7 +161,7 @@ def news(cursors: Mapping[str, int], wait_s: float) -> dict[str, News]:
 
 
 def end(process_ids: Sequence[str], grace_s: float) -> dict[str, News]:
-    """End processes and everything they started; return their last news and forget them.
+    """End processes and all their descendants, remove their entries, and return their last news.
 
     Processes that do not exist are left out.
     """
@@ -187,13 +187,13 @@ def end(process_ids: Sequence[str], grace_s: float) -> dict[str, News]:
 
 
 def claim(gang_id: str) -> str | None:
-    """Give this node to ``gang_id`` and return None, or return the gang that has it.
+    """Claim this node for ``gang_id`` and return None, or return the gang that holds it.
 
-    A claim lapses ``LEASE_S`` after its gang was last heard of. (Dask's own MultiLock is never
-    given back when its holder is killed.) What a gang left running is killed first, and the node
-    is its until that is gone: two gangs never write side by side.
+    A claim expires ``LEASE_S`` after its gang's last poll. (Dask's own MultiLock is never released
+    when its holder is killed.) Processes that an earlier gang left running are killed first, and
+    that gang holds the node until they have ended: two gangs never write at the same time.
     """
-    global _gate  # noqa: PLW0603 - one gate a worker process
+    global _gate  # noqa: PLW0603 - one claim per worker process
     with _changed:
         now = time.monotonic()
         if _gate is not None and _gate[0] != gang_id and now < _gate[1]:
@@ -214,7 +214,7 @@ def claim(gang_id: str) -> str | None:
 
 
 def release(gang_id: str) -> None:
-    """Give the node back."""
+    """Release ``gang_id``'s claim on this node."""
     global _gate  # noqa: PLW0603
     with _changed:
         if _gate is not None and _gate[0] == gang_id:
@@ -222,7 +222,7 @@ def release(gang_id: str) -> None:
 
 
 class _input:  # noqa: N801 - reads as what it is
-    """A process's standard input: a file that cannot fill up, or a pipe for one that listens."""
+    """A process's standard input: a file with its input, or a pipe where ``order.listens``."""
 
     def __init__(self, order: Order) -> None:
         self._kept: int | None = None
@@ -240,7 +240,7 @@ class _input:  # noqa: N801 - reads as what it is
 
     def __exit__(self, *_: object) -> None:
         os.close(self._read)
-        if self._write is not None:  # not kept: the process could not be started
+        if self._write is not None:  # ``keep`` was not called: the process could not be started
             os.close(self._write)
 
     def fileno(self) -> int:
@@ -248,7 +248,7 @@ class _input:  # noqa: N801 - reads as what it is
         return self._read
 
     def keep(self) -> int | None:
-        """Return the writing end, the caller's from now on."""
+        """Return the writing end; the caller now owns it."""
         self._write = None
         return self._kept
 
@@ -293,7 +293,7 @@ def _await_end(processes: Iterable[_Process], timeout_s: float) -> bool:
 
 
 def _watch(process: _Process) -> None:
-    """Follow one process to its end (a thread each)."""
+    """Follow one process to its end, in a thread of its own."""
     assert process.guarded.stdout is not None
     assert process.guarded.stderr is not None
     readers = [
@@ -310,7 +310,7 @@ def _watch(process: _Process) -> None:
                 _changed.notify_all()
             process.guarded.kill()
     for reader in readers:
-        reader.join(LEASE_S)  # the guard has ended, so has everything that could still write
+        reader.join(LEASE_S)  # the guard has ended, and with it everything that could still write
     with _changed:
         process.exit_code = code
         process.ended = time.monotonic()
@@ -321,7 +321,7 @@ def _watch(process: _Process) -> None:
     for reader, pipe in zip(readers, (process.guarded.stdout, process.guarded.stderr), strict=True):
         if not reader.is_alive():
             pipe.close()
-    while True:  # a caller that never comes back leaves no entry behind
+    while True:  # remove the entry where the caller never polls again
         with _changed:
             if time.monotonic() - max(process.last_asked, process.ended) > LEASE_S:
                 for process_id in [each for each, known in _processes.items() if known is process]:
@@ -341,7 +341,7 @@ def _read_lines(process: _Process, pipe: IO[bytes]) -> None:
             ):
                 _changed.wait(1.0)
             if len(process.lines) >= MAX_BUFFERED_LINES:
-                continue  # it is being ended: keep the pipe empty, so that it can end
+                continue  # it is ending: drain the pipe, so that the process can exit
             process.written += 1
             process.lines.append((process.written, line))
             process.buffered += len(line)

@@ -1,8 +1,9 @@
-"""Profiles: one TOML file into frozen settings. The only reader of the environment.
+"""Configuration: profiles (TOML) as frozen settings, and the state of a running installation.
 
-``load_profile`` reads ``profiles/NAME.toml`` (or a path); unknown keys fail and name the nearest
-valid one. ``Runtime`` is what a running installation adds: where its servers listen and the secrets
-that were generated for it.
+``load_profile`` reads ``profiles/NAME.toml`` (or a path); an unknown key is an error that names the
+nearest valid one. ``Runtime`` adds what a running installation has: the addresses of its servers
+and the secrets generated for it. Reads PACELINE_PROFILES, PACELINE_STATE and credentials from the
+environment.
 """
 
 from paceline.config.authority import one_certificate, read_certificate

@@ -1,8 +1,8 @@
-"""The certificate of an authority that is trusted: exactly one, wherever it comes from.
+"""Read the certificate of a trusted authority: exactly one, from a file or a response.
 
-OpenSSL trusts every certificate of a file, and a fingerprint covers one. So a file or an answer
-with anything beside that one is refused, and what is trusted is the certificate as it was parsed
-and encoded again, never the bytes that came. Who the authority is, is decided elsewhere.
+OpenSSL trusts every certificate in a file, but a fingerprint covers only one. Input with more than
+one PEM block is refused, and the result is the parsed certificate encoded again, not the input
+bytes. Whether the authority is trusted is decided by the caller.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BEGIN = b"-----BEGIN "
 def one_certificate(pem: bytes, where: object = None) -> bytes:
     """Return the one certificate in ``pem``, encoded again; raises InvalidInput for anything else.
 
-    Text around it is left out.
+    Text around it is dropped.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import Encoding

@@ -1,4 +1,4 @@
-"""From ``profiles/NAME.toml`` to a profile; unknown keys fail and name the nearest valid one."""
+"""Load a Profile from ``profiles/NAME.toml``; errors name the key and the nearest valid one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.config.settings import Profile
 from paceline.errors import InvalidProfile, shown
 
 MAX_BYTES = 256 * 1024  # of a file or of one override
-MAX_DOTS = 1000  # of a line: names and addresses have them too
+MAX_DOTS = 1000  # in one line; names and addresses contain dots too
 
 
 def profile_directories() -> list[Path]:
-    """Return where profiles are looked up: ``$PACELINE_PROFILES``, the source tree, the wheel."""
+    """Return the profile directories: ``$PACELINE_PROFILES``, the source tree, the wheel."""
     here = Path(__file__).resolve().parents[1]
     places = [here.parents[1] / "profiles", here / "_profiles"]
     if extra := os.environ.get("PACELINE_PROFILES"):
@@ -28,10 +28,10 @@ def profile_directories() -> list[Path]:
 
 
 def load_profile(name_or_path: str, overrides: Mapping[str, str] | None = None) -> Profile:
-    """Return the profile named ``name_or_path`` with dotted ``overrides`` such as
-    ``{"cluster.link_mbit": "6"}`` applied (values are TOML literals, else strings).
+    """Return the profile ``name_or_path`` with dotted ``overrides`` applied.
 
-    Raises InvalidProfile naming the file, the key, and the nearest valid key.
+    An override is such as ``{"cluster.link_mbit": "6"}``; values are TOML literals, else strings.
+    Raises InvalidProfile with the file, the key and the nearest valid key.
     """
     path = _find(name_or_path)
     try:
@@ -70,8 +70,10 @@ def _find(name_or_path: str) -> Path:
 
 
 def _toml(text: str) -> dict[str, Any]:
-    """Return the document; raises ValueError. ``tomllib`` takes quadratic time over the parts of a
-    dotted key (40 KB of them: 4 s), raises RecursionError for nested brackets, and has no limits.
+    """Return the parsed document; raises ValueError, also for input beyond the limits.
+
+    ``tomllib`` has no limits: it takes quadratic time over the parts of a dotted key (40 KB of
+    them: 4 s) and raises RecursionError for nested brackets.
     """
     if len(text) > MAX_BYTES:
         raise ValueError(f"longer than {MAX_BYTES} bytes")
@@ -120,7 +122,7 @@ def _explain(error: ValidationError, path: Path, overrides: Mapping[str, str]) -
 
 
 def _wanted(message: str, location: list[str]) -> str:
-    """Return what pydantic's message wants, without its talk of inputs and classes."""
+    """Return the expected value from pydantic's message, without its internal terms."""
     if "dictionary or instance" in message:
         return f"a section with {', '.join(_keys_at(location))}"
     wanted = message.removeprefix("Input should be ")

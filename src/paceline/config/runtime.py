@@ -1,6 +1,7 @@
-"""A running installation: where its servers listen, and the secrets made for it.
+"""Runtime of an installation: the addresses of its servers and the secrets generated for it.
 
-Kept in the state directory (mode 0600) and read by every component. Reads the environment.
+Stored as ``runtime.json`` (mode 0600) in the state directory and read by every component. Reads
+the environment.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ RUNTIME_FILE = "runtime.json"
 
 
 class Endpoints(Settings):
-    """Where a running installation listens."""
+    """Addresses of a running installation's servers."""
 
     coordinator_url: str = ""  # of the first (or only) replica
     coordinator_urls: tuple[str, ...] = ()  # of every replica, where there are several
-    coordinator_ca: str = ""  # PEM file that their certificates are checked against
+    coordinator_ca: str = ""  # PEM file that verifies their certificates
     s3_url: str = ""
     prefect_api_url: str = ""
     prefect_ui_url: str = ""
@@ -34,11 +35,11 @@ class Endpoints(Settings):
 
 
 class Secrets(Settings):
-    """Generated for one installation; never printed whole, never in a flow's parameters."""
+    """Secrets of one installation; never printed, never in a flow's parameters."""
 
     s3_access_key: str = ""
     s3_secret_key: str = ""
-    coordinator_token: str = ""  # opens everything; "" on nodes that joined
+    coordinator_token: str = ""  # allows every call; "" on nodes that joined
     worker_token: str = ""  # of a node that joined
     peer_token: str = ""  # of a node that joined
     prefect_auth: str = ""  # "user:password"
@@ -49,17 +50,17 @@ class Secrets(Settings):
 
     @property
     def for_agents(self) -> str:
-        """Return what this node's agent shows the coordinator: it opens a worker's calls only."""
+        """Return the agent's token for the coordinator; it allows a worker's calls only."""
         return self.worker_token or derived_token(self.coordinator_token, "agents")
 
     @property
     def for_records(self) -> str:
-        """Return the key that seals recorded results; "" on nodes that joined."""
+        """Return the key that authenticates recorded results; "" on nodes that joined."""
         return derived_token(self.coordinator_token, "records")
 
     @property
     def for_peers(self) -> str:
-        """Return what agents greet each other with; it opens nothing at the coordinator."""
+        """Return the token between agents; the coordinator does not accept it."""
         return self.peer_token or derived_token(self.coordinator_token, "peers")
 
     def __repr__(self) -> str:
@@ -69,14 +70,14 @@ class Secrets(Settings):
 
 
 def derived_token(token: str, purpose: str) -> str:
-    """Return a secret for ``purpose`` out of ``token``, which cannot be computed back from it."""
+    """Return a secret for ``purpose``, derived one-way from ``token`` (HMAC-SHA256, hex)."""
     if not token:
         return ""
     return hmac.new(token.encode(), f"paceline {purpose}".encode(), hashlib.sha256).hexdigest()
 
 
 class Runtime(Settings):
-    """A profile, its state directory, and the servers that run for it."""
+    """A profile, its state directory, its servers' addresses and its secrets."""
 
     profile: Profile
     state_dir: Path
@@ -91,29 +92,29 @@ class Runtime(Settings):
 
     @property
     def data_url(self) -> str:
-        """Return ``s3://bucket/prefix`` under which data snapshots live."""
+        """Return ``s3://bucket/prefix`` under which data snapshots are stored."""
         storage = self.profile.storage
         return f"s3://{storage.bucket}/{storage.data_prefix}"
 
     @property
     def checkpoints_url(self) -> str:
-        """Return ``s3://bucket/prefix`` under which training checkpoints live."""
+        """Return ``s3://bucket/prefix`` under which training checkpoints are stored."""
         storage = self.profile.storage
         return f"s3://{storage.bucket}/{storage.checkpoint_prefix}"
 
     @property
     def records_url(self) -> str:
-        """Return ``s3://bucket/prefix`` under which results are recorded by digest."""
+        """Return ``s3://bucket/prefix`` under which results are stored by digest."""
         return f"s3://{self.profile.storage.bucket}/records"
 
     @property
     def coordinator_ca(self) -> str:
-        """Return the file to check the coordinator's certificate against; "": the system's CAs."""
+        """Return the PEM file that verifies the coordinator's certificate; "": the system's CAs."""
         named = self.endpoints.coordinator_ca
         return str(self.state_dir / named) if named else ""
 
     def node_dir(self, worker_id: str) -> Path:
-        """Return the directory that belongs to node ``worker_id`` on its own disk."""
+        """Return the directory of node ``worker_id`` on its own disk."""
         return self.state_dir / "nodes" / worker_id
 
     def prefect_environment(self) -> dict[str, str]:
@@ -143,7 +144,7 @@ class ObjectAccess(Settings):
 def object_access(profile: Profile) -> ObjectAccess:
     """Return the S3 server that ``profile`` names, with the credentials it refers to.
 
-    Raises AccessDenied naming the variables where there are none.
+    Raises AccessDenied with the missing environment variable.
     """
     named = profile.objects
     endpoint = (
@@ -169,9 +170,9 @@ def object_access(profile: Profile) -> ObjectAccess:
 
 
 def named_secret(variable: str, needed_by: str | None = None) -> str:
-    """Return the secret in the environment's ``variable``, "" where it is not set.
+    """Return the secret in the environment ``variable``, or "" if it is not set.
 
-    Raises AccessDenied naming the variable where the setting ``needed_by`` cannot do without.
+    Raises AccessDenied if it is not set and ``needed_by`` (a setting's name) is given.
     """
     value = os.environ.get(variable, "") if variable else ""
     if not value and needed_by is not None:
@@ -192,7 +193,7 @@ def default_state_dir() -> Path:
 def save_runtime(runtime: Runtime) -> Path:
     """Write ``runtime`` into its state directory (mode 0600) and return the path.
 
-    Raises Conflict where another installation's is there: its first admin's token would be lost.
+    Raises Conflict if the directory belongs to another installation, whose token would be lost.
     """
     path = runtime.state_dir / RUNTIME_FILE
     require_unused(runtime.state_dir, runtime.secrets.coordinator_token)
@@ -201,11 +202,11 @@ def save_runtime(runtime: Runtime) -> Path:
 
 
 def require_unused(state_dir: Path, token: str = "") -> None:
-    """Raise Conflict where ``state_dir`` is an installation's with another token than ``token``."""
+    """Raise Conflict if ``state_dir`` belongs to an installation with another token."""
     try:
         found = json.loads((state_dir / RUNTIME_FILE).read_bytes())["secrets"]["coordinator_token"]
     except (OSError, ValueError, KeyError, TypeError):
-        return  # none, or nothing that says whose it is
+        return  # no installation, or no readable token
     if found and found != token:
         raise Conflict(
             "this directory is another installation's",
@@ -219,7 +220,7 @@ def require_unused(state_dir: Path, token: str = "") -> None:
 def load_runtime(state_dir: Path | str | None = None) -> Runtime:
     """Return the runtime of the installation in ``state_dir``.
 
-    Raises NotReady where nothing was started there.
+    Raises NotReady if no installation was started there, or its file cannot be read.
     """
     directory = Path(state_dir) if state_dir else default_state_dir()
     path = directory / RUNTIME_FILE

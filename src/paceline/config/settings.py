@@ -1,4 +1,8 @@
-"""The sections of a profile, and the profile itself: sizes, stores, cluster, security, prices."""
+"""Pydantic models of a profile and its sections; all frozen, with unknown keys forbidden.
+
+Units are in the field names (``_bytes``, ``_s``, ``_mbit``). Also here: which modules of a user's
+code are allowed, and which environment variables that code may see.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-# What every section of a profile is: frozen, and strict about its keys.
-
 
 class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-# Which of a user's modules may run here, and what they find in their environment: one rule for all
-# that ``security.code_sources`` covers.
-
-# What user code may find in its environment; everything else is taken away before its import.
+# Environment variables that user code may see; all others are removed before its import.
 _KEPT = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|LANG|LANGUAGE|LC_\w+|TZ|PWD|VIRTUAL_ENV|LD_LIBRARY_PATH"
     r"|PYTHON(PATH|HOME|HASHSEED|UNBUFFERED|DONTWRITEBYTECODE|WARNINGS|FAULTHANDLER|UTF8)"
@@ -30,15 +29,15 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|_KEY$|_AUTH", re.IGNORECASE
 
 
 def module_allowed(module: str, sources: Sequence[str]) -> bool:
-    """Return whether ``module`` is one of ``sources``, or inside of one."""
+    """Return whether ``module`` is one of ``sources`` or a submodule of one."""
     return any(module == each or module.startswith(f"{each}.") for each in sources)
 
 
 def scrub(environment: MutableMapping[str, str], *, secrets_only: bool = False) -> list[str]:
-    """Remove every variable that user code has no need of, or just those that are called like a
-    secret; return their names.
+    """Remove the variables that user code does not need; return their names.
 
-    Libraries that were imported before keep what they have read.
+    With ``secrets_only``, remove only those whose name looks like a secret's. Libraries that were
+    imported before keep what they have read.
     """
     removed = [
         name
@@ -49,8 +48,6 @@ def scrub(environment: MutableMapping[str, str], *, secrets_only: bool = False) 
         del environment[name]
     return removed
 
-
-# The sections about data and training: what is learned from, how, and by whom.
 
 MIB = 1024 * 1024
 
@@ -63,12 +60,12 @@ class DataSettings(Settings):
     text_field: str = "text"  # JSONL and Parquet: the column; tar: the member's extension
     features: tuple[str, ...] = ()  # Parquet files of precomputed features, joined by ``key_field``
     key_field: str = "key"
-    # of all features, those with one value for each token of their sample: cut where it is cut
+    # the features with one value per token of their sample; cut together with it
     token_features: tuple[str, ...] = ()
-    missing_features: Literal["refuse", "skip"] = "refuse"  # what a sample without them does
+    missing_features: Literal["refuse", "skip"] = "refuse"  # how to treat a sample without features
     transform: str = ""  # module:function, sample → sample, on each read; "": none
-    # it runs in so many processes of each rank, at most so long for a sample, and whatever it does
-    # costs that sample; 0: on a thread of the rank, where one that hangs or crashes stops the job
+    # processes per rank that run the transform: a hang (beyond transform_deadline_s) or crash loses
+    # only that sample; 0: on a thread of the rank, where a hang or crash stops the job
     transform_processes: int = Field(default=1, ge=0, le=256)
     transform_deadline_s: float = Field(default=20.0, gt=0)  # well below guard.step_deadline_s
     tokenizer: str = "bytes"  # or a tokenizer.json
@@ -80,11 +77,11 @@ class DataSettings(Settings):
     seed: int = 0
 
     # windows: one stream of tokens cut every ``context``; packed: whole documents, best fit, masked
-    # from each other; bucketed: documents of like length, padded; carried: long documents cut, each
-    # row going on where it stopped a batch before.
+    # from each other; bucketed: documents of similar length, padded; carried: long documents cut,
+    # each row continues where it stopped in the previous batch.
     batching: Literal["windows", "packed", "bucketed", "carried"] = "windows"
-    # Rows of a global batch are read in so many columns, each from shards of its own: ranks whose
-    # number divides it open their share of the data only. 0: as suits the data.
+    # A global batch's rows are read in so many columns, each from its own shards: if the number of
+    # ranks divides it, each rank opens only its share of the data. 0: chosen from the data.
     columns: int = Field(default=0, ge=0)
     cache_bytes: int = Field(default=10_000 * MIB, ge=1 * MIB)  # of shards on each node's disk
     prefetch_batches: int = Field(default=4, ge=1, le=1024)
@@ -93,15 +90,15 @@ class DataSettings(Settings):
 
 
 class MeshSettings(Settings):
-    """How ranks share a model; 0 for ``dp``: whatever is left of the ranks."""
+    """How ranks share a model; ``dp`` 0: derived from the number of ranks."""
 
     dp: int = Field(default=0, ge=0)  # replicas
     shard: int = Field(default=1, ge=1)  # parts of parameters and optimiser in each replica
     tp: int = Field(default=1, ge=1)  # parts of each matrix
     pp: int = Field(default=1, ge=1)  # groups of layers, one after another
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    microbatches: int = Field(default=0, ge=0)  # of a pipeline; 0: twice its stages
-    hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"  # how replicas send gradients
+    microbatches: int = Field(default=0, ge=0)  # per batch of a pipeline; 0: twice its stages
+    hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"  # gradient compression
     powersgd_rank: int = Field(default=2, ge=1)
     sequence_parallel: bool = True  # where tp > 1
 
@@ -115,37 +112,37 @@ class SynchronySettings(Settings):
 
 
 class CheckpointSettings(Settings):
-    """When state is saved and how much of it is kept."""
+    """When checkpoints are written and how many are kept."""
 
     interval: Literal["steps", "seconds", "auto"] = "steps"
     every_steps: int = Field(default=25, ge=1)
     every_s: float = Field(default=30.0, gt=0)
-    failures_per_day: float = Field(default=1.0, gt=0)  # of the gang, until some were seen
+    failures_per_day: float = Field(default=1.0, gt=0)  # of the gang; until some were observed
     keep: int = Field(default=2, ge=1)  # newest
-    keep_best: int = Field(default=0, ge=0)  # beside them, by held-out loss
+    keep_best: int = Field(default=0, ge=0)  # besides these, by held-out loss
     max_stall_share: float = Field(default=0.035, gt=0, lt=1)
 
 
 class GuardSettings(Settings):
-    """What happens when the numbers go wrong, and when a rank or its host does."""
+    """Reactions to bad training steps, failed ranks and failed hosts."""
 
     on_bad_step: Literal["skip", "roll-back", "stop"] = "roll-back"  # NaN, or a spike of the loss
     spike_factor: float = Field(default=3.0, gt=1)  # times the recent median; 1e9: never
     spike_window: int = Field(default=50, ge=5)  # steps
     max_bad_steps: int = Field(default=3, ge=0)  # skipped or rolled back, in one job
     max_restarts: int = Field(default=3, ge=0)
-    min_ranks: int = Field(default=0, ge=0)  # fewer than ``ranks``: go on with what is left; 0: all
-    spares: int = Field(default=0, ge=0)  # ranks started and kept warm beside the gang
-    failures_per_host: int = Field(default=2, ge=1)  # then it is left out
+    min_ranks: int = Field(default=0, ge=0)  # fewer than ``ranks``: continue with the rest; 0: all
+    spares: int = Field(default=0, ge=0)  # standby ranks, started and kept warm
+    failures_per_host: int = Field(default=2, ge=1)  # then the host is excluded
     start_deadline_s: float = Field(default=120.0, gt=0)
     step_deadline_s: float = Field(default=60.0, gt=0)
     checkpoint_deadline_s: float = Field(default=600.0, gt=0)
-    # From a preemption notice to the ranks' end. Clouds and Kubernetes kill 30 s after theirs,
-    # which is seen 2 s late at worst; what is left is for a step's end and for ending processes.
+    # From a preemption notice to the ranks' end. Clouds and Kubernetes kill 30 s after the notice,
+    # which is seen at most 2 s late; the rest is for finishing a step and ending processes.
     grace_s: float = Field(default=20.0, gt=0)
-    # Beside SIGTERM: a metadata URL, or a reference as ``code_ref`` to what returns a watcher.
+    # Besides SIGTERM: a metadata URL, or a ``code_ref`` of a function that returns a watcher.
     preemption: str = ""
-    node_wait_s: float = Field(default=600.0, ge=0)  # for nodes that another gang holds
+    node_wait_s: float = Field(default=600.0, ge=0)  # wait for nodes that another gang uses
 
 
 class TrainingSettings(Settings):
@@ -153,8 +150,8 @@ class TrainingSettings(Settings):
 
     ranks: int = Field(default=2, ge=1)
     steps: int = Field(default=120, ge=0)
-    batch_sequences: int = Field(default=16, ge=1)  # of the whole gang, a step
-    accumulation: int = Field(default=1, ge=1)  # parts of a rank's batch, one after another
+    batch_sequences: int = Field(default=16, ge=1)  # of the whole gang, per step
+    accumulation: int = Field(default=1, ge=1)  # microbatches of a rank's batch, one after another
     learning_rate: float = Field(default=1e-3, gt=0)
     optimizer: Literal["adamw", "sgd"] = "adamw"
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
@@ -168,7 +165,7 @@ class TrainingSettings(Settings):
     compile: bool = False
     evaluate_every_steps: int = Field(default=0, ge=0)  # 0: never
     evaluate_sequences: int = Field(default=64, ge=1)
-    profile_steps: tuple[int, ...] = ()  # a profiler trace of each
+    profile_steps: tuple[int, ...] = ()  # steps of which a profiler trace is written
     threads_per_rank: int = Field(default=1, ge=1)
     seed: int = 0
     code_ref: str = ""  # "": our transformer; else module:function, or git+https://…@COMMIT#m:f
@@ -179,15 +176,15 @@ class TrainingSettings(Settings):
 
 
 class ClusterSettings(Settings):
-    """The machines: how many, where they stand, how fast their links are."""
+    """The machines: number, racks, links and memory."""
 
     kind: Literal["local"] = "local"
     nodes: int = Field(default=4, ge=1, le=10_000)
     racks: int = Field(default=2, ge=1)
     threads_per_node: int = Field(default=2, ge=1)
     link_mbit: float = Field(default=80.0, gt=0)  # each agent's NIC, each direction
-    paced: bool = False  # agents hold themselves to it; where they are hosts, their NICs do
-    external_mbit: float | None = Field(default=None, gt=0)  # the origin's link; None: as a node's
+    paced: bool = False  # agents limit themselves to link_mbit; false: the NICs are the limit
+    external_mbit: float | None = Field(default=None, gt=0)  # the origin's link; None: link_mbit
     oversubscription: float = Field(default=1.0, ge=1)  # of each rack's uplink
     node_memory_mb: int = Field(default=0, ge=0)  # 0: no limit
 
@@ -205,7 +202,7 @@ class ServiceSettings(Settings):
 
 
 class StorageSettings(Settings):
-    """Buckets of the object store."""
+    """Bucket and prefixes in the object store."""
 
     bucket: str = "paceline"
     model_prefix: str = "models"
@@ -214,11 +211,11 @@ class StorageSettings(Settings):
 
 
 class ObjectSettings(Settings):
-    """The S3 server where no installation of ours runs one; credentials by reference only."""
+    """An external S3 server, not run by this installation; credentials by reference only."""
 
     endpoint_url: str = ""  # "": $AWS_ENDPOINT_URL, else Amazon's of the region
     region: str = "us-east-1"
-    access_key_env: str = "AWS_ACCESS_KEY_ID"  # the variable that holds it
+    access_key_env: str = "AWS_ACCESS_KEY_ID"  # name of the environment variable
     secret_key_env: str = "AWS_SECRET_ACCESS_KEY"  # noqa: S105 (a variable's name)
 
 
@@ -229,57 +226,57 @@ BucketPlace = Annotated[
 
 
 class SecuritySettings(Settings):
-    """Whom this installation believes, and what it lets in."""
+    """Trusted publishers and sources, TLS of peers and of REST, and rate limits."""
 
     trusted_publishers: tuple[str, ...] = ()  # public keys, as `paceline keys new` prints them
-    require_signature: bool = False  # refuse manifests that none of them signed
+    require_signature: bool = False  # refuse manifests not signed by one of them
     source_roots: tuple[str, ...] = ()  # local directories models may come from
-    # Buckets, or prefixes as "bucket/prefix", that models may come from, beside storage.bucket.
+    # Buckets, or "bucket/prefix", that models may come from, besides storage.bucket.
     source_buckets: tuple[BucketPlace, ...] = ()
-    # Where `training.code_ref` may come from: a module (its submodules too), an absolute directory
-    # (whatever is below), or the beginning of an https:// or file:// URL that ends in "/".
+    # Allowed sources of `training.code_ref`: a module (with submodules), an absolute directory
+    # (with everything below), or a prefix of an https:// or file:// URL that ends in "/".
     code_sources: tuple[str, ...] = ("paceline.training.recurrent",)
-    # Between workers. auto: mutual TLS where its three files are named, else plain, which listens
-    # on loopback only; mtls: always; plaintext-anywhere: whoever is on the network reads along.
+    # Between workers. auto: mutual TLS if the three files below are set, else plain, which listens
+    # on loopback only; mtls: always; plaintext-anywhere: plain on any network, readable by all.
     peer_tls: Literal["auto", "mtls", "plaintext-anywhere"] = "auto"
     peer_ca: str = ""  # PEM files, relative to the state directory; {worker_id} is replaced
     peer_cert: str = ""
     peer_key: str = ""
     # The coordinator's own port. off: plain, which listens on loopback only; installation: TLS with
     # a certificate of the authority below; files: TLS with rest_cert and rest_key;
-    # plaintext-anywhere: tokens cross the network in the clear.
+    # plaintext-anywhere: tokens cross the network unencrypted.
     rest_tls: Literal["off", "installation", "files", "plaintext-anywhere"] = "off"
     rest_cert: str = ""  # PEM files, relative to the state directory
     rest_key: str = ""
-    rest_ca: str = ""  # what callers check rest_cert against; "": the authority's
-    rest_hosts: tuple[str, ...] = ()  # names and addresses it is called by, beside loopback's
-    authority: str = "authority"  # directory of ca.pem and ca-key.pem, made where it is missing
+    rest_ca: str = ""  # CA that signed rest_cert; "": the authority below
+    rest_hosts: tuple[str, ...] = ()  # allowed Host names and addresses, besides loopback's
+    authority: str = "authority"  # directory of ca.pem and ca-key.pem; created if missing
     identity_days: float = Field(default=30.0, gt=0, le=825)  # of a worker that joined
-    calls_per_s: float = Field(default=500.0, gt=0)  # of one token; in a burst four times as many
-    beats_per_s: float = Field(default=50.0, gt=0)  # of one worker
-    failures_per_minute: float = Field(default=60.0, gt=0)  # of one address, refused tokens only
+    calls_per_s: float = Field(default=500.0, gt=0)  # per token; bursts up to four times as many
+    beats_per_s: float = Field(default=50.0, gt=0)  # per worker
+    failures_per_minute: float = Field(default=60.0, gt=0)  # refused tokens per client address
 
 
 class StoreSettings(Settings):
-    """What a node's disk keeps; the active version, and what is served, always stays."""
+    """Retention on a node's disk; the active version and versions being served always stay."""
 
-    keep_versions: int = Field(default=5, ge=0)  # of each model, newest first; 0: all
-    free_share: float = Field(default=0.05, ge=0, lt=1)  # below it the oldest versions go
+    keep_versions: int = Field(default=5, ge=0)  # per model, newest first; 0: all
+    free_share: float = Field(default=0.05, ge=0, lt=1)  # below it the oldest versions are deleted
 
 
 class ControlSettings(Settings):
-    """Where the coordinator keeps what it knows, and how many of it there are.
+    """The coordinator's replicas and stores.
 
-    No URL carries a password: ``…_env`` names the variable that holds it.
+    URLs contain no passwords: ``…_env`` names the environment variable with the password.
     """
 
-    replicas: int = Field(default=1, ge=1, le=7)  # more than one need etcd
+    replicas: int = Field(default=1, ge=1, le=7)  # more than one requires etcd
     lease_s: float = Field(default=3.0, ge=2.0, le=60.0)  # a silent leader is replaced after it
     flow_starter: Literal["off", "prefect"] = "off"
 
     coordination: Literal["sqlite", "etcd"] = "sqlite"
     etcd_endpoints: tuple[str, ...] = ()  # "http://HOST:PORT" or "https://HOST:PORT"
-    etcd_prefix: str = "/paceline/default"  # one for each installation
+    etcd_prefix: str = "/paceline/default"  # unique per installation
     etcd_ca: str = ""  # PEM files, relative to the state directory; "": the system's authorities
     etcd_cert: str = ""
     etcd_key: str = ""
@@ -299,30 +296,30 @@ class ControlSettings(Settings):
 
 
 class RelaySettings(Settings):
-    """How models travel."""
+    """How models are distributed between workers."""
 
     topology: Literal["auto", "direct", "chain", "tree", "tree-of-chains", "mesh"] = "auto"
-    transport: Literal["tcp", "grpc"] = "tcp"  # the same on every worker; tcp costs less CPU
+    transport: Literal["tcp", "grpc"] = "tcp"  # the same on every worker; tcp uses less CPU
     piece_bytes: int = Field(default=0, ge=0, le=16 * MIB)  # 0: from the model's size
     chunk_bytes: int = Field(default=0, ge=0)  # 0: from the model's size and the link
     max_failed: float = Field(default=0.05, ge=0, le=1)
     beat_s: float = Field(default=0.5, gt=0)
     lost_after_beats: int = Field(default=6, ge=2)
-    deadline_s: float = Field(default=600.0, gt=0)  # one whole deployment
+    deadline_s: float = Field(default=600.0, gt=0)  # for one whole deployment
 
 
 class ModelSettings(Settings):
-    """The demo's byte-level transformer; ``parameters`` is the dial that derives its shape."""
+    """The demo's byte-level transformer; its shape is derived from ``parameters``."""
 
     model_id: str = "bytelm"
     parameters: int = Field(default=2_000_000, ge=10_000)
     context: int = Field(default=256, ge=16)
-    base_steps: int = Field(default=60, ge=0)  # the recorded budget at which the base model stops
+    base_steps: int = Field(default=60, ge=0)  # training steps of the base model
     seed: int = 0
 
 
 class EvaluationSettings(Settings):
-    """How a candidate is judged."""
+    """How a candidate is evaluated."""
 
     held_out_bytes: int = Field(default=262_144, ge=1024)
     bootstrap_samples: int = Field(default=1000, ge=100)
@@ -332,11 +329,11 @@ class EvaluationSettings(Settings):
 
 
 class GateSettings(Settings):
-    """What a candidate must show to be promoted; missing evidence is a refusal."""
+    """Conditions for promoting a candidate; missing evidence is a refusal."""
 
     max_bits_per_byte: float = Field(default=8.0, gt=0)
     must_beat: tuple[str, ...] = ("base",)  # names of evaluated models the interval must clear
-    # Beside those every simple baseline must be beaten, but for these: the policy's exceptions.
+    # Every simple baseline must be beaten too, except these.
     except_baselines: tuple[Literal["ngram", "gzip", "xz"], ...] = ()
     max_model_bytes: int = Field(default=2_000_000_000, gt=0)
     max_latency_ms: float = Field(default=1000.0, gt=0)  # one forward pass of one context
@@ -344,7 +341,7 @@ class GateSettings(Settings):
 
 
 class Profile(Settings):
-    """One file decides sizes, stores, cluster, security and prices."""
+    """A whole profile: one TOML file with all settings of an installation."""
 
     name: str = "embedded"
     cluster: ClusterSettings = ClusterSettings()

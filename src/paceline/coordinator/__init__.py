@@ -1,6 +1,7 @@
-"""The control plane: a state machine without I/O, its store, its driver and its REST.
+"""The control plane: the deployment state machine, its stores, leadership and its driver.
 
-It knows workers, deployments and plans. It moves no model bytes and starts no processes.
+It tracks workers, deployments and plans. It transfers no model bytes and starts no processes;
+the REST routes are in ``paceline.api``.
 """
 
 from paceline.coordinator.coordinator import Coordinator

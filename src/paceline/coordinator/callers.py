@@ -1,8 +1,8 @@
-"""Who is calling, for whoever decides or commits while the call is in progress.
+"""The identity of the current call's sender, for the code that decides or commits its change.
 
-The guard before the routes says who it is (``acting``); it travels with the call, also into worker
-threads. From it come the audit row of a change, committed in the change's own transaction
-(``audited``), and the check that a worker speaks for itself only. It knows no HTTP.
+The authentication guard sets ``acting`` before the routes run; the context variable also reaches
+worker threads. From it come the audit event of a change, committed in the change's own transaction
+(``audited``), and the check that a worker's token acts for that worker only. No HTTP here.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from paceline.errors import AccessDenied
 from paceline.schemas.access import Scope
 from paceline.schemas.events import EventName
 
-LONGEST = 200  # characters of anything a caller chose that goes into a row
+LONGEST = 200  # characters of each caller-chosen text in an audit event
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
-    """Whose token it is and what it opens."""
+    """The owner of the token that a call presented, and what the token permits."""
 
     name: str
     token_id: str
     scopes: frozenset[Scope]  # included ones too
-    worker_id: str | None = None  # it speaks for this worker only
+    worker_id: str | None = None  # the only worker that it may act for
     admission: str = ""  # the token that its chain of renewals began with
-    begins: bool = False  # it is used for the first time, and ends what it was issued in place of
+    begins: bool = False  # its first use, which ends the token that it was issued to replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One call in progress. ``what`` is the route, ``on`` what its path names."""
+    """One call in progress. ``what`` is the route, ``on`` the identifiers in its path."""
 
-    caller: Caller | None  # None: nobody that is known
+    caller: Caller | None  # None: not authenticated
     what: str
     address: str
     on: dict[str, str] = field(default_factory=dict)
-    is_change: bool = True  # whether what it changes gets an audit row
+    is_change: bool = True  # whether its changes get an audit event
 
 
 acting: ContextVar[Call | None] = ContextVar("paceline_call", default=None)
 
 
 def caller() -> Caller:
-    """Return whose call is in progress; raises AccessDenied where there is none."""
+    """Return the sender of the current call; raises AccessDenied where there is none."""
     call = acting.get()
     if call is None or call.caller is None:
         raise AccessDenied("nobody is known to be calling", wanted="Authorization: Bearer TOKEN")
@@ -61,9 +61,9 @@ def caller() -> Caller:
 
 
 def require_worker(worker_id: str) -> None:
-    """Raise AccessDenied where the caller may not speak for ``worker_id``.
+    """Raise AccessDenied where the caller may not act for ``worker_id``.
 
-    Calls that come from no guarded port (tests, the simulator) speak for everybody.
+    Calls from no guarded port (tests, the simulator) may act for every worker.
     """
     call = acting.get()
     if call is None or call.caller is None:
@@ -80,7 +80,7 @@ def require_worker(worker_id: str) -> None:
 
 
 def audited(effects: Sequence[Effect], at: float) -> list[Effect]:
-    """Return ``effects`` with the audit row of the change that they make, if a caller makes one."""
+    """Return ``effects`` with an audit event of the change, where a caller made one."""
     call = acting.get()
     if call is None or not call.is_change or all(isinstance(e, Answer) for e in effects):
         return list(effects)
@@ -90,7 +90,7 @@ def audited(effects: Sequence[Effect], at: float) -> list[Effect]:
 def change_row(
     call: Call, name: EventName, outcome: str, at: float, effects: Sequence[Effect] = ()
 ) -> Observed:
-    """Return the row of ``call``: who, what, on which id, from where, and the outcome."""
+    """Return the audit event of ``call``: who, what, on which identifiers, from where, outcome."""
     on = {key: value[:LONGEST] for key, value in call.on.items()}
     for each in effects:
         match each:
@@ -99,7 +99,7 @@ def change_row(
             case KeepWorker(worker):
                 on.setdefault("worker_id", worker.worker_id)
             case KeepToken(token):
-                on["token_id"] = token.token_id  # the last one is the one that was made
+                on["token_id"] = token.token_id  # the last one is the one that was issued
     data: dict[str, object] = {
         "who": call.caller.name if call.caller else "",
         "token_id": call.caller.token_id if call.caller else "",

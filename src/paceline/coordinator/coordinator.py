@@ -1,9 +1,9 @@
-"""The driver: gives the state machine the time, commits what it wants kept, lets its answers out.
+"""The driver of the state machine: passes it the time, commits its effects, returns its answers.
 
-One lock owns the state. While this replica leads, the state is its own: whatever cannot be
-committed is not answered, and after trouble the state is read back from the store. Otherwise the
-state is what the store said last, and answers reads only. Who leads is decided in ``replica``; this
-decides nothing and knows no HTTP.
+One lock guards the state. While this replica leads, an answer is returned only after its effects
+are committed; after a failed commit the state is reloaded from the store. A standby's state is a
+copy of the store's and serves reads only. Leader election is in ``leadership``; HTTP is in
+``paceline.api``.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from paceline.schemas.records import StageRecord
 
 log = logging.getLogger(__name__)
 
-STARVED_S = 5.0  # ticks this late mean that nobody decides anything
-TROUBLE_S = 0.5  # between two attempts to read a store that is away; calls between are refused
-CREATIONS_AT_ONCE = 8  # each reads a manifest from the origin and holds a thread meanwhile
+STARVED_S = 5.0  # when ticks are later than this, the replica reports that it is not ready
+TROUBLE_S = 0.5  # between two attempts to read an unavailable store; calls in between are refused
+CREATIONS_AT_ONCE = 8  # each reads a manifest from the origin and occupies a thread
 EVENTS_AT_ONCE = 1_000
 
 Read = TypeVar("Read")
 
 
 class Coordinator:
-    """The control plane of one fleet, without its REST: one replica of it."""
+    """One replica of a fleet's control plane, without the REST layer."""
 
     def __init__(
         self,
@@ -82,21 +82,21 @@ class Coordinator:
         self._creations = threading.BoundedSemaphore(CREATIONS_AT_ONCE)
         self._state = CoordinatorState(self._patience, leader_epoch=0)
         self._ring = EventRing()
-        self._keeping = threading.Lock()  # held over a change of the ledger
-        self._ledger: tuple[Term, LedgerBook] | None = None  # None: to be read from the store
+        self._keeping = threading.Lock()  # held while the ledger changes
+        self._ledger: tuple[Term, LedgerBook] | None = None  # None: reload from the store
         self._bell = Bell()
         self._role = Role(coordination.is_leading, monotonic)
-        self._following = threading.Lock()  # held over the reading of the store by a standby
+        self._following = threading.Lock()  # held while a standby reads the store
         self._followed: int | None = None
-        self._trouble: PacelineError | None = None  # why the state is not what was kept, if so
+        self._trouble: PacelineError | None = None  # why the state may differ from the store
         self._try_again_s = 0.0
         self._ticked_s = monotonic()
         self._stopping = threading.Event()
 
-    # --- who leads -------------------------------------------------------------------------------
+    # --- leadership ------------------------------------------------------------------------------
 
     def lead(self, term: Term) -> None:
-        """Begin to decide, from what the store kept; raises ServiceUnavailable where it is away."""
+        """Load the state from the store and begin to decide; raises ServiceUnavailable."""
         state, ring = self._restored(term.epoch), self._remembered()
         with self._lock:
             self._state, self._ring = state, ring
@@ -106,7 +106,7 @@ class Coordinator:
         log.info("leads epoch=%d replica=%s", term.epoch, term.replica_id)
 
     def step_down(self, term: Term, reason: str) -> None:
-        """Decide nothing any more in the name of ``term``; held answers are let go."""
+        """Stop deciding in ``term`` and release the held heartbeat answers."""
         with self._lock:
             if self._role.held != term:
                 return
@@ -115,9 +115,9 @@ class Coordinator:
         self._bell.ring()
 
     def follow(self, *, read: bool) -> None:
-        """Ask the store who leads and, with ``read``, for what changed since it was read last.
+        """Read from the store who leads and, with ``read``, the changes since the last read.
 
-        Raises ServiceUnavailable where it is away.
+        Raises ServiceUnavailable where the store cannot be read.
         """
         with self._following:
             revision, leader = self._coordination.revision(), self._coordination.leader()
@@ -126,7 +126,7 @@ class Coordinator:
                 state = self._state_of(self._coordination.load(self._monotonic()), epoch)
             with self._lock:
                 if self._role.held is not None:
-                    return  # it was asked of the store before this replica was elected
+                    return  # the leader was read from the store before this replica was elected
                 self._role.heard(leader)
                 if state is not None:
                     self._state, self._trouble, self._followed = state, None, revision
@@ -135,9 +135,9 @@ class Coordinator:
                 self._page(ring, ring.last or self._oldest_event())
 
     def recall(self) -> None:
-        """Show, as a standby, what the progress store has by now: how far things are, who beat.
+        """Copy worker progress and heartbeat times from the progress store into a standby's state.
 
-        No commit tells of that. Raises nothing; does nothing where this replica leads.
+        Commits do not carry them. Raises nothing; does nothing where this replica leads.
         """
         with self._lock:
             if self._role.held is not None:
@@ -153,55 +153,55 @@ class Coordinator:
 
     @property
     def followed(self) -> int | None:
-        """Return the store's revision that a standby shows; None where it has yet to read it."""
+        """Return the store revision that a standby's state shows; None before its first read."""
         return self._followed
 
     @property
     def term(self) -> Term | None:
-        """Return this replica's term while it certainly leads; costs no I/O."""
+        """Return this replica's term while its lease certainly holds; without I/O."""
         return self._role.term
 
     @property
     def leader(self) -> Term | None:
-        """Return who leads as far as this replica knows; None where it knows nobody."""
+        """Return the leader that this replica read last; None where it has no current one."""
         return self._role.leader
 
     @property
     def leader_epoch(self) -> int:
-        """Return the newest epoch that this replica knows."""
+        """Return the newest epoch that this replica has seen."""
         return self._role.epoch
 
     @property
     def late_s(self) -> float:
-        """Return for how long nobody has noticed the passing of time."""
+        """Return the seconds since the last tick."""
         return self._monotonic() - self._ticked_s
 
     # --- stopping --------------------------------------------------------------------------------
 
     @property
     def stopping(self) -> bool:
-        """Return whether the server wants to stop, so that long polls should answer now."""
+        """Return whether the server is stopping, so that long polls must answer now."""
         return self._stopping.is_set()
 
     def end_waits(self) -> None:
-        """Have long polls answer now, because the server wants to stop."""
+        """Release all long polls, because the server is stopping."""
         self._stopping.set()
         self._bell.ring()
 
     # --- deciding --------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> BaseModel | None:
-        """Take one event to its end: decided, committed, told; return its answer.
+        """Decide one event, commit its effects, log its audit events and return its answer.
 
-        Raises what the state refuses with, NotLeading where another replica decides, and
-        ServiceUnavailable where nothing can be committed.
+        Raises what the state refuses with, NotLeading where another replica leads, and
+        ServiceUnavailable where the effects cannot be committed.
         """
         with self._lock:
             term = self._require_leading()
             effects = self._decide(event)
             told = self._commit(term, audited(effects, self._wall()))
             if not told and not self._coordination.is_leading(term):
-                raise self._role.not_leading()  # frozen meanwhile: another may have decided
+                raise self._role.not_leading()  # frozen in between: another may have decided
         if isinstance(event, Activate | Cancel | Rollback) or any(map(_is_news, effects)):
             self._bell.ring()
         for each in told:
@@ -209,10 +209,10 @@ class Coordinator:
         return next((each.record for each in effects if isinstance(each, Answer)), None)
 
     def decide_now(self, event: Beat | Listen) -> HeartbeatAnswer | None:
-        """Return the answer to a worker, where that takes neither a wait nor a write.
+        """Return the answer to a worker where that needs neither a wait nor a commit, else None.
 
-        None where it might take either: nothing has happened then, and ``handle`` is to be asked,
-        on a thread that may wait. Raises what ``handle`` does.
+        After None nothing has changed: call ``handle`` on a thread that may block. Raises what
+        ``handle`` raises.
         """
         if not self._lock.acquire(blocking=False):
             return None
@@ -233,13 +233,13 @@ class Coordinator:
         return answer.record
 
     def tick(self) -> None:
-        """Notice the passing of time, where this replica leads."""
+        """Pass the time to the state machine, where this replica leads."""
         if self.term is not None:
             self.handle(Tick(at=self._wall()))
         self._ticked_s = self._monotonic()
 
     def create(self, call: CreateDeployment, key: str | None) -> CreatedDeployment:
-        """Create a deployment, or return the one that this key already made."""
+        """Create a deployment, or return the one that this idempotency key created."""
         body_digest = digest_of(call)
         with self._lock:
             self._require_leading()
@@ -268,12 +268,12 @@ class Coordinator:
         return answer
 
     def cancel(self, deployment_id: str) -> None:
-        """Decide the cancel; ``unstopped`` tells who has yet to confirm it."""
+        """Cancel the deployment; ``unstopped`` lists the workers that have yet to confirm."""
         self.handle(Cancel(deployment_id=deployment_id, at=self._wall()))
 
     def keep_stage(self, record: StageRecord) -> StageRecord:
         """Put a record into the ledger; raises InvalidInput for one that is too large, Conflict
-        where there is no room for it.
+        where the ledger is full.
         """
         line = LedgerLine.of(record)
         data: dict[str, object] = {
@@ -287,7 +287,7 @@ class Coordinator:
         with self._keeping:
             term, book = self._ledger_book()
             dropped = book.admit(line, self._wall())
-            self._ledger = None  # until it is certain what was written
+            self._ledger = None  # until the outcome of the write is certain
             with self._lock:
                 if self._require_leading() != term:
                     raise self._role.not_leading()
@@ -296,7 +296,7 @@ class Coordinator:
                 try:
                     events = self._coordination.keep_stage(term, record, told)
                 except InvalidInput:
-                    raise  # before anything was written
+                    raise  # refused before anything was written
                 except PacelineError as error:
                     raise self._undo(term, error) from error
                 self._ring.extend(events)
@@ -306,7 +306,7 @@ class Coordinator:
         return record
 
     def _ledger_book(self) -> tuple[Term, LedgerBook]:
-        """Return what the ledger holds in this term: read once, and again after trouble."""
+        """Return the ledger's index in this term: read once, and again after an error."""
         with self._lock:
             term = self._require_leading()
         if self._ledger is None or self._ledger[0] != term:
@@ -314,16 +314,16 @@ class Coordinator:
         return self._ledger
 
     def tell(self, observed: Sequence[Observed]) -> None:
-        """Commit rows that tell of something which changed nothing, such as a refused attempt."""
+        """Commit audit events that change no state, such as a refused attempt."""
         with self._lock:
             self._commit(self._require_leading(), observed)
 
     # --- reading ---------------------------------------------------------------------------------
 
     def read(self, question: Callable[[CoordinatorState], Read]) -> Read:
-        """Return what ``question`` finds in the state; it must not change anything.
+        """Return what ``question`` computes from the state; it must not change the state.
 
-        What a standby has not heard of yet it asks the store for.
+        A standby that does not find a record reads the store again before it raises NotFound.
         """
         try:
             return self._read(question)
@@ -342,15 +342,15 @@ class Coordinator:
             return question(self._state)
 
     def now(self) -> float:
-        """Return the wall's time, for the ``at`` of events."""
+        """Return wall time, for the ``at`` of events."""
         return self._wall()
 
     def events(self, after: int) -> EventList:
-        """Return the events after number ``after``."""
+        """Return the events after sequence number ``after``."""
         return self._ring.after(after)
 
     def history(self, asked: Question) -> list[Told]:
-        """Return what the audit store has."""
+        """Return events from the audit store."""
         return self._audit.query(asked)
 
     def stage(self, stage: str, input_digest: str) -> StageRecord | None:
@@ -359,16 +359,16 @@ class Coordinator:
 
     @property
     def tokens(self) -> TokenBook:
-        """Return who may call; it may be asked without the lock."""
+        """Return the issued tokens; safe to read without the lock."""
         return self._state.tokens
 
     @property
     def bell(self) -> Bell:
-        """Return what rings when there may be something new for agents to do."""
+        """Return the notifier that wakes held heartbeat answers when there may be new commands."""
         return self._bell
 
     def check_ready(self) -> None:
-        """Raise ServiceUnavailable where this process can neither decide nor follow."""
+        """Raise ServiceUnavailable where this process can neither decide nor follow the store."""
         with self._lock:
             if self._role.held is None:
                 self._require_heard()
@@ -389,15 +389,17 @@ class Coordinator:
         return term
 
     def _decide(self, event: Event, *, calm: bool = False) -> Sequence[Effect]:
-        """Return what the state makes of ``event``; where it breaks over it, what it had changed by
-        then is undone: nobody will commit that.
+        """Return the state's effects for ``event``.
+
+        After an unexpected exception the state is reloaded from the store, because a partial change
+        would never be committed.
         """
         try:
             effects = self._state.handle(event, self._monotonic())
             if calm:
                 assert len(effects) == 1 and isinstance(effects[0], Answer), "it must be committed"
         except PacelineError:
-            raise  # refused, and nothing has changed
+            raise  # refused: nothing has changed
         except Exception as error:
             self._trouble = ServiceUnavailable(
                 "the coordinator failed over an event, and begins again from what was kept",
@@ -412,7 +414,7 @@ class Coordinator:
             return
         if self._monotonic() < self._try_again_s:
             raise _again(self._trouble) from self._trouble
-        # The state ran ahead of what could be kept: begin again from what was.
+        # The state may be ahead of the store: reload what was committed.
         try:
             self._state = self._restored(term.epoch)
         except PacelineError as error:
@@ -472,14 +474,14 @@ class Coordinator:
 
 
 def _new_id(at: float) -> str:
-    """Return a UUID of version 7 (RFC 9562): they sort by the time at which they were made."""
+    """Return a UUID of version 7 (RFC 9562); they sort by creation time."""
     bits = (int(at * 1000) & 2**48 - 1) << 80 | int(secrets.token_hex(10), 16)
     bits = bits & ~(0xF << 76) | 7 << 76
     return str(uuid.UUID(int=bits & ~(3 << 62) | 2 << 62))
 
 
 def _is_news(effect: Effect) -> bool:
-    """Return whether agents that hold their beats' answers should look now."""
+    """Return whether held heartbeat answers must be computed again after ``effect``."""
     switching = EventName.DEPLOYMENT_SWITCHING
     return isinstance(effect, KeepPlan) or (
         isinstance(effect, Observed) and effect.name is switching

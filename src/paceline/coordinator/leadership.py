@@ -1,10 +1,10 @@
-"""A replica's life: follow the store, stand for election, lead, step down, and begin again.
+"""One replica's leadership: follow the store, campaign, lead, step down, repeat.
 
-Three threads. One campaigns and, while this replica leads, watches that it still does: its lease by
-a clock that goes on in sleep, and its own clock thread, because a leader that decides nothing keeps
-nobody else from leading. One follows the store while somebody else leads. One ticks. A process that
-was frozen past its lease wakes as a standby: every call asks ``Coordinator.term`` first.
-It knows no HTTP and decides nothing about deployments.
+Three threads. One campaigns and, while this replica leads, checks its lease (by a clock that also
+runs during suspend) and its tick thread: a leader whose ticks are late steps down so that another
+can lead. One follows the store while another replica leads. One ticks. A process that was frozen
+past its lease wakes as a standby, because every call checks ``Coordinator.term`` first. It decides
+nothing about deployments; HTTP is in ``paceline.api``.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from paceline.schemas.records import WorkerProgress
 log = logging.getLogger(__name__)
 
 TICK_S = 0.15
-WATCH_S = 0.1  # between two looks at whether this replica still leads
-STUCK_S = 30.0  # a leader whose clock thread is so late makes way for another
-FOLLOW_S = 0.5  # between two readings of the store by a standby, at least,
-FOLLOW_SHARE = 0.2  # and of a core, at most
-LOOK_S = 0.1  # between two looks at who leads
+WATCH_S = 0.1  # between two checks that this replica still leads
+STUCK_S = 30.0  # a leader whose ticks are this late steps down
+FOLLOW_S = 0.5  # shortest interval between two reads of the store by a standby,
+FOLLOW_SHARE = 0.2  # and the largest share of a core that they take
+LOOK_S = 0.1  # between two reads of who leads
 WAIT_S = 0.5
-RETRY_S = 1.0  # after a store that does not answer, jittered
-PROGRESS_S = 1.0  # between two tellings of progress, and two askings for it
-STARTED_S = 5.0  # how long the start waits for this replica to have a role
+RETRY_S = 1.0  # after a store error, with jitter
+PROGRESS_S = 1.0  # between two writes of progress, and two reads of it
+STARTED_S = 5.0  # how long ``start`` waits for this replica to have a role
 
 
 class Duty(Protocol):
-    """What the leader does on a thread of its own as long as one term lasts."""
+    """A task that runs on a thread of its own for as long as one term lasts."""
 
     def start(self) -> None: ...
 
@@ -46,7 +46,7 @@ class Duty(Protocol):
 
 
 class Replica:
-    """Keeps one ``Coordinator`` in its role; ``start`` and ``stop`` are called once."""
+    """Keeps one ``Coordinator`` in its role; call ``start`` and ``stop`` once each."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Replica:
         self._candidate = candidate
         self._duties = duties
         self._monotonic = monotonic
-        self._told: dict[tuple[str, str], int] = {}  # pieces, as the progress store was told last
+        self._told: dict[tuple[str, str], int] = {}  # pieces, as last sent to the progress store
         self._stopping = threading.Event()
         self._has_role = threading.Event()
         self._threads = [
@@ -76,19 +76,19 @@ class Replica:
         ]
 
     def start(self) -> None:
-        """Begin, and return once this replica leads or follows, or after a few seconds without."""
+        """Start the threads; return once this replica leads or follows, or after ``STARTED_S``."""
         for thread in self._threads:
             thread.start()
         if not self._has_role.wait(STARTED_S):
             log.warning("no role yet replica=%s: the store does not answer", self._name)
 
     def resign(self) -> None:
-        """Stand down now, for good: the next leader need not wait for a lease to run out."""
+        """Step down for good: the next leader need not wait until the lease expires."""
         self._stopping.set()
         self._coordinator.end_waits()
 
     def stop(self) -> None:
-        """End the threads; raises nothing."""
+        """Stop the threads; raises nothing."""
         self.resign()
         until_s = self._monotonic() + 10.0
         for thread in self._threads:
@@ -104,7 +104,7 @@ class Replica:
     def _campaign_on(self) -> None:
         while not self._stopping.is_set():
             if self._coordinator.late_s > STUCK_S:
-                self._pause()  # it would decide nothing: its clock thread hangs
+                self._pause()  # its tick thread hangs, so it would decide nothing
                 continue
             try:
                 term = self._coordination.campaign(self._candidate, self._stopping.is_set)
@@ -113,7 +113,7 @@ class Replica:
                 self._pause()
                 continue
             except Exception:
-                # A defect must not end the campaign for good: say so, and stand again.
+                # A defect must not end the campaign for good: log it and campaign again.
                 log.exception("the campaign broke replica=%s", self._name)
                 self._pause()
                 continue
@@ -123,16 +123,16 @@ class Replica:
             reason = self._lead(term, duties)
             self._coordinator.step_down(term, reason)
             deposed = not self._coordination.is_leading(term)
-            self._coordination.resign(term)  # before anything that takes time: somebody waits
+            self._coordination.resign(term)  # first, because another replica waits for the lease
             for duty in duties:
                 duty.stop()
             if deposed and not self._coordination.standbys:
                 log.error("another process has this store; this one answers nothing from here on")
                 return
-            self._pause()  # so that another comes first, whatever was wrong here
+            self._pause()  # so that another replica can win, whatever failed here
 
     def _lead(self, term: Term, duties: Sequence[Duty]) -> str:
-        """Lead until the term is over and return why it is."""
+        """Lead until the term ends and return the reason."""
         try:
             self._coordinator.lead(term)
             for duty in duties:
@@ -163,11 +163,11 @@ class Replica:
             except PacelineError as error:
                 log.warning("tick failed: %s", error)
             except Exception:
-                # A defect must not silence the clock: say so each time, and go on deciding.
+                # A defect must not stop the ticks: log it each time and continue.
                 log.exception("tick failed")
 
     def _tell_progress(self) -> None:
-        """Hand the progress store what changed, for standbys and the next leader to show."""
+        """Send changed progress to the progress store, for standbys and the next leader."""
 
         def look(state: CoordinatorState) -> dict[tuple[str, str], tuple[int, Part]]:
             return {
@@ -202,7 +202,7 @@ class Replica:
                 self._coordinator.follow(read=self._monotonic() >= read_s)
                 self._has_role.set()
                 if self._coordinator.followed != shown:
-                    # What it computed, not what it waited for: a slow store needs no rest from us.
+                    # CPU time, not waiting time: a slow store needs no longer interval.
                     took_s = time.thread_time() - began_s
                     read_s = self._monotonic() + max(FOLLOW_S, took_s / FOLLOW_SHARE)
                 elif shown is not None and self._monotonic() >= read_s:

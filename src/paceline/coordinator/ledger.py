@@ -1,8 +1,8 @@
-"""How much the ledger of stages may hold: of one record, of one run and in all.
+"""Limits of the stage ledger: the size of one record, of one run's records, and in total.
 
-When it is full, records that are old enough are dropped, oldest first; where none is, the new one
-is refused. A dropped record means that its stage is done again, nothing else. Pure: lines go in,
-lines to drop come out; stores keep the records themselves.
+When the ledger is full, records older than ``KEPT_S`` are dropped, oldest first; where there is
+none, the new one is refused. A dropped record only means that its stage runs again. Pure: lines go
+in, lines to drop come out; the stores hold the records themselves.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from heapq import heapify, heappop, heappush
 from paceline.errors import Conflict, InvalidInput
 from paceline.schemas.records import StageRecord
 
-RECORD_BYTES = 64 * 1024  # of one record as JSON; a stage's is 0.3 to 1 KB
-RUN_RECORDS = 1_000  # of one run; a lifecycle has a dozen
+RECORD_BYTES = 64 * 1024  # one record as JSON; a stage's is 0.3 to 1 KB
+RUN_RECORDS = 1_000  # of one run; a lifecycle has about a dozen
 RUN_BYTES = 4 * 1024 * 1024
-RECORDS = 100_000  # in all
+RECORDS = 100_000  # in total
 BYTES = 64 * 1024 * 1024
-KEPT_S = 30 * 86_400.0  # no record is dropped earlier than this after its stage finished
+KEPT_S = 30 * 86_400.0  # a record is not dropped earlier than this after its stage finished
 DROPPED_AT_ONCE = 200
 LONGEST_RUN_ID = 128
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerLine:
-    """What is counted of one record."""
+    """The size and age of one ledger record."""
 
     stage: str
     input_digest: str
@@ -48,7 +48,7 @@ class LedgerLine:
 
 
 class LedgerBook:
-    """The lines of every record that the store holds."""
+    """An index of every record that the store holds."""
 
     def __init__(self, lines: Iterable[LedgerLine]) -> None:
         self._lines: dict[tuple[str, str], LedgerLine] = {}
@@ -57,12 +57,12 @@ class LedgerBook:
         for line in lines:
             self._count(line, 1)
             self._lines[line.key] = line
-        # Oldest first; also what was replaced since, which is passed over.
+        # Oldest first; replaced records remain in it and are skipped.
         self._by_age = [(line.finished_at, line.key) for line in self._lines.values()]
         heapify(self._by_age)
 
     def admit(self, line: LedgerLine, now: float) -> list[LedgerLine]:
-        """Return what is to be dropped before ``line`` is kept; raises InvalidInput for a record
+        """Return the records to drop before ``line`` is stored; raises InvalidInput for a record
         that is too large, Conflict where its run or the ledger is full.
         """
         if line.size > RECORD_BYTES or len(line.run_id) > LONGEST_RUN_ID:
@@ -102,7 +102,7 @@ class LedgerBook:
             if old.key != line.key:
                 dropped.append(old)
                 records, size = records - 1, size - old.size
-        # One that was too full already, from an earlier version, may still become less so.
+        # A ledger over the limit, written by an earlier version, may still shrink.
         if records > max(RECORDS, before[0]) or size > max(BYTES, before[1]):
             for each in dropped:
                 heappush(self._by_age, (each.finished_at, each.key))
@@ -127,7 +127,7 @@ class LedgerBook:
         return None
 
     def keep(self, line: LedgerLine, dropped: Iterable[LedgerLine]) -> None:
-        """Count ``line``, and ``dropped`` no more: the store did both."""
+        """Add ``line`` and remove ``dropped``, after the store did both."""
         for each in dropped:
             self._count(self._lines.pop(each.key), -1)
         known = self._lines.get(line.key)
@@ -136,7 +136,7 @@ class LedgerBook:
         self._count(line, 1)
         self._lines[line.key] = line
         heappush(self._by_age, (line.finished_at, line.key))
-        if len(self._by_age) > 2 * len(self._lines) + 1_000:  # many were replaced
+        if len(self._by_age) > 2 * len(self._lines) + 1_000:  # many replaced records
             self._by_age = [(each.finished_at, each.key) for each in self._lines.values()]
             heapify(self._by_age)
 

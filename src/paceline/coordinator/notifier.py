@@ -1,4 +1,4 @@
-"""Wakes coroutines of any event loop from any thread: how a held answer hears of a new plan."""
+"""Wakes coroutines of any event loop from any thread; holds the newest events for long polls."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from paceline.schemas.events import Event, EventName
 
 
 class Bell:
-    """Rung by whoever decided something; heard by whoever waits at that moment."""
+    """Wakes every coroutine that is waiting when ``ring`` is called."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: set[asyncio.Future[None]] = set()
 
     def ring(self) -> None:
-        """Wake everybody who waits."""
+        """Wake every waiter."""
         with self._lock:
             waiting, self._waiting = self._waiting, set()
-        # One call a loop: with 10,000 beats held, as many calls would hold up whoever rings.
+        # One call per loop: with 10,000 heartbeats held, one call each would block the caller.
         loops: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         for each in waiting:
             loops.setdefault(each.get_loop(), []).append(each)
         for loop, futures in loops.items():
-            with suppress(RuntimeError):  # it has closed: nobody waits there any more
+            with suppress(RuntimeError):  # the loop is closed: it has no waiters left
                 loop.call_soon_threadsafe(_wake, futures)
 
     def listen(self) -> asyncio.Future[None]:
-        """Return what is done once the bell rings; begin to listen before asking for news, so that
-        none is missed between.
+        """Return a future that the next ``ring`` completes; create it before reading the state, so
+        that no change is missed in between.
         """
         heard = asyncio.get_running_loop().create_future()
         with self._lock:
@@ -42,7 +42,7 @@ class Bell:
         return heard
 
     def leave(self, heard: asyncio.Future[None]) -> None:
-        """Listen no longer."""
+        """Stop waiting and cancel the future."""
         with self._lock:
             self._waiting.discard(heard)
         heard.cancel()
@@ -54,19 +54,16 @@ def _wake(waiting: list[asyncio.Future[None]]) -> None:
             each.set_result(None)
 
 
-# The newest events, for whoever watches: bounded, numbered, in memory.
-#
-# The audit history in the store has them all; here is only what a long poll can still catch up
-# with.
+# The newest events, bounded and in memory; the audit store has the full history.
 
 RING_EVENTS = 10_000
 MOST_AT_ONCE = 1_000
-# Who asked for what from which address is for the audit history, not for every watcher.
+# Callers' names and addresses are for the audit history, not for every reader of events.
 PRIVATE = frozenset({EventName.CHANGE_ACCEPTED, EventName.CHANGE_REFUSED})
 
 
 class EventRing:
-    """Appended by one thread, read by many; appending to a deque is atomic."""
+    """One thread appends, many read; appending to a deque is atomic."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self._events: deque[Event] = deque(events, maxlen=RING_EVENTS)
@@ -84,11 +81,11 @@ class EventRing:
             self._last = event.seq
 
     def after(self, seq: int) -> EventList:
-        """Return what came after number ``seq`` and is still held."""
+        """Return the events after number ``seq`` that are still held."""
         last = self._last
         if seq >= last:
             return EventList(events=(), last=last, first=self._first())
-        # Numbers have no gaps, so the place can be computed and need not be sought.
+        # Sequence numbers have no gaps, so the index is computed, not searched.
         held = list(self._events)
         start = max(0, len(held) - (held[-1].seq - seq)) if held else 0
         told = (e for e in islice(held, start, None) if e.seq > seq and e.name not in PRIVATE)

@@ -1,6 +1,6 @@
-"""What one replica knows of who leads: itself, another, or nobody that it heard of lately.
+"""Which replica leads, as this replica last read it: itself, another, or none that is current.
 
-Read by every call without a lock, changed by ``coordinator`` with its lock held. It asks nobody.
+Calls read it without a lock; ``coordinator`` changes it while it holds its lock. No I/O.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ from collections.abc import Callable
 from paceline.coordinator.stores.contracts import Term
 from paceline.errors import NotLeading, ServiceUnavailable
 
-CUT_OFF_S = 10.0  # a standby that heard nothing of the store for so long answers nothing any more
+CUT_OFF_S = 10.0  # a standby that has not read the store for this long refuses reads
 
 
 class Role:
-    """``is_leading`` is the store's local word on a term; ``monotonic`` the process's clock."""
+    """``is_leading`` is the store's local lease check; ``monotonic`` is the process's clock."""
 
     def __init__(self, is_leading: Callable[[Term], bool], monotonic: Callable[[], float]) -> None:
         self._is_leading, self._monotonic = is_leading, monotonic
-        self.held: Term | None = None  # from its election until this replica steps down
-        self._other: Term | None = None  # who leads otherwise, as the store said last
-        self._heard_s: float | None = None  # when the store said so
-        self.epoch = 0  # the newest one seen
+        self.held: Term | None = None  # from this replica's election until it steps down
+        self._other: Term | None = None  # another replica that leads, as last read from the store
+        self._heard_s: float | None = None  # when the store was last read
+        self.epoch = 0  # the newest epoch seen
 
     def lead(self, term: Term) -> None:
-        """Take note of this replica's election."""
+        """Record this replica's election."""
         self.held, self._other, self.epoch = term, None, term.epoch
 
     def drop(self) -> None:
-        """Take note that this replica leads no more; who does, it has yet to hear."""
+        """Record that this replica no longer leads; the new leader is read later."""
         self.held = self._other = None
 
     def heard(self, leader: Term | None) -> None:
-        """Take note of who leads, as the store has it now."""
+        """Record who leads, as just read from the store."""
         self._other, self._heard_s = leader, self._monotonic()
         self.epoch = self.newest(leader)
 
     def newest(self, leader: Term | None) -> int:
-        """Return the newest epoch, that of ``leader`` included."""
+        """Return the newest epoch seen, that of ``leader`` included."""
         return max(self.epoch, leader.epoch if leader else 0)
 
     @property
@@ -48,20 +48,20 @@ class Role:
 
     @property
     def leader(self) -> Term | None:
-        """Return who leads as far as this replica knows; None where it knows nobody."""
+        """Return the leader that this replica read last; None where it has no current one."""
         if (term := self.term) is not None:
             return term
         if self.held is not None:
-            return None  # its lease may have run out: somebody else may lead, it knows not who
+            return None  # its lease may have expired, and another leader was not read yet
         return None if self.is_cut_off else self._other
 
     @property
     def is_cut_off(self) -> bool:
-        """Return whether the store was silent for so long that a standby may be out of date."""
+        """Return whether the last read of the store is so old that a standby may be out of date."""
         return self._heard_s is None or self._monotonic() - self._heard_s > CUT_OFF_S
 
     def not_leading(self) -> NotLeading:
-        """Return what to tell whoever wants something decided here."""
+        """Return the error for a call that only the leader may decide."""
         leader = self.leader
         return NotLeading(
             "this replica does not lead",
@@ -70,7 +70,7 @@ class Role:
         )
 
     def require_heard(self, where: str) -> None:
-        """Raise ServiceUnavailable where a standby is cut off from the store."""
+        """Raise ServiceUnavailable where a standby's last read of the store is too old."""
         if self.is_cut_off:
             raise ServiceUnavailable(
                 "this replica is cut off from the store and may be out of date",

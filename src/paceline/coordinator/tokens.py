@@ -1,8 +1,8 @@
-"""The tokens of an installation: which there are, what each is good for, and how they change.
+"""The tokens of an installation: issue, verify, renew and revoke.
 
-Pure like the rest of the state machine: events go in, effects come out, times are given. It never
-sees a secret, only the SHA-256 of the whole token; secrets are drawn by whoever asks (``draw``).
-Reading (``recognise``) takes no lock: a record is replaced whole, never changed.
+Pure like the rest of the state machine: events go in, effects come out, times are arguments. It
+holds the SHA-256 of each token, never the secret; the caller draws secrets (``draw``).
+``recognise`` takes no lock, because a record is replaced as a whole and never mutated.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from paceline.schemas.calls import Success
 
 SECRET_BYTES = 32
 MAX_BARRED = 1000
-MAX_TOKENS = 50_000  # living and remembered: 10,000 workers that renew, and people
-UNUSED_AT_MOST = 4  # of one admission: answers to joining or renewing that may be on their way
-REMEMBERED_S = 30 * 86_400.0  # how long `list` still shows one that opens nothing any more
+MAX_TOKENS = 50_000  # usable and remembered: 10,000 workers that renew, and people
+UNUSED_AT_MOST = 4  # of one admission: answers to joining or renewing that may be in flight
+REMEMBERED_S = 30 * 86_400.0  # how long `list` still shows an unusable token
 INCLUDES: dict[Scope, frozenset[Scope]] = {
     Scope.READ: frozenset({Scope.READ}),
     Scope.DEPLOY: frozenset({Scope.DEPLOY, Scope.READ}),
@@ -49,7 +49,7 @@ _FORM = re.compile(r"pl_([0-9a-z]{16})_[A-Za-z0-9_-]{43}(?:_[0-9a-f]{64})?")
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A new token: its public id, the text to hand over once, and what is kept of it."""
+    """A new token: its public id, the text to show once, and the stored digest."""
 
     token_id: str
     text: str
@@ -66,48 +66,44 @@ def draw(ca_sha256: str | None = None) -> Drawn:
 
 
 def sha256_of(token: str) -> str:
-    """Return what is kept of ``token``; raises nothing, whatever the text is."""
+    """Return the stored digest of ``token``; accepts any text."""
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def scopes_of(record: TokenRecord) -> frozenset[Scope]:
-    """Return every scope that ``record`` opens, included ones too."""
+    """Return every scope that ``record`` grants, included ones too."""
     return frozenset().union(*(INCLUDES[scope] for scope in record.scopes))
 
 
 class TokenBook:
-    """Every token; ``handle`` is the only way to change them.
-
-    ``standing`` ones belong to the installation itself: they are known by their digest alone, are
-    not kept, and cannot be revoked.
-    """
+    """Every token record; ``handle`` is the only way to change them."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, TokenRecord] = {}
-        self._ids_of: dict[str, set[str]] = {}  # of each worker's tokens, of every kind
-        self._barred: tuple[str, ...] | None = ()  # None: to be found anew
+        self._ids_of: dict[str, set[str]] = {}  # token ids of each worker, of every kind
+        self._barred: tuple[str, ...] | None = ()  # None: to be computed
 
     def restore(self, tokens: Iterable[TokenRecord]) -> None:
-        """Begin with what the store kept."""
+        """Replace all records by what the store holds."""
         self._tokens, self._ids_of = {}, {}
         self._apply([KeepToken(each) for each in tokens])
 
     def tokens(self) -> list[TokenRecord]:
-        """Return every token that is remembered, oldest first."""
+        """Return every remembered token, oldest first."""
         return sorted(self._tokens.values(), key=lambda each: (each.created_at, each.token_id))
 
     def barred(self) -> tuple[str, ...]:
-        """Return whose certificates peers must refuse: they may be good for a long time yet.
+        """Return the names whose certificates peers must refuse until they expire.
 
-        A worker whose identity was taken back is named itself; once it has got another one, the
-        admissions before are (``barred_admission``). At most ``MAX_BARRED``, newest first.
+        A worker whose identity was revoked is named itself; once it has a new identity, its earlier
+        admissions are named instead (``barred_admission``). At most ``MAX_BARRED``, newest first.
         """
         if self._barred is None:
             self._barred = self._find_barred()
         return self._barred
 
     def _find_barred(self) -> tuple[str, ...]:
-        taken: dict[str, float] = {}  # by worker: when an identity was taken back last
+        taken: dict[str, float] = {}  # by worker: when an identity was last revoked
         for each in self._tokens.values():
             if each.worker_id and each.kind == "access" and each.revoked_at is not None:
                 taken[each.worker_id] = max(taken.get(each.worker_id, 0.0), each.revoked_at)
@@ -136,23 +132,23 @@ class TokenBook:
         return sorted(found, key=lambda each: (each.created_at, each.token_id))
 
     def _identities(self, worker_id: str) -> list[TokenRecord]:
-        """Return every token that makes its bearer ``worker_id``, oldest first."""
+        """Return every access token that authenticates as ``worker_id``, oldest first."""
         return [each for each in self._of(worker_id) if each.kind == "access"]
 
     def find(self, token_id: str) -> TokenRecord | None:
-        """Return the token of this id, or None."""
+        """Return the token with this id, or None."""
         return self._tokens.get(token_id)
 
     def recognise(self, token: str, now: float) -> TokenRecord:
-        """Return the record of ``token``; raises AccessDenied saying why it opens nothing.
+        """Return the record of ``token``; raises AccessDenied with the reason where it is unusable.
 
-        Whoever shows a wrong secret learns nothing of the token whose id it carries.
+        A wrong secret gets no information about the token whose id it carries.
         """
         form = _FORM.fullmatch(token)
         record = self._tokens.get(form[1]) if form else None
         if record is None or not hmac.compare_digest(record.sha256, sha256_of(token)):
             raise AccessDenied("the token is not accepted", do="Ask an admin for a token.")
-        # A spent join token passes: its key decides whether it is answered again.
+        # A used join token passes here: its key decides whether it is answered again.
         if (why := why_dead(record, now, record.key_sha256)) is not None:
             raise AccessDenied(
                 f"the token {why}", got=record.token_id, do="Ask an admin for another token."
@@ -160,7 +156,7 @@ class TokenBook:
         return record
 
     def handle(self, event: TokenEvent) -> list[Effect]:
-        """Take one event and return what must be kept and answered."""
+        """Apply one event and return the effects to commit and the answer."""
         match event:
             case IssueToken():
                 return self._issue(event)
@@ -212,7 +208,7 @@ class TokenBook:
             raise NotFound(
                 "no such token", got=event.token_id[:200], do="See `paceline tokens list`."
             )
-        # Asked again, it does not end what was issued since: the worker was let in again.
+        # A repeated revocation spares tokens issued since: the worker was admitted again.
         until = math.inf if record.revoked_at is None else record.revoked_at
         effects: list[Effect] = [
             KeepToken(each.model_copy(update={"revoked_at": event.at}))
@@ -222,10 +218,10 @@ class TokenBook:
         return [*self._apply(effects), Answer(Success())]
 
     def _taken_with(self, record: TokenRecord) -> list[TokenRecord]:
-        """Return every token that ends with ``record``, itself last.
+        """Return every token that is revoked together with ``record``, itself last.
 
-        With a worker's token that is every token of the worker, whichever came from which; with a
-        join token it is what was joined with it.
+        For a worker's token these are all tokens of the worker; for a join token, those of its
+        admission.
         """
         others = [] if record.worker_id is None else self._of(record.worker_id)
         if record.kind == "join":
@@ -265,17 +261,17 @@ class TokenBook:
             if other.token_id in (shown.token_id, made.admission):
                 continue
             if other.admission != made.admission:
-                # A node that joins again lost what it had: nobody else shall go on with it.
+                # A node that joins again lost its tokens: they must not remain usable.
                 effects.append(KeepToken(other.model_copy(update={"revoked_at": at})))
             elif other.begun_at is None:
                 unused.append(other)
-        # An answer may be lost, and asked for again while it is still on its way.
+        # An answer may be lost, and requested again while the first is still in flight.
         effects += [_end(e, made, at) for e in unused[: 1 - UNUSED_AT_MOST]]
         self._require_room(sum(isinstance(each, DropToken) for each in effects))
         return [*self._apply([*effects, KeepToken(made)]), Answer(TokenView.of(made))]
 
     def _begin(self, event: BeginToken) -> list[Effect]:
-        """End what was good in place of a worker's token until this was used for the first time."""
+        """End the predecessors of a worker's token on its first use."""
         record, at = self._tokens.get(event.token_id), event.at
         if (
             record is None
@@ -339,9 +335,9 @@ class TokenBook:
 
 
 def why_dead(record: TokenRecord, now: float, key_sha256: str | None = None) -> str | None:
-    """Return why ``record`` opens nothing at ``now``, or None while it does.
+    """Return why ``record`` is unusable at ``now``, or None while it is usable.
 
-    A join token that was spent for the key ``key_sha256`` is good for that key until it expires.
+    A join token used for the key ``key_sha256`` stays valid for that key until it expires.
     """
     if record.revoked_at is not None:
         return "was revoked"
@@ -355,14 +351,14 @@ def why_dead(record: TokenRecord, now: float, key_sha256: str | None = None) -> 
 
 
 def _end(record: TokenRecord, successor: TokenRecord, at: float) -> Effect:
-    """Return how ``record`` ends: one that was never used is forgotten, its text was lost."""
+    """Return the effect that ends ``record``; one that was never used is dropped."""
     if record.admission and record.begun_at is None and _outlasts(successor, record):
         return DropToken(record.token_id)
     return KeepToken(record.model_copy(update={"replaced_at": at}))
 
 
 def _outlasts(record: TokenRecord, other: TokenRecord) -> bool:
-    """Return whether ``record`` is remembered for as long as the certificate of ``other`` lasts."""
+    """Return whether ``record`` is remembered until the certificate of ``other`` expires."""
     return other.expires_at is not None and (record.expires_at or 0.0) >= other.expires_at
 
 
@@ -371,5 +367,5 @@ def _ended_at(record: TokenRecord) -> float | None:
     known = [each for each in ends if each is not None]
     if not known:
         return None
-    # A worker's certificate ends with its token: until then peers must be told of it.
+    # A worker's certificate expires with its token: until then peers need the revocation.
     return max(known) if record.worker_id and record.kind == "access" else min(known)

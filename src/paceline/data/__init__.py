@@ -1,7 +1,7 @@
-"""Data: immutable snapshots of sharded samples in S3 or on disk, streamed, packed and validated.
+"""Data sets: immutable snapshots of sharded samples in S3 or on disk, streamed, packed, validated.
 
-A snapshot is named by its content: the same files, split and labels give the same digest. Knows no
-model and no training; pandas and Great Expectations are imported when a snapshot is validated.
+A snapshot is named by its content: the same files, split and labels give the same digest. Does not
+depend on models or training; imports pandas and Great Expectations only to validate a snapshot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.data.loading.stream import PlannedStream, Stream, open_stream
     from paceline.data.tokenizer import tokenizer_of
 
-# they need numpy
+# Imported on first use, because they need numpy.
 _LATE = {
     "Batch": "loading.batch",
     "build_snapshot": "build",

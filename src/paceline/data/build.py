@@ -1,8 +1,8 @@
-"""Making a snapshot: read a source once, tokenise, join features, split by key, cut into shards.
+"""Build a snapshot: read a source once, tokenise, join features, split by key, cut into shards.
 
-One sample at a time: nothing grows with the source but a scratch file, and a shard is uploaded and
-forgotten as soon as it is full. Idempotent by content: shards are named by their digest, and the
-record is written last, so that a snapshot is either whole or not there.
+Reads one sample at a time: only a scratch file grows with the source, and a shard is uploaded and
+dropped from memory as soon as it is full. Idempotent by content: shards are named by their digest,
+and the record is written last, so that a snapshot is either complete or absent.
 """
 
 from __future__ import annotations
@@ -42,36 +42,31 @@ from paceline.errors import InvalidInput
 from paceline.schemas.base import canonical_json, digest_of
 from paceline.storage import ObjectStore, join_url
 
-# One pass over a source's samples: chosen, tokenised, split by key, written into shards.
-#
-# One sample at a time; a shard is uploaded and forgotten as soon as it is full. Knows neither where
-# samples come from nor what a snapshot is called.
-
 SKIPPED_LISTED = 100
-BATCH_BYTES = 1024 * 1024  # of text, tokenised at once
+BATCH_BYTES = 1024 * 1024  # of samples, tokenised at once
 BATCH_SAMPLES = 256
-SCHEMA_SAMPLES = 64  # at most, and BATCH_BYTES of them: whose schema is the snapshot's
-MISFITS = 1000  # so many in a row that do not fit into what is left of the budget: it is spent
+SCHEMA_SAMPLES = 64  # the first samples, up to BATCH_BYTES, decide the snapshot's schema
+MISFITS = 1000  # after this many in a row that exceed what is left of the budget, stop
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 @dataclass
 class Skipped:
-    """What was left out: how much, and the first hundred by name with the reason."""
+    """What was left out: the count, and the first hundred by name with the reason."""
 
     count: int = 0
     _examples: list[str] = field(default_factory=list)
 
     def add(self, one: Unusable) -> None:
-        """Note one more."""
+        """Add one skipped item."""
         self.count += 1
         self._examples.append(_printable(f"{one.key[:500]}: {one.reason}")[:500])
         if len(self._examples) > 10 * SKIPPED_LISTED:
             self._examples = list(self.examples)
 
     def copy(self) -> Skipped:
-        """Return another one that starts with the same."""
+        """Return an independent copy."""
         return Skipped(self.count, list(self._examples))
 
     @property
@@ -81,13 +76,16 @@ class Skipped:
 
     @property
     def told(self) -> str:
-        """Return three of them, for an error."""
+        """Return three examples in one line, for an error message."""
         return "; ".join(self.examples[:3])
 
 
 @dataclass
 class Building:
-    """One pass over the samples; ``moved`` is the key that changes sides, of too few."""
+    """One pass over the samples: select, tokenise, split by key, write shards.
+
+    ``moved`` is the key of a sample that is put in the other split so that no split is empty.
+    """
 
     settings: DataSettings
     tokenizer: Tokenizer
@@ -98,15 +96,15 @@ class Building:
     moved: str | None = None
     samples: int = 0
     duplicates: int = 0
-    is_cut: bool = False  # the budget left something out
+    is_cut: bool = False  # the byte budget excluded samples
     columns: tuple[Column, ...] | None = None
     shards: list[Shard] = field(default_factory=list)
     _pens: dict[Split, ColumnWriter] = field(default_factory=dict)
-    _lowest: tuple[float, str] | None = None  # by draw: who moves if a split stays empty
+    _lowest: tuple[float, str] | None = None  # by draw: moves if a split stays empty
     _highest: tuple[float, str] | None = None
 
     def take(self, found: Iterable[Sample | Unusable]) -> None:
-        """Write every sample of ``found`` that is new and fits the budget."""
+        """Write every sample of ``found`` that is new and within the budget."""
         for batch in _batches(self._chosen(found)):
             texts = [each.text or b"" for each in batch]
             for sample, tokens in zip(batch, self.tokenizer.encode(texts), strict=True):
@@ -119,7 +117,7 @@ class Building:
 
     @property
     def moved_wanted(self) -> str | None:
-        """Return the key that must change sides so that both splits have samples, if any."""
+        """Return the key that must change split so that both splits have samples, or None."""
         held = {each.split for each in self.shards}
         if len(held) == len(SPLITS) or self._lowest is None or self._highest is None:
             return None
@@ -151,7 +149,7 @@ class Building:
         )
 
     def _chosen(self, found: Iterable[Sample | Unusable]) -> Iterator[Sample]:
-        """Yield the samples that are kept: new, of one schema, within the budget."""
+        """Yield the samples to keep: new, of one schema, within the budget."""
         left = self.settings.max_bytes
         misfits = 0
         for sample in self._of_one_schema(map(self._joined, found)):
@@ -182,8 +180,11 @@ class Building:
         return each
 
     def _of_one_schema(self, found: Iterable[Sample | Unusable]) -> Iterator[Sample | Unusable]:
-        """Yield ``found``, a sample of another schema as unusable. The schema is that of most of
-        the first samples, so that an odd one in front does not make all others unusable."""
+        """Yield ``found``, with samples of another schema replaced by Unusable.
+
+        The schema is the most common one of the first samples, so that one odd sample at the start
+        does not make all others unusable.
+        """
         coming = iter(found)
         first: deque[Sample] = deque()
         schemas: Counter[tuple[Column, ...]] = Counter()
@@ -199,7 +200,7 @@ class Building:
             held += each.payload_bytes
             schemas[_columns(each)] += 1
         if self.columns is None and schemas:
-            self.columns = schemas.most_common(1)[0][0]  # of equally many, the first
+            self.columns = schemas.most_common(1)[0][0]  # the first of the most common
         while first:
             yield self._fitting(first.popleft())
         for each in coming:
@@ -238,7 +239,8 @@ class Building:
         if pen is None:
             pen = ColumnWriter(self.columns or (), self.tokenizer.dtype)
             self._pens[split] = pen
-        # Scores are per byte of text, so that the held-out side keeps it beside its tokens.
+        # Evaluation reports bits per byte of text, so the held-out split keeps text beside its
+        # tokens.
         kept = sample.text if held_out and self.tokenizer.file is not None else None
         text_bytes = len(sample.text or b"")
         pen.add(sample.key, tokens, dict(sample.features), kept, text_bytes=text_bytes)
@@ -280,8 +282,10 @@ def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 
 
 def _content(sample: Sample) -> bytes:
-    """Return what is the same for two samples that say the same, white space apart: no held-out
-    document has such a copy in the training split of its own snapshot."""
+    """Return a digest that is equal for samples with the same content except white space.
+
+    It ensures that no held-out document has such a copy in the training split of its own snapshot.
+    """
     text = sample.text
     digest = hashlib.sha256(b"" if text is None else b"text:" + content_digest(text))
     arrays = dict(sample.features)
@@ -295,8 +299,7 @@ def _content(sample: Sample) -> bytes:
 
 
 def _printable(text: str) -> str:
-    """Return foreign ``text`` as a record and a terminal can have it: one line, UTF-8, no
-    control characters."""
+    """Return untrusted ``text`` as one line of UTF-8 without control characters."""
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
     )
@@ -328,11 +331,11 @@ def build_snapshot(
     *,
     work_dir: Path | None = None,
 ) -> Snapshot:
-    """Return the snapshot of ``source`` (see ``source.open_source``) below the data URL ``url``
-    (``s3://…`` or ``file:///…``), read as ``settings`` say.
+    """Build the snapshot of ``source`` below the data URL ``url`` and return it.
 
-    Nothing is uploaded twice. Raises SourceMissing, InvalidInput for a source without two usable
-    samples, for two samples of one key, and for a sample without the features asked for.
+    ``source``: see ``source.open_source``; ``url``: ``s3://…`` or ``file:///…``. Existing objects
+    are not uploaded again. Raises SourceMissing, InvalidInput for a source without two usable
+    samples, for two samples of one key, and for a sample without the required features.
     """
     opened = open_source(source, settings)
     tokenizer = _tokenizer(settings.tokenizer, store)
@@ -361,7 +364,7 @@ def build_snapshot(
         if built.samples < 2:
             raise _too_little(built, opened.where, settings)
         _require_usable(built, unlisted.count, opened.where, settings)
-        if built.moved_wanted is not None:  # few samples fell on one side: one of them moves
+        if built.moved_wanted is not None:  # one split is empty: one sample moves to it
             uploads.finish()
             catalog.forget_seen()
             built = one_pass(built.moved_wanted)
@@ -390,10 +393,10 @@ def _tokenizer(name: str, store: ObjectStore) -> Tokenizer:
 
 
 def _require_usable(built: Building, other: int, where: str, settings: DataSettings) -> None:
-    """Refuse a source most of whose samples are none of ours; ``other``: files that hold none.
+    """Raise InvalidInput if too many samples cannot be used; ``other``: files that are not samples.
 
-    Of text each file is a sample, and a directory holds what it holds; samples without features are
-    left out where that was asked for.
+    Not applied to text, where each file is a sample and a directory may hold anything, nor where
+    samples without features are skipped by configuration.
     """
     unusable = built.skipped.count - other
     asked_for = settings.features and settings.missing_features == "skip"

@@ -1,7 +1,8 @@
-"""What building a snapshot must remember of everything it has seen, in a scratch file.
+"""Scratch storage of a snapshot build: a SQLite catalog, and uploads in the background.
 
-Names of files in order, keys and contents met, features waiting for their sample: a source may have
-more of these than fit in memory. SQLite without durability: the file is gone with the build.
+The catalog holds names of files in order, the keys and contents seen, and features to be joined: a
+source may have more of these than fit in memory. SQLite runs without durability, because the file
+is deleted with the build.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from paceline.data.snapshot import Shard
 from paceline.errors import InvalidInput, SourceMissing
 from paceline.storage import ObjectStore, join_url
 
-PAGE = 1000  # names in memory at once
+PAGE = 1000  # file names in memory at once
 CACHE_KIB = 32 * 1024  # of pages in memory
 
 
 class Catalog:
-    """A context manager; of one thread."""
+    """Files, seen keys and features of one build; a context manager, for one thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -47,7 +48,7 @@ class Catalog:
         self._path.unlink(missing_ok=True)
 
     def add_file(self, rank: bytes, name: str, size: int) -> None:
-        """Remember a file of the source, to be read in the order of its rank."""
+        """Store a file of the source, to be read in the order of its rank."""
         self._base.execute("INSERT INTO files VALUES (?, ?, ?)", (rank, name, size))
 
     def files(self) -> Iterator[tuple[str, int]]:
@@ -60,17 +61,19 @@ class Catalog:
             last = rows[-1][:2]
 
     def is_new(self, what: bytes) -> bool:
-        """Return whether ``what`` (a key, a digest) was not met before, and remember it."""
+        """Return whether ``what`` (a key, a digest) is seen for the first time, and store it."""
         cursor = self._base.execute("INSERT OR IGNORE INTO seen VALUES (?)", (what,))
         return cursor.rowcount == 1
 
     def forget_seen(self) -> None:
-        """Forget what was met, for another pass."""
+        """Delete all seen keys and digests, for another pass."""
         self._base.execute("DELETE FROM seen")
 
     def put_features(self, key: str, arrays: Mapping[str, Array]) -> None:
-        """Keep the features of the sample called ``key``; more of one sample may follow, from
-        another file. Raises InvalidInput where one of them is there already."""
+        """Store features of the sample called ``key``; another file may add more to it.
+
+        Raises InvalidInput where one of them is already stored.
+        """
         held = self._base.execute("SELECT arrays FROM features WHERE key = ?", (key,)).fetchone()
         before = unpacked(held[0]) if held else {}
         if twice := sorted(set(before) & set(arrays)):
@@ -87,18 +90,18 @@ class Catalog:
         )
 
     def features(self, key: str) -> dict[str, Array] | None:
-        """Return the features kept for ``key``, or None."""
+        """Return the features stored for ``key``, or None."""
         held = self._base.execute("SELECT arrays FROM features WHERE key = ?", (key,)).fetchone()
         return unpacked(held[0]) if held else None
 
 
-# Shards on their way to the store while the next ones are made; a bounded number of them.
+# Background uploads of finished shards, a bounded number at a time.
 
-UPLOADS = 4  # at once
+UPLOADS = 4  # concurrent
 
 
 class Uploads:
-    """Sends shards while the next ones are made; what is there already is not sent again."""
+    """Uploads shards while the next ones are built; skips objects that already exist."""
 
     def __init__(self, url: str, store: ObjectStore) -> None:
         self.uploaded = 0
@@ -113,23 +116,25 @@ class Uploads:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def send(self, shard: Shard, path: Path, lengths: bytes) -> None:
-        """Upload the shard at ``path``, which is removed then, and its lengths; waits while four
-        are under way."""
+        """Upload the shard at ``path`` and its lengths, then remove the file.
+
+        Blocks while ``UPLOADS`` uploads are in flight.
+        """
         self._running.append(self._pool.submit(self._send, shard, path, lengths))
         while len(self._running) > UPLOADS:
             self.uploaded += self._running.popleft().result()
 
     def finish(self) -> None:
-        """Return when everything sent is there; raises what stopped any of it."""
+        """Wait until all uploads are complete; raises the first upload's error."""
         while self._running:
             self.uploaded += self._running.popleft().result()
 
     def put(self, url: str, data: bytes) -> None:
-        """Write a small object unless exactly this is there."""
+        """Write a small object unless an identical one exists."""
         try:
             if self._store.get_bytes(url, max_bytes=max(len(data), 1)) == data:
                 return
-        except (SourceMissing, InvalidInput):  # not there, or larger
+        except (SourceMissing, InvalidInput):  # absent, or larger
             pass
         self._store.put_bytes(url, data)
         self.uploaded += 1

@@ -1,8 +1,8 @@
-"""A process that answers requests over its pipes, one at a time, each within a deadline.
+"""A child process that answers requests over pipes, one at a time, each within a deadline.
 
-It is a fresh interpreter with nothing of this one's state, and ends with its pipe: nothing stays
-behind when this process is killed. ``Child`` is this side, ``serve`` the other one. Knows no
-transforms, no formats.
+It is a fresh interpreter without this process's state and exits when its pipe closes, so that it
+never outlives this process. ``Child`` is the parent's side, ``Answers`` the child's. Does not
+depend on transforms or formats.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from typing import IO
 from paceline.config.settings import scrub
 from paceline.errors import WorkerLost
 
-START_DEADLINE_S = 120.0  # the modules that it imports may be many
+START_DEADLINE_S = 120.0  # it may import many modules
 END_DEADLINE_S = 2.0
 LENGTH_BYTES = 8
 READY, DONE, FAILED = b"r", b"d", b"f"
 
 
 class Child:
-    """One process, and this side of its pipes; for one thread."""
+    """One child process and the parent's ends of its pipes; for one thread."""
 
     def __init__(
         self, what: str, module: str, *arguments: str, env: Mapping[str, str] | None = None
     ) -> None:
-        """Start ``python -m module arguments…``; ``what`` it is, for errors."""
+        """Start ``python -m module arguments…``; ``what`` names it in errors."""
         self._name, self._what = (arguments or (module,))[0], what
         environment = {**os.environ, **(env or {})}
-        scrub(environment, secrets_only=True)  # what it reads or imports is foreign
+        scrub(environment, secrets_only=True)  # it reads or imports untrusted code and data
         environment["PYTHONPATH"] = os.pathsep.join(each for each in sys.path if each)
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
@@ -51,7 +51,7 @@ class Child:
         os.set_blocking(self._in, False)
 
     def wait_until_ready(self) -> None:
-        """Return once the user's module is imported; raises WorkerLost with the reason."""
+        """Wait until the child is ready for requests; raises WorkerLost with the reason."""
         try:
             kind, answer = self.receive(time.monotonic() + START_DEADLINE_S)
         except (TimeoutError, OSError, EOFError) as error:
@@ -76,14 +76,14 @@ class Child:
         return self.receive(until_s)
 
     def kill(self) -> None:
-        """Kill the process; any thread may."""
+        """Kill the process; any thread may call this."""
         self._process.kill()
 
     def end(self) -> int:
-        """Close the pipes and return the process's exit code; it is killed unless it ends."""
+        """Close the pipes and return the process's exit code; kills it after ``END_DEADLINE_S``."""
         for each in (self._process.stdin, self._process.stdout):
             assert each is not None
-            with contextlib.suppress(OSError):  # what was not sent any more is of no interest
+            with contextlib.suppress(OSError):  # unsent data does not matter
                 each.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(END_DEADLINE_S)
@@ -98,7 +98,7 @@ class Child:
             view = view[os.write(self._in, view[: 1 << 16]) :]
 
     def receive(self, until_s: float) -> tuple[bytes, bytes]:
-        """Return what ``ask`` does, of a request that was sent."""
+        """Return the kind and content of the answer to a request that was sent."""
         size = int.from_bytes(self._read(LENGTH_BYTES, until_s), "little")
         answer = self._read(size, until_s)
         return answer[:1], answer[1:]
@@ -116,24 +116,24 @@ class Child:
 
 
 def _wait(descriptor: int, event: int, until_s: float) -> None:
-    """Return when there is something to read or room to write; raises TimeoutError."""
-    waiting = select.poll()  # select knows no descriptors above 1,023, and shards are many
+    """Wait until the descriptor is ready for ``event``; raises TimeoutError."""
+    waiting = select.poll()  # select is limited to descriptors below 1,024
     waiting.register(descriptor, event)
     if not waiting.poll(1000 * max(0.0, until_s - time.monotonic())):
         raise TimeoutError
 
 
 def how_ended(code: int) -> str:
-    """Return what an exit code says."""
+    """Return a description of an exit code."""
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 class Answers:
-    """The pipes in the process itself."""
+    """The child's ends of the pipes."""
 
     def __init__(self) -> None:
-        """Take the pipes; what is printed from now on goes to standard error."""
-        # Signals are for the parent: while it saves, its batches must not change.
+        """Take over the pipes; what is printed from now on goes to standard error."""
+        # Only the parent handles signals: while it saves, its batches must not change.
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_IGN)
         self._asked, self._answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -147,7 +147,7 @@ class Answers:
         self._answers.flush()
 
     def serve(self, answer: Callable[[bytes], tuple[bytes, bytes]]) -> None:
-        """Say that it is ready, and answer requests until standard input ends."""
+        """Report readiness, and answer requests until standard input ends."""
         requests: SimpleQueue[bytes] = SimpleQueue()
         threading.Thread(target=_take, args=(self._asked, requests), daemon=True).start()
         self.send(READY, b"")
@@ -156,7 +156,7 @@ class Answers:
 
 
 def _take(asked: IO[bytes], requests: SimpleQueue[bytes]) -> None:
-    """Queue requests; end the process, busy or not, when no more can come."""
+    """Queue requests; end the process, busy or not, once standard input ends."""
     while size := asked.read(LENGTH_BYTES):
         requests.put(asked.read(int.from_bytes(size, "little")))
     os._exit(0)

@@ -1,9 +1,10 @@
-"""What a snapshot is: a record of shards, counts and labels, named by the digest of itself.
+"""Snapshot: a record of shards, counts and labels, named by its own digest.
 
 Layout below the data URL: ``shards/<sha256>.safetensors`` with ``shards/<sha256>.lengths`` beside
 it (shared by all snapshots), ``tokenizers/<sha256>.json`` and ``snapshots/<digest>/snapshot.json``.
-Nothing here is ever overwritten with other content. Records of version 1 (JSONL shards of text,
-without lengths) stay readable. Knows how a snapshot is read, not how it is made.
+No object is ever overwritten with other content. Records of version 1 (JSONL shards of text,
+without lengths) stay readable. Also assigns samples to splits and checks that a snapshot suits a
+job. Does not build snapshots.
 """
 
 from __future__ import annotations
@@ -27,28 +28,30 @@ Split = Literal["train", "held-out"]
 
 
 class Vocabulary(Record):
-    """What a snapshot's tokens mean."""
+    """The meaning of a snapshot's tokens: bytes, or a tokenizer by its digest."""
 
     kind: Literal["bytes", "tokenizers"] = "bytes"
-    sha256: Sha256 | None = None  # of the tokenizer.json; None: bytes need none
+    sha256: Sha256 | None = None  # of the tokenizer.json; None for bytes
     vocab_size: int = Field(default=256, ge=2, le=2**31 - 1)
-    separator: int = Field(default=0xFF, ge=0)  # stands between documents; for bytes, never UTF-8
+    separator: int = Field(default=0xFF, ge=0)  # between documents; not in UTF-8
 
 
 BYTES = Vocabulary()
 
 
 class Column(Record):
-    """One array that every sample has beside its tokens."""
+    """One array that every sample has beside its tokens: name, type, shape."""
 
     name: str = Field(min_length=1, max_length=128)
     dtype: str = Field(pattern=r"^(bool|u?int(8|16|32|64)|float(16|32|64))$")
-    shape: tuple[int | None, ...] = Field(max_length=8)  # of a sample; None: differs, first axis
+    shape: tuple[int | None, ...] = Field(max_length=8)  # of a sample; None: varies, first axis
 
 
 class _Grown(Record):
-    """A record that grew: a field that an older version lacks is not written while it is unset, so
-    that an old record keeps its bytes and its digest."""
+    """Base of records with later fields: a field that is unset is not written.
+
+    So a record of an older version keeps its bytes and its digest.
+    """
 
     @model_serializer(mode="wrap")
     def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -57,14 +60,14 @@ class _Grown(Record):
 
 
 class Shard(_Grown):
-    """One file of samples, all of one split, named by its content."""
+    """One file of samples of one split, named by its content."""
 
     split: Split
     sha256: Sha256
     bytes: int = Field(ge=1)  # of the file
     documents: int = Field(ge=1)  # samples
     text_bytes: int = Field(ge=0)  # of the samples' text, UTF-8
-    token_count: int | None = Field(default=None, ge=0)  # None: version 1, a token a byte
+    token_count: int | None = Field(default=None, ge=0)  # None: version 1, one token per byte
     lengths_sha256: Sha256 | None = None  # of the file of lengths beside it; None: version 1
 
     @property
@@ -79,22 +82,24 @@ class Shard(_Grown):
 
     @property
     def samples(self) -> int:
-        """Return how many samples it holds."""
+        """Return the number of samples."""
         return self.documents
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens its samples have together, separators not counted."""
+        """Return the number of tokens of all samples, without separators."""
         return self.text_bytes if self.token_count is None else self.token_count
 
     @property
     def stream_bytes(self) -> int:
-        """Return its token stream's length: a separator before each document and at the end."""
+        """Return the length of the token stream, with a separator before each document and at the
+        end."""
         return self.tokens + self.documents + 1
 
 
 class SnapshotRecord(_Grown):
-    """What ``snapshot.json`` holds; its canonical JSON's SHA-256 is the snapshot's digest."""
+    """The content of ``snapshot.json``; the SHA-256 of its canonical JSON is the snapshot's
+    digest."""
 
     schema_version: Literal[1, 2] = 1
     purpose: Name
@@ -105,20 +110,20 @@ class SnapshotRecord(_Grown):
     shards: tuple[Shard, ...] = Field(min_length=2, max_length=1_000_000)
     documents: int = Field(ge=2)
     total_bytes: int = Field(ge=0)  # of text
-    duplicates: int = Field(default=0, ge=0)  # left out because another has the same content
-    skipped: int = Field(default=0, ge=0)  # left out because they are not acceptable
+    duplicates: int = Field(default=0, ge=0)  # left out: another sample has the same content
+    skipped: int = Field(default=0, ge=0)  # left out: unusable
     skipped_examples: tuple[str, ...] = Field(default=(), max_length=100)
     # version 2
     format: Literal["text", "jsonl", "parquet", "tar"] | None = None
     vocabulary: Vocabulary | None = None
     columns: tuple[Column, ...] | None = Field(default=None, max_length=1000)
     token_count: int | None = Field(default=None, ge=0)
-    cut_at_bytes: int | None = Field(default=None, ge=1)  # the budget, where it left samples out
+    cut_at_bytes: int | None = Field(default=None, ge=1)  # the budget, if it excluded samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A snapshot and where it is; ``url`` is what ``load_snapshot`` takes."""
+    """A snapshot and its location; ``url`` is what ``load_snapshot`` takes."""
 
     url: str
     digest: str
@@ -126,17 +131,17 @@ class Snapshot:
 
     @property
     def purpose(self) -> str:
-        """Return what this data may be used for."""
+        """Return the purpose for which this data may be used."""
         return self.record.purpose
 
     @property
     def project(self) -> str:
-        """Return which project this data belongs to."""
+        """Return the project that this data belongs to."""
         return self.record.project
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Return what its tokens mean; snapshots of version 1 are bytes."""
+        """Return the meaning of its tokens; snapshots of version 1 are bytes."""
         return self.record.vocabulary or BYTES
 
     @property
@@ -146,7 +151,7 @@ class Snapshot:
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens all its samples have, separators not counted."""
+        """Return the number of tokens of all samples, without separators."""
         return sum(each.tokens for each in self.record.shards)
 
     @property
@@ -159,25 +164,25 @@ class Snapshot:
         return tuple(each for each in self.record.shards if each.split == split)
 
     def shard_url(self, shard: Shard) -> str:
-        """Return where the shard's bytes are."""
+        """Return the URL of the shard."""
         return join_url(root_url(self.url), "shards", shard.name)
 
     @property
     def tokenizer_url(self) -> str | None:
-        """Return where its tokenizer.json is; None where tokens are bytes."""
+        """Return the URL of its tokenizer.json; None where tokens are bytes."""
         digest = self.vocabulary.sha256
         return digest and join_url(root_url(self.url), "tokenizers", f"{digest}.json")
 
 
 def store_at(url: str, store: ObjectStore) -> ObjectStore:
-    """Return what reads and writes ``url``: ``store``, or the disk for ``file:///…``."""
+    """Return the store for ``url``: ``store``, or the local disk for ``file:///…``."""
     if url.startswith("file://") and not isinstance(store, DiskStore):
         return DiskStore()
     return store
 
 
 def snapshot_url(url: str, digest: str) -> str:
-    """Return where the snapshot called ``digest`` lives below the data URL."""
+    """Return the URL of the snapshot with this digest below the data URL."""
     return join_url(url, "snapshots", digest)
 
 
@@ -192,9 +197,10 @@ def root_url(url: str) -> str:
 
 
 def load_snapshot(url: str, store: ObjectStore) -> Snapshot:
-    """Return the snapshot at ``url``, checked against the digest in its own name.
+    """Return the snapshot at ``url``, verified against the digest in its URL.
 
-    Raises InvalidSnapshot for a malformed record, CorruptData for one that its name does not fit.
+    Raises SourceMissing, InvalidSnapshot for a malformed record, CorruptData for a record that does
+    not match the digest.
     """
     root_url(url)
     where = join_url(url, SNAPSHOT_FILE)
@@ -258,17 +264,16 @@ def _check_sums(record: SnapshotRecord, where: str) -> None:
             raise InvalidSnapshot("snapshot contradicts itself", got=what, where=where)
 
 
-# How data is shared out: which split a sample belongs to (a pure function of its key and the
-# snapshot's seed), and whether rows can be read in so many columns. Knows no numpy.
+# Assignment of samples to splits: a pure function of a sample's key and the snapshot's seed.
 
 
 def in_held_out(key: str, share: float, seed: int) -> bool:
-    """Return whether a sample belongs to the held-out split: a function of its key and the seed."""
+    """Return whether a sample is in the held-out split: a function of its key and the seed."""
     return draw(key, seed) < share
 
 
 def assign_splits(keys: Sequence[str], share: float, seed: int) -> set[str]:
-    """Return the held-out keys; of few samples, at least one falls on each side."""
+    """Return the held-out keys; at least one key falls in each split."""
     held_out = {key for key in keys if in_held_out(key, share, seed)}
     by_draw = sorted(keys, key=lambda key: (draw(key, seed), key))
     if not held_out:
@@ -279,14 +284,14 @@ def assign_splits(keys: Sequence[str], share: float, seed: int) -> set[str]:
 
 
 def draw(key: str, seed: int) -> float:
-    """Return a number in [0, 1) that is the key's own under this seed."""
+    """Return a pseudo-random number in [0, 1), a function of key and seed."""
     digest = hashlib.sha256(f"split:{seed}:{key}".encode()).digest()
     return int.from_bytes(digest[:8]) / 2**64
 
 
 def require_columns(columns: int, global_batch: int) -> None:
-    """Raise InvalidInput unless ``columns`` divide the rows of a global batch; 0: any number may be
-    chosen."""
+    """Raise InvalidInput unless ``columns`` divide the global batch; 0 means chosen
+    automatically."""
     if columns and global_batch % columns:
         raise InvalidInput(
             "columns do not divide the global batch",
@@ -298,7 +303,7 @@ def require_columns(columns: int, global_batch: int) -> None:
 
 
 def require_batching(batching: str, columns: Sequence[str]) -> None:
-    """Raise InvalidInput where samples with ``columns`` cannot be batched so."""
+    """Raise InvalidInput where samples with feature ``columns`` cannot be batched this way."""
     if batching == "windows" and columns:
         raise InvalidInput(
             "windows have no features: they cross the edges of samples",
@@ -310,7 +315,7 @@ def require_batching(batching: str, columns: Sequence[str]) -> None:
         )
 
 
-# What a snapshot must have so that ranks can read it: known from its record, before any starts.
+# Checks from the record alone, before any rank starts, that ranks can read a snapshot.
 
 
 def require_readable(
@@ -321,7 +326,7 @@ def require_readable(
     global_batch: int,
     splits: Sequence[Split],
 ) -> None:
-    """Raise InvalidInput or InvalidSnapshot where ``splits`` cannot be read as ``settings`` say."""
+    """Raise InvalidInput or InvalidSnapshot where ``settings`` do not fit the ``splits``."""
     require_columns(settings.columns, global_batch)
     require_batching(settings.batching, [each.name for each in snapshot.columns])
     require_token_features(settings.token_features, snapshot.columns)

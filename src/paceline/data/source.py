@@ -1,9 +1,8 @@
-"""Where samples come from: the running Python's standard library, a directory, one file, or a
-prefix in a bucket.
+"""Data sources: a directory, one file, a bucket prefix, or the running Python's standard library.
 
 Files are read in an order that is a function of name and seed, never of a directory's listing, so
-that a byte budget takes a sample of the whole source and not its first letters. Knows no splits,
-shards or snapshots.
+that a byte budget samples the whole source and not only the first names. Also joins precomputed
+features to samples by key. Does not depend on splits or shards.
 """
 
 from __future__ import annotations
@@ -26,28 +25,30 @@ from paceline.errors import InvalidInput, SourceMissing
 from paceline.storage import ObjectStore, join_url
 
 STDLIB = "stdlib"
-FETCHED_AHEAD = 4  # files of a bucket, on the scratch disk at once
+FETCHED_AHEAD = 4  # files of a bucket on the scratch disk, at most
 _SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """A source, opened: what to call it in the record, and where its files are."""
+    """An opened source: its name in the record, and the location of its files."""
 
     name: str
     where: str  # a directory, or s3://bucket/prefix
-    only: str | None = None  # of a directory: this file
+    only: str | None = None  # only this file of the directory
     suffixes: tuple[str, ...] = ("",)
 
     @property
     def is_remote(self) -> bool:
-        """Return whether its files are objects."""
+        """Return whether its files are objects in a bucket."""
         return self.where.startswith("s3://")
 
 
 def open_source(source: str, settings: DataSettings) -> Source:
-    """Return the source called ``source``; raises SourceMissing, or InvalidInput for Python's
-    sources read as anything but text."""
+    """Return the source called ``source``.
+
+    Raises SourceMissing, or InvalidInput for the standard library in a format other than text.
+    """
     suffixes = SUFFIXES[settings.format]
     if source == STDLIB:
         if settings.format != "text":
@@ -77,7 +78,7 @@ def open_source(source: str, settings: DataSettings) -> Source:
 def list_files(
     source: Source, catalog: Catalog, store: ObjectStore, seed: int
 ) -> Iterator[Unusable]:
-    """Put the source's files into ``catalog``; yield those that cannot be read as they are."""
+    """Add the source's files to ``catalog``; yield those that cannot be used."""
     for name, size, reason in _objects(source, store) if source.is_remote else _walk(source):
         if reason is None and not name.endswith(source.suffixes):
             if "" not in source.suffixes and not source.name.startswith("python"):
@@ -91,8 +92,10 @@ def list_files(
 def read_samples(
     source: Source, catalog: Catalog, store: ObjectStore, settings: DataSettings, scratch: Path
 ) -> Iterator[Sample | Unusable]:
-    """Yield every sample of the source in order, a file at a time; objects are fetched a few ahead
-    into ``scratch`` and removed when read."""
+    """Yield every sample of the source, file by file in catalog order.
+
+    Objects are downloaded a few ahead into ``scratch`` and removed after reading.
+    """
     fields = Fields(settings.text_field, settings.key_field)
     wanted: Iterator[tuple[str, Path | Unusable]]
     if source.is_remote:
@@ -189,16 +192,16 @@ def _rank(name: str, seed: int) -> bytes:
     return hashlib.sha256(f"order:{seed}:{name}".encode()).digest()
 
 
-# Features that were computed before: Parquet files whose rows are joined to samples by key.
+# Precomputed features: Parquet files whose rows are joined to samples by key.
 #
-# A key without a row is an error, or its sample is left out and listed, as the settings say; a key
-# with two rows is always an error.
+# For a key without a row, the settings choose between an error and skipping the sample; a key with
+# two rows is always an error.
 
 
 def load_features(
     files: Sequence[str], key_field: str, catalog: Catalog, store: ObjectStore, scratch: Path
 ) -> int:
-    """Put the rows of all ``files`` (paths or s3:// URLs) into ``catalog``; return their number.
+    """Add the rows of all ``files`` (paths or s3:// URLs) to ``catalog``; return their number.
 
     Raises SourceMissing, or InvalidInput for a row without key or numbers, or a duplicate.
     """
@@ -222,8 +225,11 @@ def load_features(
 
 
 def join_features(sample: Sample, catalog: Catalog, missing: str) -> Sample | Unusable:
-    """Return ``sample`` with its features; without any it is an error where ``missing`` is
-    ``"refuse"``, and left out where it is ``"skip"``."""
+    """Return ``sample`` with its features.
+
+    Without any, raises InvalidInput where ``missing`` is ``"refuse"``, and returns Unusable where
+    it is ``"skip"``.
+    """
     found = catalog.features(sample.key)
     if found is None:
         if missing == "skip":

@@ -1,7 +1,7 @@
-"""From text to tokens, once, when a snapshot is built.
+"""Tokenise text when a snapshot is built, and decode tokens.
 
-``bytes`` needs nothing; a ``tokenizer.json`` goes through the ``tokenizers`` library (an optional
-extra of this package). Knows no snapshots; the digest of the file says which tokenizer it was.
+``bytes`` needs no library; a ``tokenizer.json`` uses the ``tokenizers`` library (an optional extra
+of this package). A tokenizer is identified by the digest of its file.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from paceline.errors import InvalidInput, MissingTool, SourceMissing
 from paceline.storage import ObjectStore
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
-MAX_VOCABULARY = 2**31 - 1  # as a snapshot's record has it
-# What tokenizers call the token that ends a document; the first that is there parts documents.
+MAX_VOCABULARY = 2**31 - 1  # the limit of a snapshot's record
+# Names of the end-of-document token; the first one in the vocabulary is the separator.
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
 
 
 class Tokenizer:
-    """Turns texts into tokens; ``file`` is the tokenizer.json, None for bytes."""
+    """Encodes texts as tokens; ``file`` is the content of the tokenizer.json, None for bytes."""
 
     def __init__(self, vocabulary: Vocabulary, file: bytes | None, made: Any) -> None:
         self.vocabulary = vocabulary
@@ -39,14 +39,17 @@ class Tokenizer:
         return "uint8" if size <= 2**8 else "uint16" if size <= 2**16 else "uint32"
 
     def encode(self, texts: Sequence[bytes]) -> list[Array | str]:
-        """Return the tokens of each text, without separators; texts are UTF-8. Where the tokenizer
-        fails on a text (a word that its vocabulary lacks), a string says why."""
+        """Return the tokens of each text (UTF-8), without separators.
+
+        Where the tokenizer fails on a text (a word that its vocabulary lacks), returns the reason
+        as a string instead.
+        """
         if self._made is None:
             return [np.frombuffer(each, dtype=np.uint8) for each in texts]
         said = [each.decode("utf-8") for each in texts]
         try:
             encoded = self._made.encode_batch(said, add_special_tokens=False)
-        except BaseException as error:  # noqa: BLE001 - what is no fault of the text is raised
+        except BaseException as error:  # noqa: BLE001 - reraised unless the text causes it
             _require_fault(error)
             if len(texts) > 1:
                 return [tokens for each in texts for tokens in self.encode([each])]
@@ -54,20 +57,20 @@ class Tokenizer:
         return [np.array(each.ids, dtype=self.dtype) for each in encoded]
 
     def decode(self, tokens: Array) -> str:
-        """Return the text that the tokens stand for, as well as the tokenizer can say it."""
+        """Return the text of the tokens, as far as the tokenizer can restore it."""
         if self._made is None:
             return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
         return str(self._made.decode(tokens.tolist(), skip_special_tokens=False))
 
     def text(self, tokens: Array) -> bytes:
-        """Return the text of a document's ``tokens``, UTF-8; of bytes, exactly as it was."""
+        """Return the text of a document's ``tokens`` as UTF-8; for bytes, exactly the original."""
         if self._made is None:
             return tokens.tobytes()
         return self.decode(tokens).encode("utf-8", errors="surrogatepass")
 
 
 def tokenizer_of(snapshot: Snapshot, store: ObjectStore) -> Tokenizer:
-    """Return the tokenizer that ``snapshot`` was made with."""
+    """Return the tokenizer that ``snapshot`` was built with."""
     url = snapshot.tokenizer_url
     if url is None:
         return open_tokenizer("bytes")
@@ -75,10 +78,10 @@ def tokenizer_of(snapshot: Snapshot, store: ObjectStore) -> Tokenizer:
 
 
 def open_tokenizer(name: str, file: bytes | None = None) -> Tokenizer:
-    """Return the tokenizer called ``name``: ``"bytes"``, or the path of a tokenizer.json (whose
-    content may be given as ``file``).
+    """Return the tokenizer called ``name``: ``"bytes"``, or the path of a tokenizer.json.
 
-    Raises SourceMissing, MissingTool without the library, InvalidInput for another file.
+    ``file`` may hold the content of the tokenizer.json. Raises SourceMissing, MissingTool without
+    the library, InvalidInput for a file that is no tokenizer.json.
     """
     if name == "bytes":
         return Tokenizer(BYTES, None, None)
@@ -110,7 +113,7 @@ def open_tokenizer(name: str, file: bytes | None = None) -> Tokenizer:
         made.no_padding()
         made.encode_special_tokens = True  # "<|endoftext|>" in a text is text
         size = made.get_vocab_size(with_added_tokens=True)
-        # Ids can lie beyond the count where a vocabulary has holes.
+        # Ids can exceed the count where a vocabulary has holes.
         size = max(size, 1 + max(made.get_vocab(with_added_tokens=True).values(), default=0))
         found = [each for each in map(made.token_to_id, SEPARATORS) if each is not None]
         separator = found[0] if found else size
@@ -134,7 +137,9 @@ def open_tokenizer(name: str, file: bytes | None = None) -> Tokenizer:
 
 
 def _require_fault(error: BaseException) -> None:
-    """Raise ``error`` again unless it is what the library raises for a file or a text: an
-    Exception, or a panic of its Rust code, which is none."""
+    """Reraise ``error`` unless the library raised it because of a file or a text.
+
+    That is an Exception, or a panic of its Rust code, which is not an Exception.
+    """
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error

@@ -1,7 +1,7 @@
-"""Is this snapshot fit to train on? Great Expectations over one row a sample, whatever its format.
+"""Validate a snapshot before training: Great Expectations over a table with one row a sample.
 
-A corrupt shard is put in quarantine and reported (``needs_review``); validation goes on with the
-rest unless too much of the data is bad. Knows the rules, not what is done about a refusal.
+A corrupt shard is put in quarantine and reported (``needs_review``); validation continues with the
+rest unless too much of the data is bad. Defines the checks; callers act on the result.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ EXAMPLES = 3
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """What was checked and what came out; plain data, ready for JSON."""
+    """The checks and their results; plain data, ready for JSON."""
 
     snapshot_digest: str
     passed: bool
-    needs_review: bool  # passed, but somebody should look: shards are in quarantine
+    needs_review: bool  # some shards are in quarantine: a person should look
     documents: int
     total_bytes: int
     checks: list[dict[str, Any]] = field(default_factory=list)  # name, passed, got, examples
     quarantined: list[dict[str, Any]] = field(default_factory=list)  # shard, split, bytes, reason
     columns: list[dict[str, Any]] = field(default_factory=list)  # kind, lengths, least, greatest…
-    samples_left_out: int = 0  # more than anybody looks at: whole shards were passed over, evenly
+    samples_left_out: int = 0  # above MAX_ROWS, whole shards are left out, evenly
     seconds: float = 0.0
 
     @property
@@ -58,7 +58,7 @@ class ValidationReport:
 
     @property
     def columns_frame(self) -> Any:
-        """Return the figures of each column as a pandas DataFrame."""
+        """Return the statistics of each column as a pandas DataFrame."""
         import pandas as pd
 
         return pd.DataFrame(self.columns)
@@ -77,10 +77,10 @@ def validate_snapshot(
     project: str | None = None,
     max_quarantined_share: float = MAX_QUARANTINED_SHARE,
 ) -> ValidationReport:
-    """Return the report on the samples of ``snapshot``.
+    """Return the validation report on ``snapshot``.
 
     Raises InvalidSnapshot where it is labelled for another ``purpose`` or ``project``; a snapshot
-    that fails its checks is a report with ``passed=False`` (``require_valid`` raises on it).
+    that fails its checks returns a report with ``passed=False`` (``require_valid`` raises on it).
     """
 
     started = time.monotonic()
@@ -135,7 +135,7 @@ def require_valid(report: ValidationReport) -> ValidationReport:
 
 
 def _expectations(table: Table, snapshot: Snapshot) -> list[dict[str, Any]]:
-    os.environ["GX_ANALYTICS_ENABLED"] = "false"  # read at import; nothing leaves this machine
+    os.environ["GX_ANALYTICS_ENABLED"] = "false"  # read at import; disables telemetry
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it imports a module that Python 3.11 deprecates
         import great_expectations as gx
@@ -229,7 +229,7 @@ def _expectations(table: Table, snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def _share_bounds(share: float, documents: int) -> tuple[float, float]:
-    """Return which held-out shares chance allows: five standard deviations and a file."""
+    """Return the bounds of the held-out share: five standard deviations plus one sample."""
     spread = 5 * (share * (1 - share) / documents) ** 0.5 + 1 / documents
     return max(0.0, share - spread), min(1.0, share + spread)
 
@@ -242,10 +242,10 @@ def _got(details: dict[str, Any], exception: Any) -> str:
     return f"could not be checked: {exception}"[:300]
 
 
-# A snapshot as a table: one row a sample, with what can be judged of it and nothing else.
+# A snapshot as a table: one row a sample, with only the values that the checks need.
 #
-# Column by column, so that a row costs about a hundred bytes; of a snapshot with more samples than
-# ``MAX_ROWS``, whole shards are left out, evenly, and the table says so. Knows no expectations.
+# Stored by column, so that a row costs about a hundred bytes; of a snapshot with more samples than
+# ``MAX_ROWS``, whole shards are left out, evenly, and the table records how many samples.
 
 MAX_ROWS = 500_000
 COLUMNS = (
@@ -256,7 +256,7 @@ COLUMNS = (
 
 @dataclass
 class Figures:
-    """What a column's numbers look like, over all samples read."""
+    """Statistics of a column's numbers over all samples read."""
 
     name: str
     kind: str
@@ -270,7 +270,7 @@ class Figures:
     not_finite: int = 0
 
     def add(self, array: Array) -> None:
-        """Take one sample's array into account."""
+        """Add one sample's array."""
         length = len(array) if array.ndim else 1
         self.shortest = length if not self.samples else min(self.shortest, length)
         self.longest = max(self.longest, length)
@@ -287,7 +287,8 @@ class Figures:
             self.count += int(finite.size)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures as plain data; a column without numbers has none."""
+        """Return the statistics as plain data; least, greatest and mean are None without finite
+        numbers."""
         return {
             "column": self.name,
             "kind": self.kind,
@@ -303,24 +304,25 @@ class Figures:
 
 @dataclass
 class Table:
-    """The rows, by column; which shards are in quarantine; the figures of each column."""
+    """The rows by column, the shards in quarantine, and the statistics of each column."""
 
     columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     quarantined: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, Figures] = field(default_factory=dict)
-    samples_left_out: int = 0  # too many to look at
+    samples_left_out: int = 0  # above ``max_rows``
 
     def __len__(self) -> int:
         return len(self.columns["key"])
 
     @property
     def is_partial(self) -> bool:
-        """Return whether some samples are not in it."""
+        """Return whether samples are missing from the table."""
         return bool(self.quarantined or self.samples_left_out)
 
 
 def read_table(snapshot: Snapshot, cache: ShardCache, max_rows: int = MAX_ROWS) -> Table:
-    """Return the table of ``snapshot``; a corrupt shard is in its quarantine, not an error."""
+    """Return the table of ``snapshot``; a corrupt shard is listed as quarantined and does not
+    raise."""
     table = Table()
     table.figures["tokens"] = Figures("tokens", snapshot.vocabulary.kind)
     for column in snapshot.columns:
@@ -330,7 +332,7 @@ def read_table(snapshot: Snapshot, cache: ShardCache, max_rows: int = MAX_ROWS) 
     step = -(-snapshot.record.documents // max_rows)
     looked_at = [each for number, each in enumerate(shards) if number % step == 0]
     if {each.split for each in looked_at} != {each.split for each in shards}:
-        looked_at.append(shards[-1])  # the last is of the second split
+        looked_at.append(shards[-1])  # the last shard is of the second split
     table.samples_left_out = snapshot.record.documents - sum(each.samples for each in looked_at)
     for number, shard in enumerate(looked_at):
         cache.prefetch(looked_at[number : number + 8])
@@ -394,8 +396,11 @@ def _is_text(text: bytes) -> bool:
 
 
 def _draw_splits(table: Table, snapshot: Snapshot) -> None:
-    """Add the split that each key draws. Of few samples one was moved to fill a split; without all
-    keys nobody knows which."""
+    """Add the split that each key draws.
+
+    ``build_snapshot`` moves one of few samples to fill an empty split; which one can be computed
+    only from all keys.
+    """
     record, keys = snapshot.record, table.columns["key"]
     share, seed = record.held_out_share, record.seed
     if table.is_partial or not keys:

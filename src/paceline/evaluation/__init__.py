@@ -1,7 +1,7 @@
-"""Judging a candidate: bits per byte on held-out documents, baselines, intervals, and the gate.
+"""Evaluation of candidate models: bits per byte on held-out documents, baselines, and the gate.
 
-``python -m paceline.evaluation.run`` measures in a process of its own; ``decide`` is pure. Knows no
-registry and no scheduler; heavy libraries are imported where they are used.
+``python -m paceline.evaluation.run`` scores models in a separate process; ``decide`` is pure. Does
+not depend on the registry or a scheduler; heavy libraries are imported where they are used.
 """
 
 from paceline.evaluation.gate import EXCEPTED, LINEAGE, decide

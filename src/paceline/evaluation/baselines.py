@@ -1,11 +1,11 @@
-"""A byte n-gram model, the baseline that a transformer has to be worth more than.
+"""Baselines of evaluation: a byte n-gram model, gzip and xz.
 
-Interpolated Witten–Bell smoothing (Witten and Bell 1991): with c(h, x) the count of x after h and
-T(h) the number of different bytes seen after h,
+The n-gram model has interpolated Witten–Bell smoothing (Witten and Bell 1991): with c(h, x) the
+count of x after h and T(h) the number of different bytes seen after h,
 
     p(x | h) = (c(h, x) + T(h) · p(x | h without its oldest byte)) / (c(h) + T(h)),
 
-down to the uniform 1/256. numpy only: a gram of up to 8 bytes is one uint64, its newest byte the
+down to the uniform 1/256. numpy only: a gram of up to 8 bytes is one uint64 with its newest byte
 lowest, so that a shorter gram is a mask and a context is a shift.
 """
 
@@ -28,7 +28,7 @@ _BYTE = np.uint64(8)
 
 @dataclass(frozen=True)
 class _Level:
-    """Counts of all grams of one length, sorted; equal contexts lie side by side."""
+    """Counts of all grams of one length, sorted; equal contexts are adjacent."""
 
     grams: Codes
     counts: Reals
@@ -50,7 +50,7 @@ class NgramModel:
 
     @property
     def nbytes(self) -> int:
-        """Return how much memory the tables take."""
+        """Return the memory of the tables in bytes."""
         return sum(
             array.nbytes
             for level in self._levels
@@ -83,7 +83,7 @@ class NgramModel:
 
 
 def fit(documents: Sequence[bytes], order: int) -> NgramModel:
-    """Return the model of ``documents``; contexts never reach across a document's start."""
+    """Return the n-gram model of ``documents``; contexts never cross a document's start."""
     assert 1 <= order <= MAX_ORDER, "settings allow orders 1 to 8"
     grams, counts = np.unique(_codes(documents, order), return_counts=True)
     levels = [_level(grams, counts.astype(np.float64))]
@@ -103,7 +103,7 @@ def _level(grams: Codes, counts: Reals) -> _Level:
 
 
 def _codes(documents: Sequence[bytes], order: int) -> Codes:
-    """Return the gram that ends at each byte of each document; zeros stand before its start."""
+    """Return the gram that ends at each byte of each document, padded with zeros at its start."""
     parts = [np.frombuffer(text, dtype=np.uint8).astype(np.uint64) for text in documents if text]
     if not parts:
         return np.zeros(0, dtype=np.uint64)
@@ -140,11 +140,11 @@ def _mask(length: int) -> np.uint64:
     return np.uint64((1 << 8 * length) - 1)
 
 
-# gzip and xz at their highest level, each document on its own: what anybody has without training.
+# gzip and xz at their highest level, each document on its own: baselines without training.
 #
-# Their headers and start-up cost are part of the figure; that is what a file of that size costs.
-# On 180 prefixes of library files xz gave the sizes of ``xz -9``, and gzip those of GNU ``gzip -9``
-# within 0.4 % (169 of them exactly): zlib and GNU gzip break ties differently.
+# Their headers and start-up cost are part of the figure, as in a file of that size. On 180 prefixes
+# of library files xz gave the sizes of ``xz -9``, and gzip those of GNU ``gzip -9`` within 0.4 %
+# (169 of them exactly): zlib and GNU gzip break ties differently.
 
 _SMALLEST_DICTIONARY = 4096
 
@@ -154,8 +154,8 @@ def _gzip(text: bytes) -> bytes:
 
 
 def _xz(text: bytes) -> bytes:
-    # Preset 9 clears a 64 MiB dictionary each time, 100 ms a document here; one that just holds the
-    # text gives the same size in 4 ms.
+    # Preset 9 clears a 64 MiB dictionary each time, 100 ms a document here; one just large enough
+    # for the text gives the same size in 4 ms.
     dictionary = max(_SMALLEST_DICTIONARY, 1 << max(0, len(text) - 1).bit_length())
     lzma2 = {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": min(dictionary, 1 << 26)}
     return lzma.compress(text, filters=[lzma2])
@@ -165,5 +165,5 @@ COMPRESSORS: Mapping[str, Callable[[bytes], bytes]] = {"gzip": _gzip, "xz": _xz}
 
 
 def compressed_bits(name: str, text: bytes) -> float:
-    """Return the size of ``text`` in bits after the compressor called ``name``."""
+    """Return the size in bits of ``text`` compressed with ``name``."""
     return 8.0 * len(COMPRESSORS[name](text))

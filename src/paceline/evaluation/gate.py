@@ -1,18 +1,17 @@
-"""Whether a candidate earned promotion: a pure decision from the evidence alone.
+"""The promotion gate: a pure decision from an evaluation report and lineage.
 
-What is missing counts against the candidate and is named. The rules:
+Missing evidence counts against the candidate and is listed. The rules:
 
-- *better than X* (each name in ``must_beat``): the whole paired interval of candidate − X lies
-  below zero. Equal weights, or an interval that touches zero, is not better: a run of zero steps
-  fails.
+- *better than X* (each name in ``must_beat``): the whole paired interval of candidate − X is below
+  zero. Equal weights, or an interval that touches zero, is not better: a run of zero steps fails.
 - *simple baselines*: each of ``BASELINES`` must be beaten in the same way, unless the policy
-  excepts it (``except_baselines``); an exception stays visible as a check that says so.
+  excepts it (``except_baselines``); an exception remains visible as a check marked so.
 - *no regression against the champion*: non-inferiority. The upper end of the paired interval is at
   most 1 % of the champion's bits per byte; "not significantly worse" alone would let anything pass
   on few documents.
-- *not judged on what it was trained on*: every snapshot in the candidate's lineage was compared
-  with the held-out documents, and none of them was found there.
-- At least 5 documents: with fewer, all of them agreeing happens by chance more than once in 20.
+- *not evaluated on training data*: every snapshot in the candidate's lineage was compared with the
+  held-out documents, and contains none of them.
+- At least 5 documents: with fewer, all of them agree by chance more than once in 20.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ MIN_DOCUMENTS = 5  # 2**-5 = 3.1 % < 5 %
 REGRESSION_MARGIN = 0.01
 FORMATS = ("safetensors",)
 BASELINES = ("ngram", "gzip", "xz")
-TRAINING_DATA = "training data"  # in a report's failures: why it could not be compared
+TRAINING_DATA = "training data"  # key in a report's failures: why it could not be compared
 BELOW_ZERO = "the whole interval below 0"
 EXCEPTED = f"{BELOW_ZERO}, but the policy excepts it"
 LINEAGE = (
@@ -49,7 +48,7 @@ LINEAGE = (
 )
 
 
-# Stands in for a candidate that was not evaluated: everything about it is missing.
+# Placeholder for a candidate that was not evaluated: all its facts are missing.
 _NOTHING = ModelScore(
     name=CANDIDATE, kind="transformer", bits_per_byte=Interval(value=0, low=0, high=0)
 )
@@ -62,7 +61,7 @@ def decide(
     champion: str | None,
     lineage: Mapping[str, str | None],
 ) -> GateDecision:
-    """Return the decision on ``report``'s "candidate" with one line for every check.
+    """Return the decision on ``report``'s "candidate", with one entry for every check.
 
     ``champion`` is the name under which the champion was evaluated, None where there is none yet;
     ``lineage`` must have every key of ``LINEAGE``.

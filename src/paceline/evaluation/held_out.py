@@ -1,7 +1,8 @@
-"""Which bytes every model is judged on: prefixes of many held-out documents, the same for all.
+"""Held-out bytes: prefixes of many held-out documents, the same for all models; and figures by
+slice.
 
 Many short prefixes rather than a few whole documents, because intervals come from resampling
-documents. Deterministic in the documents and the budget alone; knows no model.
+documents. Deterministic in the documents and the budget alone; does not depend on models.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SHORTEST_PREFIX_BYTES = 1024  # below this, fewer documents are taken instead of
 
 @dataclass(frozen=True)
 class HeldOutDocument:
-    """The prefix of one document that is scored, and the size of the whole of it."""
+    """The scored prefix of one document, and the size of the whole document."""
 
     path: str
     text: bytes
@@ -29,7 +30,7 @@ class HeldOutDocument:
 
 
 def choose(documents: Iterable[tuple[str, bytes]], budget_bytes: int) -> list[HeldOutDocument]:
-    """Return about ``budget_bytes`` (never more) as prefixes of as many documents as sensible.
+    """Return prefixes of as many documents as sensible, at most ``budget_bytes`` together.
 
     Raises InvalidSnapshot where no document has any bytes.
     """
@@ -44,11 +45,11 @@ def choose(documents: Iterable[tuple[str, bytes]], budget_bytes: int) -> list[He
 
 
 def _draw(document: tuple[str, bytes]) -> bytes:
-    return hashlib.sha256(document[0].encode()).digest()  # a fair draw that needs no seed
+    return hashlib.sha256(document[0].encode()).digest()  # a uniform draw without a seed
 
 
 def _water_level(sizes: Sequence[int], budget: int) -> int:
-    """Return the cap at which documents cut to it add up to at most ``budget``."""
+    """Return the maximum prefix length with which the documents add up to at most ``budget``."""
     remaining = budget
     for taken, size in enumerate(ordered := sorted(sizes)):
         share = remaining // (len(ordered) - taken)
@@ -58,7 +59,8 @@ def _water_level(sizes: Sequence[int], budget: int) -> int:
     return max(ordered)
 
 
-# Where a model is weak: figures by document size, by directory, and its worst documents.
+# Slices of the report: figures by document size, by directory, and for the candidate's worst
+# documents.
 
 Reals = NDArray[np.float64]
 

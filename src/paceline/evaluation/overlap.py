@@ -1,8 +1,8 @@
-"""Whether the documents that models are judged on are in what a candidate was trained on.
+"""Check whether held-out documents occur in a candidate's training data.
 
-Two documents are the same where their texts are, white space apart: a copy under another name, in
-another shard or with other line ends is found. The training split is read shard by shard, so that
-memory holds one shard and 32 bytes a held-out document, whatever the snapshot's size.
+Two documents are the same if their texts are equal except for white space: a copy under another
+name, in another shard or with other line ends is found. The training split is read shard by shard,
+so that memory holds one shard and 32 bytes a held-out document, whatever the snapshot's size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.schemas.training import Overlap
 from paceline.storage import ObjectStore
 
 EXAMPLES = 5
-AHEAD = 3  # shards that are fetched while one is compared
+AHEAD = 3  # shards fetched while one is compared
 
 
 def overlap(
@@ -29,21 +29,21 @@ def overlap(
 ) -> Overlap:
     """Return how many of ``held_out`` (key, text) are in the training split of ``training``.
 
-    Shards named in ``quarantined`` were not trained on and are left out; any other that cannot be
-    read raises CorruptData. Samples of a tokenised snapshot are compared as the text that their
-    tokens decode to.
+    Shards in ``quarantined`` were not used in training and are left out; any other unreadable shard
+    raises CorruptData. Samples of a tokenised snapshot are compared as the text that their tokens
+    decode to.
     """
     tokenizer = tokenizer_of(training, store)
     keys: dict[bytes, list[str]] = {}
     compared = 0
     for key, text in held_out:
         if not text.strip():
-            continue  # nothing to predict, and the same for every sample without text
+            continue  # nothing to predict, and equal for every sample without text
         compared += 1
         (tokens,) = tokenizer.encode([text])
         digests = {content_digest(text)}
-        if not isinstance(tokens, str):  # a string: the tokenizer fails on it, so no shard has it
-            # What the tokenizer does not keep (case, rare letters) is missing on both sides.
+        if not isinstance(tokens, str):  # a string: the tokenizer fails, so no shard has it
+            # What the tokenizer drops (case, rare letters) is missing on both sides.
             digests.add(content_digest(tokenizer.text(tokens)))
         for digest in digests:
             keys.setdefault(digest, []).append(key)

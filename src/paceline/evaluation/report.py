@@ -1,4 +1,4 @@
-"""A report as people read it: a table, a page of markdown, a picture. Computes no figures."""
+"""Evaluation reports for people: a table, a page of markdown, a plot. Computes no figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COLOURS = {"transformer": "#2f6fb2", "ngram": "#b07d2b", "compressor": "#8a8f98
 
 
 def as_frame(report: EvaluationReport) -> pd.DataFrame:
-    """Return one row a model, best first, with intervals and gains in columns of their own."""
+    """Return a pandas DataFrame with one row a model, best first, with intervals and gains."""
     import pandas as pd
 
     rows = []

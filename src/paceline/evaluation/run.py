@@ -27,12 +27,12 @@ from paceline.evaluation.scoring import judge
 from paceline.schemas.training import EvaluationReport, EvaluationSpec, Overlap, TrainingData
 from paceline.storage import ObjectStore
 
-TRAIN_BYTES = 16 * 1024 * 1024  # what the n-gram model counts: about 4 s on one core
-HELD_OUT_READ_FACTOR = 64  # of the budget: how much text is looked at to cut prefixes from
+TRAIN_BYTES = 16 * 1024 * 1024  # of training text for the n-gram model: about 4 s on one core
+HELD_OUT_READ_FACTOR = 64  # times the budget: maximum text read to cut prefixes from
 
 
 def evaluate(spec: EvaluationSpec) -> EvaluationReport:
-    """Return the report on ``spec``'s models; progress goes to standard output."""
+    """Return the report on ``spec``'s models; writes progress to standard output."""
     runtime = load_runtime(spec.state_dir)
     store = ObjectStore.from_runtime(runtime)
     cache_dir = runtime.state_dir / "cache"
@@ -71,7 +71,7 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport:
     began = time.monotonic()
     try:
         overlaps = tuple(_overlap(each, read, store, cache_dir) for each in spec.trained_on)
-    except PermanentError as error:  # no comparison is no evidence: the gate refuses, and says why
+    except PermanentError as error:  # without a comparison the gate fails, with this reason
         failures = report.failures | {TRAINING_DATA: error.one_line()}
         return report.model_copy(update={"failures": failures})
     seconds = report.seconds + time.monotonic() - began
@@ -101,7 +101,7 @@ def _overlap(
 
 
 def main() -> int:
-    """Return the process's exit code."""
+    """Evaluate the spec on standard input; return the process's exit code."""
     try:
         spec = EvaluationSpec.model_validate_json(sys.stdin.buffer.read())
     except ValidationError as error:
@@ -115,7 +115,7 @@ def main() -> int:
 
 
 def _local(name: str, where: str, store: ObjectStore, scratch: Path) -> Path:
-    """Return a directory with the model; what lies in object storage is fetched first."""
+    """Return a local directory with the model; downloads it from object storage if needed."""
     if not where.startswith("s3://"):
         return Path(where)
     directory = scratch / name
@@ -127,7 +127,7 @@ def _local(name: str, where: str, store: ObjectStore, scratch: Path) -> Path:
     for item in found:
         relative = item.url.removeprefix(prefix)
         if "/" in relative:
-            continue  # a model is flat; checkpoints and the like below it are none of ours
+            continue  # a model has no subdirectories; skip checkpoints below it
         store.download_file(item.url, directory / relative)
     return directory
 

@@ -1,6 +1,10 @@
-"""One report out of many models: everything is scored on the same bytes and compared in pairs.
+"""Score several models on the same bytes and compare them in pairs.
 
-``judge`` knows documents and directories; where they come from is ``run``'s business.
+Does not depend on where documents and model directories come from; ``run`` provides them.
+
+Confidence intervals are bootstrapped over documents (Efron 1979; paired as in Koehn 2004). A figure
+is Σ bits / Σ bytes. Documents are drawn with replacement; all models share the draws, so that a
+difference between two models is paired document by document. Percentile intervals.
 """
 
 from __future__ import annotations
@@ -23,19 +27,13 @@ from paceline.evaluation.transformer import TransformerScore, score
 from paceline.models import weights_digest
 from paceline.schemas.training import EvaluationReport, Interval, ModelScore
 
-# Bootstrap confidence intervals over documents (Efron 1979; paired as in Koehn 2004).
-#
-# A figure is Σ bits / Σ bytes. Documents are drawn with replacement; the same draws serve every
-# model, so that a difference between two models is paired document by document. Percentile
-# intervals.
-
 Reals = NDArray[np.float64]
 
 _ROWS = 128  # draws held in memory at once
 
 
 class Resampler:
-    """One fixed set of draws over documents of ``sizes`` bytes."""
+    """A fixed set of bootstrap draws over documents of ``sizes`` bytes."""
 
     def __init__(self, sizes: Reals, *, samples: int, confidence: float, seed: int) -> None:
         assert len(sizes) and (sizes > 0).all(), "held-out documents are never empty"
@@ -49,11 +47,12 @@ class Resampler:
         estimates = self.draw(np.asarray(bits, dtype=np.float64)[None, :])[0]
         low, high = np.quantile(estimates, self._quantiles)
         value = float(bits.sum() / self._sizes.sum())
-        # Percentiles may miss the estimate itself where documents are few; an interval holds it.
+        # With few documents percentiles may miss the estimate itself; extend the interval to
+        # contain it.
         return Interval(value=value, low=min(value, float(low)), high=max(value, float(high)))
 
     def draw(self, bits_MD: Reals) -> Reals:
-        """Return each of M figures under each draw, (M, samples); all share the draws."""
+        """Return M figures under each draw, (M, samples); all share the draws."""
         random = np.random.default_rng(self._seed)
         count = len(self._sizes)
         even = np.full(count, 1 / count)
@@ -74,7 +73,7 @@ NGRAM = "ngram"
 class _Scored:
     kind: Literal["transformer", "ngram", "compressor"]
     bits: Reals  # one figure a document
-    facts: Mapping[str, Any]  # what ModelScore says of a model that is served
+    facts: Mapping[str, Any]  # fields of ModelScore that only served models have
 
 
 def judge(
@@ -88,7 +87,7 @@ def judge(
 ) -> EvaluationReport:
     """Return every model's score on ``held_out``, with paired gains over all the others.
 
-    A model that cannot be judged (wrong format, NaN) has no score and a line in ``failures``.
+    A model that cannot be scored (wrong format, NaN) has no score and an entry in ``failures``.
     """
     began = time.monotonic()
     scored: dict[str, _Scored] = {}
@@ -132,7 +131,7 @@ def _score_once(
     by_digest: dict[str, TransformerScore],
     show: Callable[[float], None],
 ) -> TransformerScore:
-    digest = weights_digest(directory)  # base and champion are often the same weights
+    digest = weights_digest(directory)  # base and champion often have the same weights
     if digest not in by_digest:
         by_digest[digest] = score(directory, texts, show)
     return by_digest[digest]

@@ -1,7 +1,7 @@
-"""How well a transformer predicts held-out documents, and what it costs to ask it once.
+"""Score a transformer: bits per held-out document, and the latency of one forward pass.
 
 Every byte is predicted exactly once, from the separator and at least a quarter of a context before
-it (all there is, near a document's start). Knows no statistics and no files but the model's.
+it (all there is, near a document's start). Computes no statistics and reads only the model's files.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 Reals = NDArray[np.float64]
 
-TOKENS_PER_BATCH = 4096  # of logits: 4 MiB in float32, a thread
+TOKENS_PER_BATCH = 4096  # 4 MiB of logits in float32, per thread
 LATENCY_RUNS = 7
 FORMAT = "safetensors"  # ``weight_files`` refuses every other
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerScore:
-    """Bits per document, and what serving needs to know."""
+    """Bits per document, and facts about serving."""
 
     bits: Reals  # one figure a document
     latency_ms: float
@@ -73,9 +73,9 @@ def windows(length: int, context: int, document: int = 0) -> list[Window]:
 def score(
     directory: Path, texts: Sequence[bytes], on_progress: Callable[[float], None]
 ) -> TransformerScore:
-    """Return how the model in ``directory`` predicts ``texts``.
+    """Return how well the model in ``directory`` predicts ``texts``.
 
-    Raises CorruptData where its predictions are not numbers, InvalidInput where it is not in
+    Raises CorruptData where its predictions are not finite, InvalidInput where it is not in
     safetensors.
     """
     from paceline.models import load_model
@@ -112,13 +112,13 @@ def _bits(
         for number, text in enumerate(texts)
         for each in windows(len(text), config.context, number)
     ]
-    todo.sort(key=lambda each: each.end - each.start)  # so that a batch pads little
+    todo.sort(key=lambda each: each.end - each.start)  # so that batches have little padding
     batch_size = max(1, TOKENS_PER_BATCH // config.context)
     batches = [todo[start : start + batch_size] for start in range(0, len(todo), batch_size)]
     bits_D = np.zeros(len(texts))
 
     def predict(batch: Sequence[Window]) -> NDArray[np.float64]:
-        with torch.inference_mode():  # a setting of the thread
+        with torch.inference_mode():  # a thread-local setting
             return _nats(model, config, batch, inputs, targets)
 
     with ThreadPoolExecutor(threads) as pool:
@@ -150,7 +150,7 @@ def _nats(
     import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
     longest = max(window.end - window.start for window in group)
-    # Padding stands behind each row; causal attention keeps it out of everything that is scored.
+    # Padding is at the end of each row; causal attention keeps it out of everything that is scored.
     tokens_BT = np.full((len(group), longest), config.separator, dtype=np.int64)
     wanted_BT = np.zeros((len(group), longest), dtype=np.int64)
     for row, window in enumerate(group):
@@ -167,10 +167,10 @@ def _nats(
 
 @contextmanager
 def _one_core_an_operation() -> Iterator[int]:
-    """Yield the number of cores; meanwhile torch uses one for each operation.
+    """Yield the number of cores, with torch limited to one thread per operation.
 
-    Threads then work on batches of their own. Shared operations wait for the slowest core at every
-    step: on a busy machine that made one forward pass of a 2 M model 1,157 ms instead of 22.
+    Threads then work on separate batches. Multi-threaded operations wait for the slowest core at
+    every step: on a busy machine that made one forward pass of a 2 M model 1,157 ms instead of 22.
     """
     import torch
 

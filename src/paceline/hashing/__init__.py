@@ -1,11 +1,11 @@
-"""SHA-256 of several messages at once, where a compiler and the CPU allow; else hashlib's.
+"""SHA-256 of several messages at once, where a compiler and the CPU allow it; else hashlib's.
 
-``_lanes`` is our own C (see docs/decisions/0045): four messages side by side take 0.55 of the time
-they take one after the other. It is optional. Without it, or with ``PACELINE_HASHING=hashlib`` in
-the environment, everything here is hashlib; ``ENGINE`` says which it is.
+``_lanes`` is our own C (see docs/decisions/0045): four messages in parallel take 0.55 of the time
+that they take one after the other. It is optional: without it, or with ``PACELINE_HASHING=hashlib``
+in the environment, everything here is hashlib; ``ENGINE`` reports which is used.
 
-Its digests are never the last word against anybody: what matches a manifest is proven by that, and
-whoever finds one that does not match asks ``hashlib`` before blaming (``proven``).
+A mismatch found by ``_lanes`` is never final: callers verify it with ``hashlib`` before they blame
+a peer or a file (``proven``). A match with a manifest needs no second check.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Item = TypeVar("Item")
 
 log = logging.getLogger(__name__)
 
-WITHOUT = "PACELINE_HASHING"  # "hashlib": not even where there is something faster
+WITHOUT = "PACELINE_HASHING"  # "hashlib" disables the C extension
 
 
 class Hash(Protocol):
-    """A SHA-256 that is fed; one thread at a time uses it."""
+    """An incremental SHA-256; use it from one thread at a time."""
 
     def update(self, data: Bytes, /) -> None:
         """Hash more bytes."""
@@ -46,7 +46,7 @@ def _one_by_one(work: Iterable[tuple[Hash, Bytes]]) -> None:
 
 
 def _works(new: Callable[[], Hash], update: Callable[[Sequence[tuple[Hash, Bytes]]], None]) -> bool:
-    """Return whether digests are right for messages of odd lengths that run side by side."""
+    """Return whether digests are correct for messages of odd lengths hashed in parallel."""
     data = bytes(range(251)) * 3
     lengths = (0, 55, 64, 119, 200, 753)
     hashes = [new() for _ in lengths]
@@ -63,10 +63,10 @@ def _choose() -> tuple[
     if os.environ.get(WITHOUT) == "hashlib":
         return hashlib.sha256, _one_by_one, 1, f"hashlib ({WITHOUT} says so)"
     try:
-        import paceline.hashing._lanes as _lanes  # noqa: PLR0402 (the other form blames a circle)
+        import paceline.hashing._lanes as _lanes  # noqa: PLR0402 (the other form is circular)
     except ModuleNotFoundError:
         return hashlib.sha256, _one_by_one, 1, "hashlib (the C extension was not built here)"
-    except ImportError as error:  # it was built, and does not fit this CPU
+    except ImportError as error:  # it was built but does not run on this CPU
         return hashlib.sha256, _one_by_one, 1, f"hashlib ({error})"
     if not _works(_lanes.Sha256, _lanes.update_each):
         log.error("paceline.hashing._lanes computes wrong digests here: hashlib does it")
@@ -74,8 +74,8 @@ def _choose() -> tuple[
     return _lanes.Sha256, _lanes.update_each, _lanes.LANES, f"{_lanes.LANES} lanes of SHA-NI"
 
 
-# sha256() returns a new Hash. update_each([(hash, data), ...]) updates each in order, side by side:
-# it takes Hashes of this sha256 only, and ValueError says that another thread is using one of them.
+# sha256() returns a new Hash. update_each([(hash, data), ...]) updates each in order, in parallel:
+# it takes Hashes of this sha256 only, and raises ValueError if another thread is using one of them.
 sha256, update_each, LANES, ENGINE = _choose()
 
 
@@ -87,14 +87,14 @@ def digests(blocks: Sequence[Bytes]) -> list[str]:
 
 
 def proven(digest: str, wanted: str, again: Callable[[], Iterable[Bytes]]) -> bool:
-    """Return whether bytes whose digest ``sha256`` said was ``digest`` match ``wanted``.
+    """Return whether bytes with the computed digest ``digest`` match ``wanted``.
 
-    A digest that does not is computed once more by hashlib, of the bytes that ``again`` gives.
+    A mismatch is checked once more with hashlib, over the bytes that ``again`` returns.
     """
     if digest == wanted:
         return True
     if LANES == 1:
-        return False  # it was hashlib's
+        return False  # hashlib computed it
     judge = hashlib.sha256()
     for block in again():
         judge.update(block)
@@ -107,6 +107,6 @@ def proven(digest: str, wanted: str, again: Callable[[], Iterable[Bytes]]) -> bo
 
 
 def groups(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    """Yield ``items`` in runs of as many as are hashed at once."""
+    """Yield ``items`` in runs of ``LANES``, the number hashed in parallel."""
     for first in range(0, len(items), LANES):
         yield items[first : first + LANES]

@@ -32,7 +32,7 @@ typedef struct {
     int busy;          /* some thread updates it without the GIL */
 } Sha256;
 
-/* What is to be hashed into one object. */
+/* Bytes to hash into one object. */
 typedef struct {
     Sha256 *hash;
     const uint8_t *at;
@@ -60,7 +60,7 @@ static const uint32_t K[64] __attribute__((aligned(16))) = {
 
 /* ── rounds ───────────────────────────────────────────────────────────────────────────────────────
  * Each step is written once for lane n and repeated for every lane before the next step: that is
- * the interleaving. The unit wants the state as (ABEF, CDGH): S0_n and S1_n. W0_n to W3_n are the
+ * the interleaving. The unit takes the state as (ABEF, CDGH): S0_n and S1_n. W0_n to W3_n are the
  * last sixteen words of the message schedule.
  */
 #define EACH_1(STEP, ...) STEP(0, __VA_ARGS__)
@@ -146,7 +146,7 @@ static void (*const COMPRESSES[LANES])(Lane *, size_t) = {compress_1, compress_2
 
 /* ── jobs, without the GIL ────────────────────────────────────────────────────────────────────── */
 
-/* Complete a block that was begun. */
+/* Complete a partial block. */
 static void begin_job(Job *job)
 {
     Sha256 *hash = job->hash;
@@ -164,7 +164,7 @@ static void begin_job(Job *job)
     }
 }
 
-/* Keep what is less than a block. */
+/* Store the rest, less than a block. */
 static void end_job(Job *job)
 {
     if (job->left)
@@ -189,7 +189,7 @@ static void work(Job *jobs, size_t count)
     for (;;) {
         while (first < count && jobs[first].begun)
             first++;
-        /* In order, so that of two jobs for one hash the second waits for the end of the first. */
+        /* In order: of two jobs for one hash the second starts after the first ends. */
         for (size_t each = first; each < count && used < LANES; each++) {
             Job *job = &jobs[each];
             if (job->begun || runs(running, used, job->hash))
@@ -328,7 +328,7 @@ static PyObject *hexdigest(PyObject *self, PyObject *unused)
 
 static PyObject *update_each(PyObject *module, PyObject *work_to_do)
 {
-    PyObject *pairs = PySequence_Tuple(work_to_do); /* holds what it names until we are done */
+    PyObject *pairs = PySequence_Tuple(work_to_do); /* keeps references until the end */
     PyObject *result = NULL;
     (void)module;
     if (!pairs)

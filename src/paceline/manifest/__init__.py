@@ -1,6 +1,6 @@
 """A model as files, chunks, pieces and digests: build, parse, publish, fetch, verify.
 
-It knows directories and object URLs. It does not know workers, topologies or sockets.
+It works on directories and object URLs, and does not depend on workers, topologies or sockets.
 """
 
 from paceline.manifest.build import build_manifest

@@ -1,9 +1,9 @@
-"""From a directory to its manifest: one parallel read gives the digests of pieces, chunks, files.
+"""Builds the manifest of a directory: one parallel read gives the digests of pieces, chunks, files.
 
-Every byte is read once and hashed three times, on as many cores as there are: strands of files side
-by side, and within a strand the three digests, on cores of their own where some are left and in
-lanes of one core (``hashing``) where not. It writes nothing and does not know where the model will
-be published.
+Every byte is read once and hashed three times, on all cores: strands of files in parallel, and
+within a strand the three digests, on separate cores where some are free and in the SIMD lanes of
+one core (``hashing``) where not. It writes nothing and does not depend on where the model will be
+published.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.schemas.base import NAME
 
 MAX_FILES = 100_000
 BLOCK = 4 * MIB  # read and hashed at once, in whole pieces
-ASIDE = 128 * 1024  # blocks below this are not worth another thread's wake-up
+ASIDE = 128 * 1024  # smaller blocks are not worth waking another thread
 MAX_STRANDS = 16  # bounds memory: two blocks each
 
 _NAME = re.compile(NAME)
@@ -34,7 +34,9 @@ _NAME = re.compile(NAME)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file of the model as the scan saw it; a later change of these is ``SourceChanged``."""
+    """A file of the model as the scan saw it; a later change of size or mtime raises
+    ``SourceChanged``.
+    """
 
     path: str
     size: int
@@ -52,7 +54,7 @@ def build_manifest(
 ) -> Manifest:
     """Return the manifest of the model in ``directory``; sizes of 0 follow from size and link.
 
-    Raises InvalidManifest (a symlink, a special file, colliding names, nothing there), InvalidInput
+    Raises InvalidManifest (a symlink, a special file, colliding names, no bytes), InvalidInput
     (sizes out of range), SourceMissing, and SourceChanged where a file changes meanwhile.
     """
     check_name("model_id", model_id)
@@ -65,7 +67,9 @@ def build_manifest(
 
 
 def check_name(what: str, value: object) -> str:
-    """Return ``value`` where it may name a model or a version, else raise InvalidManifest."""
+    """Return ``value`` where it is a valid name of a model or a version, else raise
+    InvalidManifest.
+    """
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise InvalidManifest(f"bad {what}", got=repr(value)[:200], wanted=NAME, where=what)
     if what == "version" and value == ACTIVE:
@@ -115,7 +119,7 @@ def digest(
     stopping: threading.Event | None = None,
 ) -> Manifest:
     """Read every file once and return the manifest; raises Cancelled soon after ``stopping`` is
-    set, and what goes wrong with a file at once.
+    set, and the error of a file at once.
     """
     account = Account(DIGEST, sum(file.size for file in found), len(found), tell)
     strands = lay_out([file.size for file in found], *sizes)
@@ -243,7 +247,7 @@ class _Hasher:
 
 
 class _Reader:
-    """Reads one file front to back into one reused buffer and notices when the file changes."""
+    """Reads one file front to back into one reused buffer and detects a change of the file."""
 
     def __init__(self, root: Path, file: Found, piece_bytes: int) -> None:
         self._where = root / file.path
@@ -271,7 +275,7 @@ class _Reader:
             os.close(self._descriptor)
 
     def read(self, length: int) -> memoryview:
-        """Return the next ``length`` bytes; the view is good until the next call."""
+        """Return the next ``length`` bytes; the view is valid until the next call."""
         done = 0
         while done < length:
             got = os.readv(self._descriptor, [self._buffer[done:length]])

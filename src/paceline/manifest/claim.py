@@ -1,9 +1,9 @@
-"""The claim of a publish that is under way: which content a version is going to have.
+"""The claim of a publish in progress: which content a version is going to have.
 
 An object beside the model's files, written before the first of them by a conditional write
 (``If-None-Match: *``), so that of several publishers one wins, and deleted once the manifest is
-there. It names content and not a process: the same files may be published by several, or again
-after a crash. Where the server has no conditional writes there is no claim.
+there. It names content and not a process: several processes may publish the same files, or one
+again after a crash. Where the server has no conditional writes there is no claim.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from paceline.storage import ObjectStore, join_url
 
 CLAIM_FILE = f"{MANIFEST_FILE}.claim"
 MAX_CLAIM_BYTES = 4096
-ATTEMPTS = 5  # claims that are released while they are looked at
+ATTEMPTS = 5  # claims that are released while they are read
 
 log = logging.getLogger(__name__)
 
 
 class Claim(Record):
-    """What a publish said of itself before its first file."""
+    """The claim as stored: the content, the piece and chunk sizes, and the publisher."""
 
     digest: Sha256  # of the manifest
     piece_bytes: int = Field(ge=LEAST_PIECE, le=MAX_PIECE)
@@ -55,8 +55,8 @@ def read_claim(url: str, store: ObjectStore) -> Claim | None:
 
 
 def claim(url: str, store: ObjectStore, manifest: Manifest) -> bool:
-    """Claim the version below ``url`` for the content of ``manifest``; a claim of the same content
-    is as good. Returns False where the server has no conditional writes.
+    """Claim the version below ``url`` for the content of ``manifest``; an existing claim of the
+    same content counts as ours. Returns False where the server has no conditional writes.
 
     Raises Conflict where it is claimed for other content.
     """
@@ -93,6 +93,6 @@ def claim(url: str, store: ObjectStore, manifest: Manifest) -> bool:
 
 
 def discard_unfinished(url: str, store: ObjectStore) -> None:
-    """Drop what publishes that are over left below ``url``: parts of files, and a claim."""
+    """Delete what ended publishes left below ``url``: parts of files, and a claim."""
     store.abort_uploads(url)
     store.delete(join_url(url, CLAIM_FILE))

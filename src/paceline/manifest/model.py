@@ -13,12 +13,13 @@ whole stream. A chunk is a run of whole pieces; chunks tile ``[0, total_size)``.
      "global_checksum",
      "signature": {"public_key", "value"}}    (only where it is signed; see ``signing``)
 
-written by ``wire.canonical_json``: keys sorted by code point, no spaces, UTF-8 without escapes
+written by ``schemas.canonical_json``: keys sorted by code point, no spaces, UTF-8 without escapes
 beyond JSON's own, integers in plain decimal. ``global_checksum`` is the SHA-256 of that same form
 of the document *without* the keys ``global_checksum`` and ``signature``; it covers every digest,
-name and size, and is what everybody calls the manifest's digest.
+name and size, and is what the rest of the code calls the manifest's digest.
 
-Nothing here reads or writes files, and nothing checks what it is given: ``parse`` and ``build`` do.
+This module reads and writes no files and does not validate what it is given: ``parse`` and
+``build`` do.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The unit that is verified and forwarded, and where it lies."""
+    """The unit that is verified and forwarded, and where its bytes are."""
 
     index: int
     file_index: int
@@ -73,7 +74,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Somebody's word for a manifest's digest (Ed25519), in hex."""
+    """A publisher's signature of a manifest's digest (Ed25519), in hex."""
 
     public_key: str
     value: str
@@ -81,7 +82,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One version of one model. Make it with ``of``, ``build_manifest`` or ``parse_manifest``."""
+    """One version of one model. Create it with ``of``, ``build_manifest`` or ``parse_manifest``."""
 
     model_id: str
     version: str
@@ -92,7 +93,8 @@ class Manifest:
     chunks: tuple[Chunk, ...]
     global_checksum: str
     signature: Signature | None = None
-    # Where each file and chunk begins, counted in pieces and bytes; one more than there are.
+    # The first piece and byte of each file, and the first piece of each chunk; the last entry is
+    # the end.
     _file_pieces: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _file_offsets: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _chunk_pieces: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -144,12 +146,12 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Return the global checksum: the one name of exactly this content."""
+        """Return the global checksum: the identity of exactly this content."""
         return self.global_checksum
 
     @property
     def chunk_size(self) -> int:
-        """Return ``chunk_bytes`` by the name that the document gives it."""
+        """Return ``chunk_bytes`` under its name in the document."""
         return self.chunk_bytes
 
     @property
@@ -203,7 +205,7 @@ class Manifest:
         return range(self._chunk_pieces[first], self._chunk_pieces[last + 1])
 
     def to_bytes(self) -> bytes:
-        """Return the canonical document; ``parse_manifest`` gives back an equal manifest."""
+        """Return the canonical document; ``parse_manifest`` returns an equal manifest."""
         parts = _document(
             model_id=self.model_id,
             version=self.version,
@@ -230,7 +232,7 @@ def _document(
     global_checksum: str = "",
     signature: Signature | None = None,
 ) -> Iterator[bytes]:
-    """Yield the canonical document in parts: whole, it is 35 MB for the largest model there is."""
+    """Yield the canonical document in parts: the largest possible one has 35 MB."""
     yield b'{"chunk_size":%d,"chunks":[' % chunk_bytes
     for number, c in enumerate(chunks):
         yield b"," if number else b""
@@ -255,16 +257,16 @@ def _document(
     yield b',"total_size":%d,"version":' % total_size + canonical_json(version) + b"}"
 
 
-# Which of two versions is the later one. Knows names only, no manifests.
+# The order of versions, by name alone.
 
-# What a node's link to its active version is called, beside the versions: no version may be.
+# The name of a node's link to its active version, beside the versions: reserved for it.
 ACTIVE = "active"
 
 _PARTS = re.compile(r"\d+|[^\d._-]+")
 
 
 def version_key(version: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a key that sorts versions as people read them: ``v2 < v10``, ``1.9 < 1.10``.
+    """Return a key that sorts versions in natural order: ``v2 < v10``, ``1.9 < 1.10``.
 
     Digits compare as numbers and after letters at the same place; ``.``, ``_`` and ``-`` only
     separate, so ``1.0`` and ``1-0`` are equal.
@@ -275,7 +277,7 @@ def version_key(version: str) -> tuple[tuple[int, int, str], ...]:
     )
 
 
-# Which paths a model may have: one rule for building and parsing. Touches no file system.
+# Valid paths of a model: one rule for building and parsing, without file system access.
 
 MAX_PATH_BYTES = 1024
 MAX_COMPONENT_BYTES = 255
@@ -286,8 +288,8 @@ def check_paths(paths: Iterable[str]) -> None:
     """Raise InvalidManifest where a path could leave the model's directory, or where two of them
     are one file (or a file and a directory) after NFC and case folding, as on macOS.
     """
-    # With NUL in the place of "/", below every letter of a path, a file sorts right before what is
-    # below it. Sets of all parents took 0.9 GB for a manifest of 45 MB.
+    # With NUL, which sorts before every character of a path, in place of "/", a file sorts right
+    # before the paths below it. Sets of all parents took 0.9 GB for a manifest of 45 MB.
     folded = sorted((fold(check_path(path)).replace("/", "\0"), path) for path in paths)
     for (first, other), (second, path) in pairwise(folded):
         if second == first or second.startswith(f"{first}\0"):
@@ -314,7 +316,9 @@ def check_path(path: str) -> str:
 
 
 def fold(path: str) -> str:
-    """Return what ``path`` is on a file system that ignores case and normal form."""
+    """Return ``path`` in the form that a file system compares which ignores case and Unicode normal
+    form.
+    """
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", path).casefold())
 
 

@@ -1,8 +1,8 @@
-"""From bytes nobody vouches for to a manifest, or ``InvalidManifest``; never anything else.
+"""Parses untrusted bytes into a manifest, or raises ``InvalidManifest``; no other exception.
 
-Bounds come first: the size in bytes, then how many values and how deep, counted without building
-any of them. Then JSON without duplicate keys, then each field, then what fields say together, and
-last the checksum over all of it. Knows no files and no network.
+Bounds come first: the size in bytes, then the number of values and the depth, counted without
+building any of them. Then JSON without duplicate keys, then each field, then the consistency of the
+fields, and last the checksum over all of it. It uses no files and no network.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.manifest.model import FORMAT, Chunk, FileEntry, Manifest, Signatur
 from paceline.manifest.sizes import LEAST_PIECE, MAX_CHUNKS, MAX_PIECE, MAX_PIECES
 
 MAX_MANIFEST_BYTES = 48 * 1024 * 1024  # MAX_PIECES digests of 67 bytes, and room for the rest
-MAX_UNICODE_BYTES = 16 * 1024 * 1024  # one letter beyond ASCII makes all of a str four times wider
+MAX_UNICODE_BYTES = 16 * 1024 * 1024  # one character beyond ASCII can make a str four times wider
 MAX_ESCAPES = 1 << 22  # backslashes; the canonical form has one for each quote in a path
 MAX_TOTAL = 1 << 50  # a petabyte, far below what JSON numbers hold exactly
 LARGE_BYTES = 1024 * 1024  # larger documents are parsed one at a time: each takes up to 256 MB
@@ -32,9 +32,9 @@ _DEEPEST = 4  # {"files": [{"pieces": […
 
 _MAX_KEYS = 4 * MAX_FILES + 4 * MAX_CHUNKS + 16
 _MAX_STRINGS = MAX_PIECES + 6 * MAX_FILES + 5 * MAX_CHUNKS + 32  # values and keys
-# Possessive: the plain form remembers every character in case it has to go back, and took 11 GB
-# for one string of 96 MB. The closing quote is optional, so that a match at a quote never fails: a
-# string without an end would be scanned again from each quote in it (52 KB took 11 s).
+# Possessive: the plain form stores every position for backtracking, and took 11 GB for one string
+# of 96 MB. The closing quote is optional, so that a match at a quote never fails: a string without
+# an end would be scanned again from each quote in it (52 KB took 11 s).
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
 _large = threading.Lock()
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},:"))
@@ -56,9 +56,9 @@ _CHUNK = {"chunk_id": int, "offset": int, "size": int, "checksum": str}
 
 
 def parse_manifest(raw: bytes) -> Manifest:
-    """Return the manifest that ``raw`` spells; raises InvalidManifest naming got, wanted, where.
+    """Return the manifest in ``raw``; raises InvalidManifest naming got, wanted, where.
 
-    Takes time linear in ``raw``. Large documents are parsed one at a time in a process: it bounds
+    Takes time linear in ``raw``. Large documents are parsed one at a time in a process: that bounds
     memory, and how long other threads wait for the interpreter (0.2 s; benchmarks/parsers.py).
     """
     with _large if len(raw) > LARGE_BYTES else nullcontext():
@@ -104,7 +104,7 @@ def _bound_structure(raw: bytes) -> None:
         _refuse("manifest has too many escapes", escapes, MAX_ESCAPES, "")
     if (quotes := raw.count(b'"')) > 2 * _MAX_STRINGS + raw.count(b'\\"'):
         _refuse("manifest has too many strings", quotes // 2, _MAX_STRINGS, "")
-    # Without its strings a document is its structure: a few bytes for each value.
+    # Without its strings a document is only structure: a few bytes for each value.
     structure = _STRING.sub(b"", raw).translate(None, _NOT_STRUCTURE)
     if structure.count(b",") > _MAX_COMMAS:
         _refuse("manifest has too many values", structure.count(b","), _MAX_COMMAS, "")
@@ -155,7 +155,7 @@ def _fields(value: Any, kinds: dict[str, type], where: str) -> dict[str, Any]:
         got = ", ".join(sorted(repr(key)[:40] for key in list(value)[:20])) or "none"
         _refuse("wrong keys", got, ", ".join(kinds), where)
     for key, kind in kinds.items():
-        if type(value[key]) is not kind:  # exactly: True is no number here
+        if type(value[key]) is not kind:  # exactly: True is not an integer here
             _refuse("wrong type", type(value[key]).__name__, kind.__name__, f"{where}.{key}")
     return value
 
@@ -165,7 +165,7 @@ def _is_signed(document: Any) -> bool:
 
 
 def _signature(value: Any) -> Signature:
-    # Only its form: whose it is and whether it holds is ``signing``'s question.
+    # Only the form; ``signing`` checks the key and the signature.
     fields = _fields(value, _SIGNATURE, "signature")
     public_key = _digest(fields["public_key"], "signature.public_key")
     text = fields["value"]
@@ -233,7 +233,7 @@ def _check_tiling(
 
 
 def _digests(values: list[Any], where: str) -> None:
-    # One pass of C code for all of a file's digests; the slow way only names the culprit.
+    # One pass of C code for all of a file's digests; the slow path only names the invalid one.
     good: Callable[[Any], bool] = lambda each: type(each) is str and len(each) == 64  # noqa: E731
     if all(map(good, values)) and _HEX.fullmatch("".join(values)):
         return

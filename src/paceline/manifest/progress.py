@@ -1,4 +1,4 @@
-"""How far a publish is: bytes and files of its two stages, told now and then by whoever works."""
+"""Progress of a publish: bytes and files of its two stages, reported from its worker threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RATE_OVER_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """How far ``stage`` is."""
+    """The progress of ``stage``."""
 
     stage: str
     done_bytes: int
@@ -29,12 +29,12 @@ class Moved:
 
     @property
     def is_over(self) -> bool:
-        """Return whether nothing of the stage is left."""
+        """Return whether the stage is complete."""
         return self.done_files >= self.total_files
 
     @property
     def share(self) -> float:
-        """Return which part of its bytes is done, 0 to 1."""
+        """Return the fraction of its bytes that is done, 0 to 1."""
         return self.done_bytes / self.total_bytes if self.total_bytes else 1.0
 
 
@@ -42,12 +42,12 @@ Tell = Callable[[Moved], None]
 
 
 def nobody(_moved: Moved) -> None:
-    """Tell nobody."""
+    """Ignore the progress."""
 
 
 class Account:
-    """Counts one stage; several threads add. ``tell`` hears of it every TELL_S at most, one call at
-    a time, and of the end.
+    """Counts one stage; several threads add. ``tell`` is called every ``TELL_S`` at most, one call
+    at a time, and at the end.
     """
 
     def __init__(self, stage: str, total_bytes: int, total_files: int, tell: Tell) -> None:
@@ -57,11 +57,11 @@ class Account:
         self._told_s = float("-inf")
 
     def moved(self, count: int) -> None:
-        """Add bytes; those that move a second time are not more than there are."""
+        """Add bytes; bytes that are sent a second time do not count beyond the total."""
         self._add(count, 0)
 
     def ended_file(self) -> None:
-        """Add a file that is whole."""
+        """Count a file as complete."""
         self._add(0, 1)
 
     def _add(self, count: int, files: int) -> None:
@@ -80,7 +80,7 @@ class Account:
 
 
 class Pace:
-    """Words for how far a stage is: bytes, the rate of the last seconds, files."""
+    """Formats the progress of a stage: bytes, the rate of the last seconds, files."""
 
     def __init__(self) -> None:
         self._stage = ""
@@ -100,7 +100,7 @@ class Pace:
 
 
 def in_units(count: float) -> str:
-    """Return a number of bytes as people read it: ``12.3 MB``."""
+    """Return a number of bytes in a readable unit: ``12.3 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -108,7 +108,7 @@ def in_units(count: float) -> str:
     return f"{count:.2f} TB"
 
 
-# Threads that work on one publish: the first error ends all of them, and so does whoever asks.
+# Threads of one publish: the first error, or setting ``stopping``, ends all of them.
 
 T = TypeVar("T")
 
@@ -116,9 +116,10 @@ T = TypeVar("T")
 def results(
     pool: ThreadPoolExecutor, running: Sequence[Future[T]], stopping: threading.Event
 ) -> list[T]:
-    """Return what each of ``running`` gave, or raise the first error as soon as there is one.
+    """Return the result of each of ``running``, or raise the first error as soon as there is one.
 
-    Then ``stopping`` is set, and they have ended; they raise Cancelled where somebody else set it.
+    On an error ``stopping`` is set and the threads have ended before it is raised; Cancelled is
+    raised only where no thread had another error.
     """
     try:
         ended, _ = wait(running, return_when=FIRST_EXCEPTION)
@@ -126,7 +127,7 @@ def results(
         for error in sorted(errors, key=lambda each: isinstance(each, Cancelled)):
             raise error
     except BaseException:
-        stopping.set()  # else Ctrl-C, or who failed, would wait for files of a hundred gigabytes
+        stopping.set()  # otherwise Ctrl-C or a failure would wait for files of a hundred gigabytes
         pool.shutdown(wait=True, cancel_futures=True)
         raise
     return [each.result() for each in running]

@@ -1,9 +1,9 @@
-"""A model to object storage and its manifest back: files first, ``manifest.json`` last.
+"""Publishes a model to object storage, ``manifest.json`` last, and fetches manifests.
 
-A version whose manifest is there is whole; one without is not there yet. Publishing twice does
-nothing twice, publishing again after a crash goes on where it stopped, and a version never changes
-its content; of two that publish different files as one version, one wins (``claim``). Versions of a
-model that stand side by side (``…/MODEL/VERSION``) go forwards.
+A version with a manifest is complete; one without is not published yet. A repeated publish uploads
+nothing, a publish after a crash resumes, and a version never changes its content; of two that
+publish different files as one version, one wins (``claim``). A version older than the newest one
+beside it (``…/MODEL/VERSION``) is refused.
 """
 
 from __future__ import annotations
@@ -58,15 +58,14 @@ def publish_model(
 ) -> Manifest:
     """Upload the model in ``directory`` below ``url`` and return its manifest, signed by ``key``.
 
-    The same content already there uploads nothing (a lost file is restored); other content at that
-    place raises Conflict and changes nothing, and so does other content that is being published
-    there, where the server has conditional writes. Sizes of 0 follow from model and link, or from
-    what is published or begun there, so that a faster link does not turn the same bytes into
-    another manifest.
-    A version older than the newest one beside it raises Conflict, unless ``allow_older``.
-    ``tell`` hears how far digesting and then uploading are, from threads of their own. Soon after
-    ``stopping`` is set it ends by Cancelled, and nothing appears that was not there before; it is
-    set here too where a file fails.
+    If the same content is already there, nothing is uploaded (a lost file is restored); other
+    content at that place raises Conflict and changes nothing, and so does other content that is
+    being published there, where the server has conditional writes. Sizes of 0 follow from model and
+    link, or from what is published or claimed there, so that a faster link does not turn the same
+    bytes into another manifest. A version older than the newest one beside it raises Conflict,
+    unless ``allow_older``. ``tell`` receives the progress of digesting and then of uploading, from
+    threads of their own. Soon after ``stopping`` is set the call raises Cancelled, and no manifest
+    is published; a file that fails sets ``stopping`` too.
     """
     stopping = stopping or threading.Event()
     check_name("model_id", model_id)
@@ -85,28 +84,28 @@ def publish_model(
     if published and published.digest != manifest.digest:
         raise _conflict(url, published, manifest)
     claimed = published is None and claim(url, store, manifest)
-    if claimed and (published := _published(url, store)) is not None:  # and its claim is over
+    if claimed and (published := _published(url, store)) is not None:  # the claim is over
         store.delete(join_url(url, CLAIM_FILE))
         if published.digest != manifest.digest:
             raise _conflict(url, published, manifest)
     if key is not None:
         manifest = sign_manifest(manifest, key)
     elif published:
-        manifest = published  # whoever signed it still vouches for it
+        manifest = published  # its signature stays valid
     uploaded = _upload(root, found, url, store, manifest, tell, stopping)
     if manifest != published:
         if stopping.is_set():
             raise Cancelled("the publish was stopped", where=url, do="Run it again.")
         now = _published(url, store) if published is None else published
-        if now is not None and now.digest != manifest.digest:  # somebody else was quicker
+        if now is not None and now.digest != manifest.digest:  # another publisher was faster
             raise _conflict(url, now, manifest)
         where, raw = join_url(url, MANIFEST_FILE), manifest.to_bytes()
         if claimed and now is None:
-            claim(url, store, manifest)  # it still is ours
+            claim(url, store, manifest)  # it is still ours
             store.put_if_absent(where, raw)
         else:
             store.put_bytes(where, raw)
-        now = fetch_manifest(url, store)  # of two that were here at once one manifest stands
+        now = fetch_manifest(url, store)  # of two concurrent publishers one manifest remains
         if now.digest != manifest.digest:
             raise _conflict(url, now, manifest)
     if claimed:
@@ -118,7 +117,7 @@ def publish_model(
 def fetch_manifest(url: str, store: ObjectStore | None, policy: TrustPolicy = ANYONE) -> Manifest:
     """Return the manifest of the version below ``url``: ``s3://bucket/prefix`` or a directory.
 
-    Raises SourceMissing where nothing (whole) is published there, InvalidManifest,
+    Raises SourceMissing where no complete version is published there, InvalidManifest,
     UntrustedManifest where ``policy`` does not accept its signature, and the store's errors.
     """
     if url.startswith("s3://"):
@@ -144,15 +143,15 @@ def fetch_manifest(url: str, store: ObjectStore | None, policy: TrustPolicy = AN
 
 
 def write_manifest(directory: Path | str, manifest: Manifest) -> Path:
-    """Write ``manifest.json`` into ``directory`` at once and durably, and return its path."""
+    """Write ``manifest.json`` into ``directory`` atomically and durably, and return its path."""
     path = Path(directory) / MANIFEST_FILE
     write_durably(path, manifest.to_bytes(), 0o666)
     return path
 
 
 def _refuse_foreign(root: Path, found: list[Found]) -> None:
-    """Raise InvalidManifest where the model has a ``manifest.json`` of its own: in its place will
-    be ours, and the model would arrive without it. A claim's place is taken for a while, too.
+    """Raise InvalidManifest where the model has a ``manifest.json`` of its own: ours would replace
+    it, and the model would arrive without it. The same holds for the file name of the claim.
     """
     if any(file.path == CLAIM_FILE for file in found):
         raise InvalidManifest(
@@ -196,7 +195,7 @@ def _sizes(
 
 
 def _refuse_older(url: str, version: str, store: ObjectStore) -> None:
-    """Raise Conflict where a newer version than ``version`` stands beside it."""
+    """Raise Conflict where a newer version than ``version`` is published beside it."""
     parent, _, name = url.rstrip("/").rpartition("/")
     if name != version or not parse_url(f"{parent}/")[1]:
         return  # not a directory of versions: there is nothing to compare with
@@ -222,10 +221,10 @@ def _upload(
     tell: Tell,
     stopping: threading.Event,
 ) -> int:
-    """Upload what is not there, largest first, and return how many files that was.
+    """Upload what is missing, largest files first, and return how many files that was.
 
-    Size alone decides only for a version whose manifest was compared just now; before that a file
-    is there when it was uploaded under the digest that it has here.
+    Size alone decides only for a version whose manifest was just compared; before that a file
+    counts as uploaded when the object has the SHA-256 of the local file.
     """
     there = {info.url: info.size for info in store.list(url)}
     whole = join_url(url, MANIFEST_FILE) in there
@@ -260,7 +259,7 @@ def _upload(
 
 
 def _require_unchanged(path: Path, file: Found) -> None:
-    """Raise SourceChanged where the file is no more what was digested."""
+    """Raise SourceChanged where the file differs from the one that was digested."""
     try:
         status = path.stat(follow_symlinks=False)
         got = f"{status.st_size} bytes, mtime {status.st_mtime_ns}"

@@ -1,8 +1,8 @@
-"""Who vouches for a manifest: Ed25519 over its digest, and whose word is enough.
+"""Signs and verifies manifests: Ed25519 over the digest, and the policy of trusted keys.
 
-The signature is a field of the manifest that its digest does not cover, so a version keeps its one
-name whether it is signed or not, and signature and manifest appear in one object at once. What is
-signed is the digest behind a prefix of its own, so that no other signature of the same key can be
+The signature is a field of the manifest that its digest does not cover, so a version has one digest
+whether it is signed or not, and signature and manifest appear in one object at once. The signed
+message is the digest with a prefix of its own, so that no other signature of the same key can be
 passed off as one of these. Nothing is negotiable: one algorithm, RFC 8032.
 """
 
@@ -26,14 +26,16 @@ PUBLIC_KEY_HEX = 64
 
 @dataclass(frozen=True, slots=True)
 class TrustPolicy:
-    """Whose signature a manifest must carry before anything of its model moves."""
+    """Which signatures a manifest must carry before any byte of its model moves."""
 
     trusted: tuple[str, ...] = ()  # public keys, 64 hex digits each
     required: bool = False
 
     @classmethod
     def of(cls, trusted: Sequence[str], *, required: bool) -> TrustPolicy:
-        """Return the policy of a profile; raises InvalidProfile where it can never be met."""
+        """Return the policy of a profile; raises InvalidProfile for a bad key, or where no manifest
+        could satisfy it.
+        """
         for key in trusted:
             if len(key) != PUBLIC_KEY_HEX or not set(key) <= set("0123456789abcdef"):
                 raise InvalidProfile(
@@ -59,7 +61,7 @@ ANYONE = TrustPolicy()
 def new_key(path: Path) -> str:
     """Write a new private key to ``path`` (PEM, mode 0600) and return its public key.
 
-    Raises Conflict where something is there already: a key is never overwritten.
+    Raises Conflict where a file exists already: a key is never overwritten.
     """
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -107,12 +109,12 @@ def load_key(path: Path) -> Ed25519PrivateKey:
 
 
 def public_key(key: Ed25519PrivateKey) -> str:
-    """Return the public half of ``key`` as profiles name it."""
+    """Return the public half of ``key`` as profiles write it (hex)."""
     return key.public_key().public_bytes_raw().hex()
 
 
 def sign_manifest(manifest: Manifest, key: Ed25519PrivateKey) -> Manifest:
-    """Return ``manifest`` with the word of ``key`` for it; its digest stays what it is."""
+    """Return ``manifest`` signed by ``key``; its digest does not change."""
     value = key.sign(CONTEXT + manifest.digest.encode()).hex()
     return replace(manifest, signature=Signature(public_key(key), value))
 
@@ -120,7 +122,7 @@ def sign_manifest(manifest: Manifest, key: Ed25519PrivateKey) -> Manifest:
 def verify_signature(manifest: Manifest, policy: TrustPolicy = ANYONE, where: str = "") -> None:
     """Return when ``manifest`` is acceptable under ``policy``, else raise UntrustedManifest.
 
-    A signature that is there must be right, whatever the policy says.
+    A signature that is present must be valid under every policy.
     """
 
     def refuse(what: str, got: object, wanted: object) -> UntrustedManifest:

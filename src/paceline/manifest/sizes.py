@@ -1,4 +1,7 @@
-"""How large pieces and chunks are: from the model's size and the link's speed. Pure arithmetic."""
+"""Chooses the sizes of pieces and chunks from the model's size and the link's speed.
+
+Pure arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,21 @@ from paceline.errors import InvalidInput
 KIB = 1024
 MIB = 1024 * KIB
 
-MIN_PIECE = 64 * KIB  # what is chosen; a caller may ask for less, down to LEAST_PIECE
+MIN_PIECE = 64 * KIB  # the least that is chosen; a caller may request less, down to LEAST_PIECE
 MAX_PIECE = 16 * MIB
-CHOSEN_PIECE = 4 * MIB  # 1,000 hops of it take 3.4 s at 10 Gbps; more only where pieces run out
+CHOSEN_PIECE = 4 * MIB  # 1,000 hops take 3.4 s at 10 Gbps; larger only beyond half of MAX_PIECES
 LEAST_PIECE = 1 * KIB
 MIN_CHUNK = 64 * KIB
 LEAST_CHUNKS = 16  # enough for progress to mean something in a small model
 CHUNK_SECONDS = 0.8  # 1 GB at 10 Gbps
 # A line of 32 workers adds 32 x piece / link to size / link; 0.5 % of it makes piece = size / 6400.
 PIECES_FOR_HALF_A_PERCENT = 32 * 200
-MAX_PIECES = 1 << 19  # 8 TiB; parsing a manifest stays below 256 MB whatever it says
+MAX_PIECES = 1 << 19  # 8 TiB; parsing any manifest stays below 256 MB
 MAX_CHUNKS = 1 << 16
 
 
 class Sizes(NamedTuple):
-    """The two sizes a manifest is cut by."""
+    """The piece size and the chunk size of a manifest."""
 
     piece_bytes: int
     chunk_bytes: int
@@ -34,7 +37,7 @@ class Sizes(NamedTuple):
 def choose_sizes(
     total_size: int, link_mbit: float, *, piece_bytes: int = 0, chunk_bytes: int = 0
 ) -> Sizes:
-    """Return sizes for a model of ``total_size`` bytes; a size that is given is kept.
+    """Return sizes for a model of ``total_size`` bytes; a given size is kept.
 
     Raises InvalidInput where a given size is out of range or the two do not fit together.
     """
@@ -90,11 +93,11 @@ def _chunk(total_size: int, link_mbit: float, piece: int) -> int:
     return max(1, round(wanted / piece)) * piece  # whole pieces, so that only edges are ragged
 
 
-# Where chunks begin and end in a stream of files. Pure arithmetic on sizes.
+# Chunk layout: where chunks begin and end in a stream of files. Pure arithmetic on sizes.
 #
 # One rule: a file that does not fit into the rest of a chunk begins a new one. So a chunk holds
-# either whole files or part of exactly one, and what lies between two files that begin a chunk (a
-# *strand*) can be digested independently of everything else: large shards in parallel, in one pass.
+# either whole files or part of exactly one, and the files between two that begin a chunk (a
+# *strand*) can be digested independently of all others: large shards in parallel, in one pass.
 
 
 @dataclass(slots=True)
@@ -107,13 +110,14 @@ class Strand:
 
 
 def lay_out(file_sizes: Sequence[int], piece_bytes: int, chunk_bytes: int) -> list[Strand]:
-    """Return the strands of files of these sizes, in stream order; wants chunks of a piece or more.
+    """Return the strands of files of these sizes, in stream order; ``chunk_bytes`` is at least a
+    piece.
 
     Every chunk is a run of whole pieces, at least one, of at most ``chunk_bytes`` together.
     """
     whole = chunk_bytes // piece_bytes * piece_bytes
     strands: list[Strand] = []
-    filled = 0  # of the chunk in progress
+    filled = 0  # bytes of the chunk in progress
     for index, size in enumerate(file_sizes):
         if filled and filled + size > chunk_bytes:
             strands[-1].chunk_sizes.append(filled)

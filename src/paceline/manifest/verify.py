@@ -1,4 +1,4 @@
-"""Is this directory exactly that model? A full SHA-256 of every file, several files at once.
+"""Verifies that a directory is exactly one model: a full SHA-256 of every file, several at once.
 
 The relay checks pieces as they arrive; this is the independent check (`verify --full`).
 """
@@ -23,13 +23,13 @@ def verify_directory(
     directory: Path | str, manifest: Manifest, *, allow_extra: bool = False
 ) -> None:
     """Return when every file of ``manifest`` is in ``directory`` with its bytes, and no other file
-    but ``manifest.json`` is (``allow_extra`` permits others); else raise CorruptData.
+    except ``manifest.json`` (``allow_extra`` permits others); else raise CorruptData.
     """
     root = Path(directory)
     if not allow_extra:
         _refuse_extras(root, manifest)
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS)) as pool:
-        # result() of the first failure cancels nothing that runs, but starts nothing new
+        # on a failure the running checks end, and no new one starts
         running = [pool.submit(_verify_file, root / file.path, file) for file in manifest.files]
         try:
             for each in running:

@@ -1,7 +1,7 @@
-"""The transformer and its files: shape, weights, digests.
+"""Models: our transformer, its configuration, and its files (config, safetensors weights, digests).
 
-Training and evaluation use it; it knows nothing of data, optimisers or several processes. torch is
-imported when a model is asked for, not when this package is.
+Training and evaluation use it. Does not depend on data, optimisers or parallelism. Imports torch
+only when a model is requested.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which tokens a token may see, and attention over them: causal, and apart for packed documents.
+"""Attention: causal, with a mask or per-document segments for packed documents.
 
 Documents that share a row are attended to one by one where that is cheaper than a mask over the
 whole row: work and memory then grow with the documents' own lengths instead of the row's squared.
-Both ways give the same numbers. Shapes in names: see ``transformer``.
+Both ways give the same numbers. Shape letters: see ``transformer``.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-MOST_SCORES = 2**25  # of a layer that are kept for the backward pass: 64 MiB
+MOST_SCORES = 2**25  # of a layer, stored for the backward pass: 64 MiB
 
-# What one more call costs, forward and backward, in pairs of tokens (query, key) that a masked
-# kernel could have looked at meanwhile. CPU: measured, one core, 6 heads of 32: 0.15 ms, and 27,000
-# pairs a ms. A GPU's is an estimate (0.1 ms of launches), not measured.
+# Cost of one more attention call, forward and backward, in pairs of tokens (query, key) that a
+# masked kernel could process in that time. CPU: measured, one core, 6 heads of 32: 0.15 ms, and
+# 27,000 pairs a ms. GPU: an estimate (0.1 ms of launches), not measured.
 CALL_PAIRS = {"cpu": 64**2}
 CALL_PAIRS_ELSEWHERE = 1024**2
 
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Each row of a batch cut into stretches that see nothing of each other.
+    """Each row of a batch cut into segments that do not attend to each other.
 
-    ``sizes[b]`` sum to T. A stretch is one document, with the mask None, or some short ones with a
+    ``sizes[b]`` sum to T. A segment is one document, with the mask None, or some short ones with a
     mask between them.
     """
 
@@ -36,19 +36,20 @@ class Spans:
     masks: list[list[Tensor | None]]
 
 
-Seen = Tensor | Spans | None  # a mask_B1TT, stretches, or the whole past
+Seen = Tensor | Spans | None  # a mask_B1TT, segments, or all earlier tokens
 
 
 def seen_of(documents_BT: Tensor | None) -> Seen:
-    """Return what each token may see: its own document's past, or all of it where there are none.
+    """Return what each token attends to: its own document's earlier tokens, or all of them for
+    None.
 
-    A mask or stretches, by what costs less: a pure function of the documents' lengths.
+    Chooses a mask or segments by cost: a pure function of the documents' lengths.
     """
     if documents_BT is None:
         return None
     b, t = documents_BT.shape
     call_pairs = CALL_PAIRS.get(documents_BT.device.type, CALL_PAIRS_ELSEWHERE)
-    if documents_BT.is_meta or t * t <= call_pairs:  # one call for all rows costs the least
+    if documents_BT.is_meta or t * t <= call_pairs:  # a single call is the cheapest
         return document_mask(documents_BT)
     lengths = _lengths(documents_BT)
     if lengths is None:
@@ -68,7 +69,7 @@ def seen_of(documents_BT: Tensor | None) -> Seen:
 
 
 def stretches_cost(stretches: list[list[list[int]]], call_pairs: int) -> int:
-    """Return what attention over ``stretches`` (of rows, of documents' lengths) costs, in pairs."""
+    """Return the cost of attention over segments (per row, of document lengths), in token pairs."""
     cost = 0
     for row in stretches:
         for lengths in row:
@@ -78,9 +79,10 @@ def stretches_cost(stretches: list[list[list[int]]], call_pairs: int) -> int:
 
 
 def document_mask(documents_BT: Tensor) -> Tensor:
-    """Return mask_B1TT: true where a token (row) may see another (column), its own document's past.
+    """Return mask_B1TT: true where a token (row) may attend to another (column) of its own
+    document.
 
-    Padding is a document like any other, so that no row is without anything to see.
+    The mask is causal. Padding is a document like any other, so that no row is fully masked.
     """
     t = documents_BT.shape[1]
     causal_TT = torch.ones(t, t, dtype=torch.bool, device=documents_BT.device).tril()
@@ -88,7 +90,7 @@ def document_mask(documents_BT: Tensor) -> Tensor:
 
 
 def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, seen: Seen) -> Tensor:
-    """Return each token's mix of the values it may see: its past, or what ``seen`` says."""
+    """Return each token's mix of values: over all earlier tokens, or over those in ``seen``."""
     if isinstance(seen, Spans):
         return _apart(q_BHTE, k_BKTE, v_BKTE, seen)
     return _attend_at_once(q_BHTE, k_BKTE, v_BKTE, seen)
@@ -98,7 +100,8 @@ def _attend_apart(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, spans: Spans) 
     rows = []
     whole = (each.unbind(0) for each in (q_BHTE, k_BKTE, v_BKTE))
     for q_HTE, k_KTE, v_KTE, sizes, masks in zip(*whole, spans.sizes, spans.masks, strict=True):
-        # split, not slices: its gradients are joined once, a slice's each fill a whole row.
+        # split, not slices: the gradients of a split are concatenated once, while each slice's
+        # gradient fills a whole row.
         parts = (each[None].split(sizes, dim=2) for each in (q_HTE, k_KTE, v_KTE))
         found = [
             _attend_at_once(q, k, v, mask) for q, k, v, mask in zip(*parts, masks, strict=True)
@@ -111,10 +114,13 @@ _apart = _attend_apart
 
 
 def keep_out_of_graphs() -> None:
-    """Have compilers leave attention apart alone: stretches are others in each batch, and each of
-    them would be compiled. For whoever compiles; it imports torch's compiler (2 s)."""
-    global _apart  # noqa: PLW0603 - once a process, and nothing else changes
-    disable: Any = torch.compiler.disable  # which is not typed
+    """Exclude per-segment attention from compilation.
+
+    Segments differ in each batch, and each would be compiled. Call it before compiling; it imports
+    torch's compiler (2 s).
+    """
+    global _apart  # noqa: PLW0603 - set once per process
+    disable: Any = torch.compiler.disable  # untyped in torch
     _apart = disable(_attend_apart)
 
 
@@ -123,7 +129,7 @@ def _attend_at_once(
 ) -> Tensor:
     """Return attention in one call.
 
-    On a CPU in bfloat16 as plain products, while the scores are small enough to be kept: torch's
+    On a CPU in bfloat16 as plain products, while the scores are small enough to be stored: torch's
     own kernel takes 2.3 times as long there (83 ms against 36 ms forward and backward, 8 rows of
     512 tokens, 6 heads of 32, one core).
     """
@@ -145,7 +151,7 @@ def _attend_at_once(
     else:
         bias_B1TT = torch.zeros((), dtype=q_BHTE.dtype).where(mask_B1TT, bias)
         bias = bias_B1TT.expand(b, h, t, t).reshape(b * kinds, -1, t)
-    # The query heads that share a key are rows of one product.
+    # Query heads that share a key head are rows of one product.
     q, k, v = (each.reshape(b * kinds, -1, e) for each in (q_BHTE, k_BKTE, v_BKTE))
     scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=1 / math.sqrt(e))
     return torch.bmm(scores.softmax(dim=-1), v).view(b, h, t, e)
@@ -158,9 +164,10 @@ def _as_products(q_BHTE: Tensor) -> bool:
 
 
 def _lengths(documents_BT: Tensor) -> list[list[int]] | None:
-    """Return how long the documents of each row are, in order; None where one is in two places.
+    """Return the lengths of each row's documents, in order; None if a document occurs in two
+    places.
 
-    Waits for a GPU once.
+    Synchronises with a GPU once.
     """
     changes = (documents_BT[:, 1:] != documents_BT[:, :-1]).nonzero().tolist()
     b, t = documents_BT.shape
@@ -178,7 +185,8 @@ def _lengths(documents_BT: Tensor) -> list[list[int]] | None:
 
 
 def _joined(lengths: list[int], most: int) -> list[list[int]]:
-    """Return neighbours of ``lengths`` together, as long as they are ``most`` at most in all."""
+    """Group adjacent ``lengths`` so that each group adds up to ``most`` at most; return the
+    groups."""
     found: list[list[int]] = []
     total = most + 1
     for each in lengths:

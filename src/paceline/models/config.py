@@ -1,7 +1,7 @@
-"""The shape of a model: one dial (``parameters``) derives widths, depths and heads.
+"""Model configuration: one setting (``parameters``) determines widths, depths and heads.
 
 The field names are those of Llama's ``config.json``, because the architecture is the same and other
-tools read them. Knows no torch.
+tools read them. Does not import torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pydantic import Field, model_validator
 from paceline.errors import InvalidInput
 from paceline.schemas.base import Record
 
-BYTES = 256  # the vocabulary of one token a byte
-SEPARATOR_BYTE = 0xFF  # stands before and after each document; never part of UTF-8 text
+BYTES = 256  # vocabulary size with one token per byte
+SEPARATOR_BYTE = 0xFF  # before and after each document; never part of UTF-8 text
 SMALLEST, LARGEST = 10_000, 100_000_000_000
 WIDTH_PER_LAYER = 96  # wide and shallow: 2 x 256 steps 1.3 x as fast as 4 x 192 on a 2-core CPU
 WIDTHS = (
@@ -67,12 +67,12 @@ class ModelConfig(Record):
 
     @property
     def context(self) -> int:
-        """Return how many tokens the model sees at once."""
+        """Return the maximum number of tokens the model attends to."""
         return self.max_position_embeddings
 
     @property
     def separator(self) -> int:
-        """Return the token that opens and closes each document."""
+        """Return the token before and after each document."""
         return self.bos_token_id
 
 
@@ -98,12 +98,14 @@ def config_for(
     separator: int = SEPARATOR_BYTE,
     tokenizer_digest: str = "",
 ) -> ModelConfig:
-    """Return the shape whose size is nearest ``parameters`` (within a few percent from 50 k up).
+    """Return the configuration whose size is nearest ``parameters`` (within a few percent from 50 k
+    up).
 
-    ``parts``: into how many its matrices can be cut (tensor parallelism): heads and widths divide
-    by it. ``stages``: into how many its layers can be cut. ``separator`` is the token between
-    documents. Raises InvalidInput outside 10 k to 100 G parameters, for a context under two tokens,
-    a vocabulary that alone is larger than the model, or more cuts than a model of this size has.
+    ``parts``: the degree of tensor parallelism; heads and widths are divisible by it. ``stages``:
+    the number of pipeline stages; there are at least as many layers. ``separator`` is the token
+    between documents. Raises InvalidInput outside 10 k to 100 G parameters, for a context under two
+    tokens, a vocabulary that alone is larger than the model, or more parts than a model of this
+    size has.
     """
     if not SMALLEST <= parameters <= LARGEST:
         raise InvalidInput(
@@ -148,7 +150,7 @@ def config_for(
 
 
 def require_tokenizer(config: ModelConfig, tokenizer_digest: str, vocabulary: int) -> None:
-    """Raise InvalidInput unless data of this tokenizer is what a model of ``config`` reads.
+    """Raise InvalidInput unless the model can read data of this tokenizer.
 
     ``tokenizer_digest`` is "" for bytes.
     """
@@ -179,9 +181,10 @@ def _near(width: int, least: int) -> range:
 
 
 def _head_size(width: int, parts: int) -> int | None:
-    """Return the largest usual head of which ``width`` has a multiple of ``parts``, if any.
+    """Return the largest usual head size such that ``width`` splits into ``parts`` of whole heads.
 
-    To fit parts, heads become half their usual size at most: smaller ones learn worse.
+    Returns None if there is none. To fit parts, heads shrink to half their usual size at most:
+    smaller ones learn worse.
     """
     usual = [size for size, least in ((128, 2176), (64, 256), (32, 128), (16, 0)) if width >= least]
     smallest = 16 if parts == 1 else usual[0] // 2
@@ -191,7 +194,7 @@ def _head_size(width: int, parts: int) -> int | None:
 
 def _shape(width: int, layers: int, head: int, parts: int, shared: dict[str, Any]) -> ModelConfig:
     heads = width // head
-    # Grouped queries pay once heads are many; below that full heads learn better.
+    # Grouped queries pay off with many heads; with fewer, full heads learn better.
     grouped = heads >= 8 and heads % 4 == 0 and (heads // 4) % parts == 0
     step = math.lcm(16, parts)
     return ModelConfig(

@@ -1,7 +1,7 @@
-"""What a model directory holds, read without torch: its config, its index, its weights' digest.
+"""The files of a model directory, read without torch: config, weights index, weights digest.
 
 The layout is the one Hugging Face tools read: ``config.json``, ``model.safetensors.index.json`` and
-``model-0000i-of-0000N.safetensors``. Anything that could run code when it is read is refused.
+``model-0000i-of-0000N.safetensors``. Rejects formats that can run code when read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_JSON_BYTES = 16 * 1024 * 1024
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Return the shape in ``directory/config.json``.
+    """Return the model configuration in ``directory/config.json``.
 
     Raises SourceMissing where there is none, InvalidInput where it is not one of our models.
     """
@@ -44,7 +44,8 @@ def read_config(directory: Path) -> ModelConfig:
 def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files of ``directory`` in order of name.
 
-    Raises SourceMissing without any, InvalidInput where weights come in a format that runs code.
+    Raises SourceMissing if there are none, InvalidInput where weights come in a format that runs
+    code.
     """
     directory = Path(directory)
     if not directory.is_dir():

@@ -1,9 +1,9 @@
-"""A small recurrent byte model: the example of a model of one's own.
+"""A small recurrent byte model: the example of a custom model.
 
 Each block is a minimal GRU (arXiv 2410.01201): gates depend on the input alone, so a row is one
 scan in log space and not T steps. ``paceline.training.recurrent`` makes a ``Workload`` of it.
 
-Shapes in names: B rows, T tokens a row, D width, L blocks, V vocabulary.
+Shape letters: B rows, T tokens, D width, L blocks, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class MinGRU(nn.Module):
         self.candidate = nn.Linear(width, width)
 
     def forward(self, x_BTD: Tensor, state_BD: Tensor) -> Tensor:
-        """Return the states after each token; ``state_BD`` (positive) is the one before the row."""
+        """Return the state after each token; ``state_BD`` (positive) is the state before the
+        row."""
         gate_BTD = self.gate(x_BTD)
         keep_BTD = -F.softplus(gate_BTD)  # log(1 - z)
         value_BTD = -F.softplus(-gate_BTD) + _log_positive(self.candidate(x_BTD))
@@ -37,7 +38,7 @@ class MinGRU(nn.Module):
 
 
 class RecurrentBytes(nn.Module):
-    """Embedding, blocks of a minimal GRU and a projection, each added back; then logits."""
+    """Embedding, residual blocks of a minimal GRU and a projection, then logits."""
 
     def __init__(self, vocabulary: int, width: int, blocks: int = BLOCKS) -> None:
         super().__init__()

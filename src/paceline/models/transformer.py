@@ -1,9 +1,9 @@
-"""A decoder-only transformer, whole or a stage of it: no parallelism inside.
+"""A decoder-only transformer, whole or a pipeline stage of it; contains no parallelism.
 
-Shapes in names: B batch, T time (tokens), D width, H heads, K key-value heads, E head size, V
-vocabulary. Modules carry Llama's names, so that ``state_dict`` keys are the ones other tools know;
+Shape letters: B batch, T time (tokens), D width, H heads, K key-value heads, E head size, V
+vocabulary. Modules have Llama's names, so that ``state_dict`` keys are the ones other tools expect;
 a stage keeps the whole model's names. Sources: RoPE (arXiv 2104.09864), RMSNorm (1910.07467),
-SwiGLU (2002.05202), GQA (2305.13245). Who sees what is ``attention``'s.
+SwiGLU (2002.05202), GQA (2305.13245). ``attention`` has the masks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each on a normalised input and added back."""
+    """Attention, then feed-forward, each with pre-normalisation and a residual connection."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks and the last norm, or those of them that a stage has.
 
-    ``layers`` is keyed by each block's number in the whole model.
+    ``layers`` is keyed by each block's index in the whole model.
     """
 
     def __init__(self, config: ModelConfig, layers: range, embedding: bool, head: bool) -> None:
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """Logits from the embedding's own weight; has none itself."""
+    """Logits from the embedding's weight; has no weight of its own."""
 
     def forward(self, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
         return F.linear(x_BTD, weight_VD)
@@ -113,8 +113,8 @@ class TiedHead(nn.Module):
 class Transformer(nn.Module):
     """The model: tokens in, logits of the next token out.
 
-    A stage of it takes the stage before's x_BTD instead of tokens unless it has the embedding, and
-    gives x_BTD instead of logits unless it has the head.
+    A pipeline stage takes the previous stage's x_BTD instead of tokens unless it has the embedding,
+    and returns x_BTD instead of logits unless it has the head.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return logits_BTV for tokens_BT (integers, T ≤ the context).
 
-        ``positions_BT``: of each token, 0 to T - 1 where missing; may pass the context. Tokens of
-        different ``documents_BT`` do not see each other. (A stage: see the class.)
+        ``positions_BT``: of each token, by default 0 to T - 1; may exceed the context. Tokens of
+        different ``documents_BT`` do not attend to each other. For a stage see the class.
         """
         x_BTD = self.model.embed_tokens(tokens_BT) if self.has_embedding else tokens_BT
         rotation = self._rotation(positions_BT, x_BTD.device)
@@ -163,7 +163,7 @@ class Transformer(nn.Module):
         return logits_BTV
 
     def stage(self, layers: range, *, embedding: bool, head: bool) -> Transformer:
-        """Return blocks ``layers`` as a model of their own that shares this one's weights."""
+        """Return blocks ``layers`` as a separate model that shares this one's weights."""
         with torch.device("meta"):
             part = Transformer(self.config, range(0), embedding=embedding, head=head)
         for number in layers:
@@ -181,7 +181,7 @@ class Transformer(nn.Module):
             return cos_BTE[:, None], sin_BTE[:, None]
         found = self._tables.get(device)
         if found is None:
-            with torch.inference_mode(False):  # the same table serves training later
+            with torch.inference_mode(False):  # the same table is used for training later
                 positions_T = torch.arange(self.config.context, device=device)
                 found = self._tables[device] = rotation_at(positions_T, self.config)
         return found
@@ -191,7 +191,7 @@ class Transformer(nn.Module):
 
 
 def rotation_at(positions: Tensor, config: ModelConfig) -> Rotation:
-    """Return cos and sin for each position, one dimension (E) more than ``positions``.
+    """Return cos and sin for each position, with one more dimension (E) than ``positions``.
 
     Computed in float64, so that every machine gets the same values.
     """
@@ -203,9 +203,9 @@ def rotation_at(positions: Tensor, config: ModelConfig) -> Rotation:
 
 
 def rotate(x_BHTE: Tensor, rotation: Rotation) -> Tensor:
-    """Return ``x_BHTE`` turned by its position (the two halves of a head are the two axes).
+    """Return ``x_BHTE`` rotated by its position (the two halves of a head are the two axes).
 
-    Computed in float32 at least: bfloat16 cannot tell positions of a long context apart.
+    Computed in float32 at least: bfloat16 cannot distinguish positions of a long context.
     """
     half = x_BHTE.shape[-1] // 2  # cos and sin are the same in both halves
     cos, sin = (each[..., : x_BHTE.shape[2], :half] for each in rotation)
@@ -216,7 +216,7 @@ def rotate(x_BHTE: Tensor, rotation: Rotation) -> Tensor:
 
 def new_model(config: ModelConfig, seed: int) -> Transformer:
     """Return a freshly initialised model; the same seed gives the same bits."""
-    with torch.device("meta"):  # skips torch's own initialisation, which draws from the global RNG
+    with torch.device("meta"):  # skips torch's own initialisation, which uses the global RNG
         model = Transformer(config)
     model.to_empty(device="cpu")
     initialise(model, config, seed)
@@ -224,7 +224,7 @@ def new_model(config: ModelConfig, seed: int) -> Transformer:
 
 
 def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Draw all weights of a whole model anew from ``seed``."""
+    """Initialise all weights of a whole model from ``seed``."""
     generator = torch.Generator().manual_seed(seed)
     # Projections that write into the residual stream start smaller, by depth (GPT-2's rule).
     residual_std = INITIAL_STD / math.sqrt(2 * config.num_hidden_layers)

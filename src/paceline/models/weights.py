@@ -1,4 +1,4 @@
-"""Weights to safetensors and back: sharded, deterministic bytes, all checked before it is used.
+"""Read and write weights as safetensors: sharded, deterministic bytes, fully checked before use.
 
 Embeddings are one file and each group of blocks another, so that a new version of a model whose
 early blocks did not change shares whole files with the old one.
@@ -24,7 +24,7 @@ MAX_BLOCK_FILES = 8
 
 
 def save_model(model: Transformer, config: ModelConfig, directory: Path) -> None:
-    """Write ``config.json``, the weights and their index into ``directory`` (made where missing).
+    """Write ``config.json``, the weights and their index into ``directory`` (created if missing).
 
     The same weights give the same bytes. Raises InvalidInput for weights that are not finite.
     """
@@ -46,12 +46,12 @@ def save_model(model: Transformer, config: ModelConfig, directory: Path) -> None
     total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    unset = None if config.tokenizer_digest else {"tokenizer_digest"}  # as other tools write it
+    unset = None if config.tokenizer_digest else {"tokenizer_digest"}  # as other tools write
     (directory / CONFIG_FILE).write_text(config.model_dump_json(indent=2, exclude=unset) + "\n")
 
 
 def file_groups(config: ModelConfig, names: list[str]) -> list[list[str]]:
-    """Return which tensors stand in which file: embeddings first, then a few blocks each."""
+    """Return the tensor names of each file: embeddings first, then a few blocks each."""
     layers = config.num_hidden_layers
     per_file = -(-layers // MAX_BLOCK_FILES)
     groups: list[list[str]] = [[] for _ in range(1 + -(-layers // per_file))]
@@ -63,10 +63,10 @@ def file_groups(config: ModelConfig, names: list[str]) -> list[list[str]]:
 
 
 def load_model(directory: Path) -> tuple[Transformer, ModelConfig]:
-    """Return the model in ``directory`` and its shape.
+    """Return the model in ``directory`` and its configuration.
 
-    Raises InvalidInput or SourceMissing for a directory that is no such model, CorruptData for
-    weights that do not fit its config.
+    Raises InvalidInput or SourceMissing for a directory without such a model, CorruptData for
+    weights that do not match its config.
     """
     directory = Path(directory)
     config = read_config(directory)

@@ -1,7 +1,7 @@
-"""Who feeds whom: pure functions from workers and a manifest to lanes, and what they would take.
+"""Plans the transfers of a deployment: from workers and a manifest to lanes and their cost.
 
-It knows topologies, racks and rates. No sockets, no clock, no randomness beyond the plan's seed:
-the same inputs give the same plan on a standby, in a test and in the simulator.
+It works on topologies, racks and rates. Pure functions: no sockets, no clock, no randomness beyond
+the plan's seed; the same inputs give the same plan on a standby, in a test and in the simulator.
 """
 
 from paceline.plan.cost import Prediction, origin_cap_bytes

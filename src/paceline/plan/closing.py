@@ -1,13 +1,13 @@
-"""Closing up: when somebody drops out of the trees, who feeds those behind him.
+"""Repairs the trees when workers drop out: chooses new parents for their orphans.
 
-One orphan of X in a stripe goes on with X's own source there; the others go to X's sources in the
-other stripes, each of which has just lost a child of the same rate and passes this stripe's bytes
-to nobody. Nobody is told to ask those who are fed by him. The same rule makes the first spare of
-every lane, so that what a worker does by itself is what the next plan will say.
+One orphan of a lost worker X in a stripe continues with X's own source there; the others go to X's
+sources in the other stripes, each of which has just lost a child of the same rate and forwards this
+stripe to no one. No orphan gets a source that it feeds itself. The same rule makes the first spare
+of every lane, so that what a worker does by itself is what the next plan contains.
 
-Trees have few slots to spare, four in a mesh of any size, so they may all be below the one orphan
-that is left. It then takes the place of another orphan, who goes on below it: nobody ever has more
-children than slots, and nobody moves who had not lost his source.
+Trees have few free slots, four in a mesh of any size, so all of them may be below the one orphan
+that is left. It then takes the place of another orphan, which continues below it: no place ever has
+more children than slots, and only places that lost their source move.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from types import MappingProxyType
 from paceline.plan.trees import NOWHERE, ORIGIN, Trees
 
 _LOOSE = -3  # an orphan that is not yet adopted
-_MOST_STEPS = 200  # of the search for adopters; four orphans need a dozen
-_LOOKED_AT = 64  # places whose free slots are looked at where the rule finds nobody
+_MOST_STEPS = 200  # limit of the search for adopters; four orphans need a dozen
+_LOOKED_AT = 64  # places whose free slots are considered where the rule finds no adopter
 
 
 def match(
@@ -29,14 +29,14 @@ def match(
     others: Sequence[int],
     above: Callable[[int], int | None],
 ) -> dict[int, int | None]:
-    """Return who adopts each of ``orphans``: one the ``source`` of him who is gone (it may be
-    ORIGIN), the others one of ``others`` each; None where no one is left.
+    """Return the adopter of each of ``orphans``: for one the ``source`` of the lost place (it may
+    be ORIGIN), for the others one of ``others`` each; None where none is left.
 
-    ``above(place)`` is the orphan above a place in this stripe, or None. Following adopters up
-    never comes back to the orphan.
+    ``above(place)`` is the orphan above a place in this stripe, or None. Adoption makes no cycle:
+    the path from an adopter upwards never returns to its orphan.
     """
     tops = [above(other) for other in others]
-    # Whoever has most of them below himself can use fewest: he goes on with the source.
+    # The orphan that has most of ``others`` below itself can use the fewest: it gets the source.
     first, *rest = sorted(orphans, key=lambda orphan: -tops.count(orphan))
     matching = _Matching(rest, tops)
     spare = max(0, len(rest) - len(others))
@@ -50,18 +50,18 @@ def match(
 
 
 class _Matching:
-    """The search for adopters. An object and no closure: a function that calls itself is a cycle,
-    which kept each plan's trees alive until garbage was collected.
+    """The search for adopters. An object and no closure: a function that calls itself is a
+    reference cycle, which kept each plan's trees in memory until garbage was collected.
     """
 
     def __init__(self, orphans: Sequence[int], tops: Sequence[int | None]) -> None:
         self._orphans = orphans
         self._tops = tops
         self._steps = 0
-        self.adopted: dict[int, int] = {}  # orphan → which of the others
+        self.adopted: dict[int, int] = {}  # orphan → index in the others
 
     def assign(self, at: int, spare: int) -> bool:
-        """Give an adopter to the orphans from number ``at`` on, all but ``spare`` of them."""
+        """Choose adopters for the orphans from number ``at`` on, for all but ``spare`` of them."""
         if at == len(self._orphans):
             return True
         orphan, adopted = self._orphans[at], self.adopted
@@ -92,9 +92,9 @@ def nearest_below(
     start: int,
     instead: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> list[int]:
-    """Return ``start`` and the nearest places that it feeds, a bounded number of them.
+    """Return ``start`` and the nearest places below it, a bounded number of them.
 
-    ``below[place]`` are the children of a place, unless ``instead`` has others.
+    ``below[place]`` are the children of a place; ``instead`` replaces those of some places.
     """
     found = [start]
     for at in range(_LOOKED_AT):
@@ -105,8 +105,8 @@ def nearest_below(
 
 
 def close_up(trees: Trees, out: Sequence[bool]) -> Trees:
-    """Return ``trees`` without the places that are ``out``; only their orphans take from others
-    than before. Each stripe is still begun at the origin by one.
+    """Return ``trees`` without the places that are ``out``; only their orphans get another parent.
+    Each stripe still has one place below the origin.
     """
     if not any(out[place] for up in trees.up for place, above in enumerate(up) if above != NOWHERE):
         return trees
@@ -121,7 +121,7 @@ class _Closing:
         self._below = [trees.children(stripe) for stripe in range(len(trees.up))]
         self._fed = [[bool(below) for below in stripe] for stripe in self._below]
         self._left: dict[int, dict[int, int]] = {}
-        self._moved: list[list[int]] = [[] for _ in trees.up]  # by stripe: who was given another
+        self._moved: list[list[int]] = [[] for _ in trees.up]  # by stripe: moved places
         self._free = [trees.slots] * len(out)
         for up in trees.up:
             for place, parent in enumerate(up):
@@ -135,13 +135,16 @@ class _Closing:
             for place in reversed(self._base.top_down(stripe)):
                 if self._out[place]:
                     late += self._remove(stripe, place)
-        # Only now: slots that nobody has a claim on; first those above most, who can use fewest.
+        # Only now the unclaimed slots; first the orphans that feed most places, which can use the
+        # fewest.
         for stripe, orphan, start in sorted(late, key=lambda each: -self._weight(*each[:2])):
             self._settle(stripe, orphan, start)
         return Trees(self._up, self._base.slots)
 
     def _remove(self, stripe: int, place: int) -> list[tuple[int, int, int]]:
-        """Take ``place`` out of a tree; return (stripe, orphan, near whom) of those left over."""
+        """Take ``place`` out of a tree; return (stripe, orphan, place to search from) of orphans
+        left over.
+        """
         up, below = self._up[stripe], self._below[stripe]
         source = up[place]
         up[place] = NOWHERE
@@ -152,7 +155,7 @@ class _Closing:
             return []
         for orphan in orphans:
             up[orphan] = _LOOSE
-        # Who has lost a child in place: its sources where no orphan of its own needs that slot.
+        # The sources of ``place`` in other stripes, where none of its own orphans needs that slot.
         slots = self._slots_left(place)
         others = list(slots.values())
         adopted = match(orphans, source, others, lambda other: self._top(stripe, other))
@@ -163,13 +166,13 @@ class _Closing:
                 late.append((stripe, orphan, start))
                 continue
             self._attach(stripe, orphan, adopter)
-            if at:  # not the one that goes on with the source itself
+            if at:  # not the one that gets the source itself
                 del slots[next(number for number, other in slots.items() if other == adopter)]
         return late
 
     def _slots_left(self, place: int) -> dict[int, int]:
-        """Return, by stripe, whose slots ``place`` leaves that none of its own orphans there needs;
-        who takes one deletes it.
+        """Return, by stripe, the source whose slot ``place`` leaves free and none of its own
+        orphans needs; the caller deletes a slot that it uses.
         """
         if place not in self._left:
             self._left[place] = {
@@ -182,13 +185,13 @@ class _Closing:
         return self._left[place]
 
     def _weight(self, stripe: int, orphan: int) -> int:
-        """Return how many places ``orphan`` feeds, up to what is looked at."""
+        """Return how many places ``orphan`` feeds, up to the limit of the search."""
         return len(nearest_below(self._below[stripe], orphan))
 
     def _settle(self, stripe: int, orphan: int, start: int) -> None:
         """Attach a late ``orphan``, near ``start`` where there is a slot."""
         up = self._up[stripe]
-        if up[start] == NOWHERE:  # gone in the meantime
+        if up[start] == NOWHERE:  # removed in the meantime
             start = self._root(stripe)
         below_itself: int | None = None
         for place in self._with_slots(stripe, start):
@@ -201,7 +204,9 @@ class _Closing:
         self._change_places(stripe, orphan, self._nearest_slot(stripe, orphan, below_itself))
 
     def _with_slots(self, stripe: int, start: int) -> Iterator[int]:
-        """Yield who has a slot: the nearest below ``start``, then anybody of those looked at."""
+        """Yield places with a free slot: the nearest below ``start``, then a bounded number of any
+        others.
+        """
         up = self._up[stripe]
         for place in nearest_below(self._below[stripe], start):
             if self._has_slot(place):
@@ -218,10 +223,10 @@ class _Closing:
         return next((place for place in near if self._has_slot(place)), known)
 
     def _change_places(self, stripe: int, orphan: int, slot: int) -> None:
-        """Put ``orphan`` in the place of another who moved in this stripe, the one above fewest:
-        he goes to ``slot``, which is below the orphan.
+        """Put ``orphan`` in the place of another moved one of this stripe, the one that feeds
+        fewest: that one goes to ``slot``, which is below the orphan.
 
-        There is always one: the first orphan of the dead nearest to the origin is attached.
+        There is always one: the first orphan of the lost place nearest to the origin is attached.
         """
         up = self._up[stripe]
         able = (
@@ -244,7 +249,7 @@ class _Closing:
         return not self._out[place] and self._free[place] > 0
 
     def _top(self, stripe: int, place: int) -> int | None:
-        """Return the loose orphan above ``place`` (or itself), or None below the origin."""
+        """Return the unattached orphan above ``place`` (or itself), or None below the origin."""
         up = self._up[stripe]
         while (parent := up[place]) >= 0:
             place = parent

@@ -1,9 +1,9 @@
-"""What a plan takes, from the loads it puts on links: one function for plans, tables and estimates.
+"""The cost model: what a plan takes, from the loads on its links; for plans, tables and estimates.
 
 seconds = the most loaded resource (each link in and out, the origin's, each rack's uplink in and
-out, each disk) x what sharing links costs + the longest path, a piece a hop. B is goodput (on paced
-loopback agents the link rate itself; on shaped hosts rate x 1448 / 1514). Nobody can be faster
-than S/B. Topologies are compared by these seconds + what the deaths to be expected add.
+out, each disk) x the cost of sharing links + the longest path, one piece per hop. B is goodput (on
+paced loopback agents the link rate itself; on shaped hosts rate x 1448 / 1514). S/B is the lower
+bound. Topologies are compared by these seconds + what the expected deaths add.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from paceline.plan.trees import ORIGIN, Line
 from paceline.schemas.plan import Topology
 
 MIB = 1024 * 1024
-SLACK_SHARE = 0.02  # the origin fuse: 2 % beyond the model,
+SLACK_SHARE = 0.02  # the origin budget: 2 % beyond the model,
 SLACK_BYTES = 64 * MIB  # or this much for a small one
 
-# Streams that share links take longer than their loads say: so much beyond its own plan took each
-# topology on 8 hosts at 50 Mbit/s with bursts of ten segments, two quiet runs
+# Streams that share links take longer than their loads: each topology took so much longer than its
+# own plan on 8 hosts at 50 Mbit/s with bursts of ten segments, in two quiet runs
 # (benchmarks/link_bound.py; docs/LOG.md): tree-of-chains 1.020 and 1.046, the mesh 1.048 and 1.050.
 # A chain's streams share nothing.
 SHARING = {Topology.TREE_OF_CHAINS: 0.035, Topology.MESH: 0.05}
 
-# Of the workers so many are expected to die in a deployment: MISSION.md A9 says one to five in a
-# hundred. What a death costs everybody behind it: a reset was mended within 0.2 s on those hosts; a
-# host that is gone without a word is noticed after a piece's deadline.
+# ``DYING`` is the fraction of workers expected to die in a deployment: MISSION.md A9 has one to
+# five in a hundred. The cost of a death for every worker behind it: on those hosts a reset
+# connection was replaced within 0.2 s (``MENDING_S``); a host that disappears silently (the
+# fraction ``SILENT``) is detected after a piece's deadline.
 DYING, SILENT = 0.01, 0.2
 MENDING_S = 0.2
-PIECE_TIMES = 20  # a source this many piece times behind is lost,
+PIECE_TIMES = 20  # a source that is this many piece times late counts as lost,
 LEAST_DEADLINE_S = 1.0  # but never sooner: a busy machine pauses for longer than a piece
-DEEP = 0.01  # of the bound: a path that takes longer is what limits a plan
+DEEP = 0.01  # of the bound: a longer path limits the plan
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What workers share. ``external_mbit`` None: the origin is as fast as one of them."""
+    """The shared resources. ``external_mbit`` None: the origin is as fast as one worker."""
 
     external_mbit: float | None = None
     oversubscription: float = 1.0  # a rack's links together / its uplink
@@ -49,8 +50,8 @@ class Network:
 class Prediction:
     """Seconds and bytes; ``depth`` is the longest path from the origin, in hops.
 
-    ``seconds`` is with nothing failing; ``dying_seconds`` is what deaths are expected to add for
-    whoever is last. ``limited_by`` is "link", "origin", "uplink", "disk" or "depth".
+    ``seconds`` is without failures; ``dying_seconds`` is what deaths are expected to add for the
+    last worker. ``limited_by`` is "link", "origin", "uplink", "disk" or "depth".
     """
 
     seconds: float
@@ -63,16 +64,16 @@ class Prediction:
 
     @property
     def expected_seconds(self) -> float:
-        """Return what topologies are compared by."""
+        """Return the figure by which topologies are compared."""
         return self.seconds + self.dying_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What flows take together, and what each of them can count on, in their order.
+    """The cost of all flows together, and the rates that each can expect, in their order.
 
-    Of a link ``rates`` gives each its part by size, so that all end together: a lane of one chunk
-    beside one of a hundred is not expected to carry half. ``shares`` gives all of them as much.
+    ``rates`` divides each link by the sizes of its flows, so that all end together: a lane of one
+    chunk beside one of a hundred is not expected to carry half. ``shares`` divides it evenly.
     """
 
     prediction: Prediction
@@ -83,14 +84,14 @@ class Price:
 def price(
     topology: Topology, line: Line, flows: Sequence[Flow], cargo: Cargo, network: Network
 ) -> Price:
-    """Return what ``flows`` (each worker's after its source's, in every stripe) take."""
+    """Return the cost of ``flows`` (each worker's after its source's, in every stripe)."""
     workers = line.workers
     speed = [worker.link_mbit * 1e6 / 8 for worker in workers]
     external = _external(line, network)
     bound = cargo.total / min(external, min(speed[: line.length], default=external))
     leaves = set(line.leaves)
     taken, sent = [0] * len(workers), [0] * len(workers)
-    to_leaves = [0] * len(workers)  # what of it only the slow wait for
+    to_leaves = [0] * len(workers)  # the part of ``sent`` that goes to leaves
     readers = [0] * len(workers)  # flows out of, and into, each worker
     sources = [0] * len(workers)
     origin = origin_readers = 0
@@ -116,7 +117,7 @@ def price(
             by_leaf = max(by_leaf, sent[place] / rate)
     crossing, by_uplink = _uplinks(line, flows, network)
     shared = max(by_line, origin / external, by_uplink)
-    even = by_line / shared if shared else 1.0  # links wait for what limits everybody
+    even = by_line / shared if shared else 1.0  # links wait for the resource that limits all
     carries = [_hop_rate(flow, speed, sources, readers) for flow in flows]
     from_origin = external / max(1, origin_readers)
     shares = [
@@ -159,7 +160,7 @@ def _external(line: Line, network: Network) -> float:
 
 
 def _uplinks(line: Line, flows: Iterable[Flow], network: Network) -> tuple[int, float]:
-    """Return how many bytes cross between racks, and how long the busiest uplink takes."""
+    """Return how many bytes cross between racks, and the seconds of the busiest uplink."""
     racks = [rack_of(worker) for worker in line.workers]
     links: dict[tuple[str, str], float] = {}
     for rack, worker in zip(racks, line.workers, strict=True):
@@ -180,7 +181,7 @@ def _uplinks(line: Line, flows: Iterable[Flow], network: Network) -> tuple[int, 
             load / (links[rack] / network.oversubscription)
             for loads in (into, out)
             for rack, load in loads.items()
-            if rack[1]  # nobody knows the uplink of a rack without a name
+            if rack[1]  # a rack without a name has no known uplink
         ),
         default=0.0,
     )
@@ -190,7 +191,7 @@ def _uplinks(line: Line, flows: Iterable[Flow], network: Network) -> tuple[int, 
 def _hop_rate(
     flow: Flow, speed: Sequence[float], sources: Sequence[int], readers: Sequence[int]
 ) -> float:
-    """Return what the two links leave to this flow, in bytes/s."""
+    """Return an even share, for this flow, of the two links it uses, in bytes/s."""
     rate = speed[flow.reader] / max(1, sources[flow.reader])
     if flow.source >= 0:
         rate = min(rate, speed[flow.source] / max(1, readers[flow.source]))
@@ -206,8 +207,8 @@ def _part_of_links(
     sent: Sequence[int],
     per_origin_byte: float,
 ) -> float:
-    """Return a flow's part by size of the links it passes, in bytes/s; ``share`` where it carries
-    nothing.
+    """Return a flow's share, by size, of the links it uses, in bytes/s; ``share`` for an empty
+    flow.
     """
     if not flow.size:
         return share
@@ -220,11 +221,11 @@ def _part_of_links(
 def _longest_path(
     flows: Iterable[Flow], rates: Sequence[float], from_origin: float, cargo: Cargo
 ) -> tuple[int, float, float]:
-    """Return the longest path in hops, how long a piece needs on it, and what the deaths to be
-    expected on it cost.
+    """Return the longest path in hops, the seconds of a piece on it, and the expected cost of
+    deaths on it.
 
-    Not counting the slowest hop: everything passes there, and that is counted already. Deaths add
-    up: whoever is behind waits for each of them.
+    Without the slowest hop: all bytes pass it, and it is counted already. Deaths add up: every
+    worker behind waits for each of them.
     """
     piece = min(cargo.piece_bytes, cargo.total)
     paths: dict[tuple[int, int], tuple[int, float, float]] = {}  # hops, seconds, slowest hop
@@ -245,30 +246,32 @@ def _longest_path(
 
 
 def dying_s(piece_s: float) -> float:
-    """Return what one worker between the origin and another is expected to cost the other by dying,
+    """Return the expected cost, for a worker, of the death of one worker between it and the origin,
     where a piece takes ``piece_s`` a hop.
     """
     return DYING * (MENDING_S + SILENT * deadline_s(piece_s))
 
 
 def deadline_s(piece_s: float) -> float:
-    """Return after which silence a source is lost, where a piece takes ``piece_s``."""
+    """Return the silence in seconds after which a source counts as lost, where a piece takes
+    ``piece_s``.
+    """
     return max(LEAST_DEADLINE_S, PIECE_TIMES * piece_s)
 
 
 def origin_cap_bytes(total_bytes: int) -> int:
-    """Return the origin fuse: the most that one deployment may read from the source, all told."""
+    """Return the origin budget: the most that one deployment may read from the source in total."""
     return max(int(total_bytes * (1 + SLACK_SHARE)), total_bytes + SLACK_BYTES)
 
 
 def origin_shares(total_bytes: int, spent_bytes: int, needs: Sequence[int]) -> list[int]:
-    """Return each worker's share of what the fuse still allows; together never more than that.
+    """Return each worker's share of what the origin budget still allows; the sum never exceeds it.
 
-    ``needs`` is what each begins at the origin: those get nearly all, in proportion. A quarter of
-    the slack is spread over the others, for a piece that only the origin still has while the
-    coordinator is away. Half was too much: with one transfer in a hundred corrupt a head asks for
-    1 % more than the model, all that it then had, and the last pieces of every second fleet waited
-    for a rescue.
+    ``needs`` is what each worker takes from the origin: those workers get nearly all, in
+    proportion. A quarter of the slack is spread over the others, for a piece that only the origin
+    still has while the coordinator is away. Half was too much: with one transfer in a hundred
+    corrupt a head requests 1 % more than the model, which was then its whole share, and the last
+    pieces of every second fleet waited for another plan.
     """
     if not needs:
         return []

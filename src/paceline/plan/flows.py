@@ -1,7 +1,8 @@
-"""Who takes what from whom: trees become flows, one or more for every worker and stripe.
+"""Turns trees into flows: which source each worker takes which chunks from.
 
-Here the slow and the quarantined are fed where links have room, and what somebody holds already is
-taken from there instead of from the origin or across racks: rarest first, least burdened, nearest.
+One flow or more per worker and stripe. Slow and quarantined workers are attached where links have
+free slots, and chunks that other workers already hold are taken from them instead of from the
+origin or across racks: rarest first, then the least loaded, then the nearest holder.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from paceline.plan.inputs import Cargo, PlanWorker, Standing, Stripe, rack_of
 from paceline.plan.trees import NOWHERE, ORIGIN, SLOW_LINK, Line, Trees
 
 MOST_RUNS = 16  # lanes that one stripe of one worker may be split into
-FEW = 16  # a part of a flow smaller than one in so many crosses after all
-MOST_OTHERS = 3  # holders that step in for one that is asked
+FEW = 16  # a smaller fraction of a flow (1/FEW) is not taken from the own rack
+MOST_OTHERS = 3  # spare holders of a flow
 _ROOM = 1e-6
 
 
@@ -22,7 +23,7 @@ _ROOM = 1e-6
 class Flow:
     """``reader`` takes chunks ``first`` to ``last`` of ``stripe`` from ``source``.
 
-    Both are places (``source`` may be ORIGIN); ``size`` is what the reader lacks of it.
+    Both are places (``source`` may be ORIGIN); ``size`` is the bytes of it that the reader lacks.
     """
 
     reader: int
@@ -31,12 +32,14 @@ class Flow:
     first: int
     last: int
     size: int
-    from_holder: bool = False  # the source held it before: the path begins there
-    others: tuple[int, ...] = ()  # who else held it before
+    from_holder: bool = False  # the source held it before: the path begins at the source
+    others: tuple[int, ...] = ()  # other places that held it before
 
 
 def nearness(one: PlanWorker, other: PlanWorker) -> int:
-    """Return how close two workers stand: 3 same host, 2 same rack, 1 same zone, 0 neither."""
+    """Return how close two workers are: 3 same host, 2 same rack, 1 same zone, 0 different
+    zones.
+    """
     ours, theirs = one.labels, other.labels
     if ours.zone != theirs.zone:
         return 0
@@ -46,10 +49,10 @@ def nearness(one: PlanWorker, other: PlanWorker) -> int:
 
 
 def feed_leaves(line: Line, trees: Trees) -> None:
-    """Give every leaf (slow, quarantined) its sources in ``trees``, in place.
+    """Choose the sources of every leaf (slow, quarantined) in ``trees``, in place.
 
-    Fastest first, each behind a worker whose link has room for it: the last of the line, those
-    whose children need nothing; where there is no room, behind a faster one of its own kind.
+    Fastest first, each from a worker whose link has free slots: the last of the line, whose
+    children need nothing; where there are none, from a faster leaf.
     """
     leaves = [place for place in line.leaves if not line.workers[place].complete]
     if not leaves:
@@ -64,7 +67,7 @@ def feed_leaves(line: Line, trees: Trees) -> None:
         taken: list[int] = []
         for stripe in range(stripes):
             source = _with_room(line, worker, share, pool, room, taken)
-            if source is None:  # everybody's link is full: whoever is least so, this once
+            if source is None:  # every link is full: take the least loaded
                 source = max(room, key=lambda place: (room[place], place), default=None)
             if source is None:
                 trees.up[stripe][leaf] = ORIGIN
@@ -79,7 +82,7 @@ def feed_leaves(line: Line, trees: Trees) -> None:
 
 
 def _room(line: Line, trees: Trees) -> dict[int, float]:
-    """Return how many slots everyone has left who may feed others; who is complete takes none."""
+    """Return the free slots of every place that may feed others; a complete worker uses none."""
     room = {
         place: float(trees.slots)
         for place in (*line.core, *line.beside)
@@ -93,7 +96,7 @@ def _room(line: Line, trees: Trees) -> dict[int, float]:
 
 
 def share_of(line: Line, worker: PlanWorker) -> float:
-    """Return which part of a whole link a leaf is counted on to take."""
+    """Return which fraction of a whole link a leaf is expected to take."""
     by_link = min(1.0, worker.link_mbit / line.link_mbit)
     return min(by_link, SLOW_LINK) if worker.standing is Standing.TAIL else by_link
 
@@ -106,7 +109,7 @@ def _with_room(
     room: dict[int, float],
     taken: Iterable[int],
 ) -> int | None:
-    """Return who has room for ``share``: of those looked at the nearest, one already asked last."""
+    """Return a place with ``share`` free: the nearest of the first 16, places in ``taken`` last."""
     able = []
     for place in pool:
         if room[place] >= share - _ROOM:
@@ -122,7 +125,7 @@ def _with_room(
 
 
 class Feeding:
-    """Makes the flows of one plan."""
+    """Builds the flows of one plan."""
 
     def __init__(
         self,
@@ -134,8 +137,9 @@ class Feeding:
         scarce: bool = False,
         from_peers: bool = False,
     ) -> None:
-        """``scarce``: the origin may not give all, so ask the slow and the quarantined as well.
-        ``from_peers``: chunks that others in the rack hold need not cross into it.
+        """``scarce``: the origin budget does not cover everything, so slow and quarantined workers
+        are sources as well. ``from_peers``: chunks that others in the rack hold need not cross into
+        it.
         """
         self._line = line
         self._trees = trees
@@ -145,7 +149,8 @@ class Feeding:
         self.missing = [cargo.missing(worker, stripes) for worker in line.workers]
         self._room = _room(line, trees)
         self._racks = [rack_of(worker) for worker in line.workers]
-        # Who may be asked for what it holds; the slow and quarantined when the origin may not.
+        # Places whose holdings may be used; the slow and quarantined only where the budget is
+        # scarce.
         self._complete: list[int] = []
         self._partial: list[int] = []
         self._complete_in: dict[tuple[str, str], list[int]] = {}
@@ -158,7 +163,7 @@ class Feeding:
                 continue
             if worker.complete:
                 self._complete.append(place)
-                # Who became complete in the line changes nobody else's lanes any more.
+                # A worker that became complete in the line no longer changes the lanes of others.
                 if good and place >= line.length:
                     self._complete_in.setdefault(rack, []).append(place)
             elif worker.held_chunks:
@@ -167,7 +172,7 @@ class Feeding:
                 if good:
                     self._partial_in.setdefault(rack, []).append(place)
                     self._held_in.setdefault(rack, set()).update(worker.held_chunks)
-        self._burden: dict[int, int] = {}  # bytes that each is to send
+        self._burden: dict[int, int] = {}  # planned bytes that each place sends
 
     def flows(self) -> list[Flow]:
         """Return the flows of every stripe, each worker's after its source's."""
@@ -182,7 +187,7 @@ class Feeding:
             if flow.source >= 0:
                 flow.from_holder = self._line.workers[flow.source].complete
                 self._burden[flow.source] = self._burden.get(flow.source, 0) + flow.size
-        # Whoever begins at the origin comes first to those who have it all, then who crosses.
+        # Readers of the origin choose complete workers first, then flows that cross racks.
         for flow in sorted(made, key=lambda flow: flow.source != ORIGIN):
             if flow.source == ORIGIN or (flow.size and self._crosses(flow)):
                 self._from_complete(flow)
@@ -201,8 +206,8 @@ class Feeding:
         return self._racks[flow.source] != self._racks[flow.reader]
 
     def _from_complete(self, flow: Flow) -> None:
-        """Take ``flow`` from whoever has it all: anybody instead of the origin, somebody in the
-        same rack instead of a crossing.
+        """Move ``flow`` to a complete worker: any instead of the origin, one in the same rack
+        instead of a crossing.
         """
         holder = self._complete_holder(flow.reader, flow.source == ORIGIN)
         if holder is None:
@@ -213,8 +218,8 @@ class Feeding:
         flow.source, flow.from_holder = holder, True
 
     def _from_partial(self, flow: Flow) -> list[Flow]:
-        """Return ``flow`` with the chunks that somebody holds from there: from anybody instead of
-        the origin, from the same rack instead of a crossing.
+        """Return ``flow`` split so that held chunks come from their holders: any instead of the
+        origin, the same rack's instead of a crossing.
         """
         at_origin = flow.source == ORIGIN
         rack = self._racks[flow.reader]
@@ -225,8 +230,8 @@ class Feeding:
             for chunk in range(flow.first, flow.last + 1)
             if chunk in held and chunk not in own
         ]
-        # In mid-transfer neighbours are ahead by a chunk here and there: to take each from another
-        # one burdens links that are full, and gives every rack new lanes with every plan.
+        # In mid-transfer neighbours are ahead by a chunk here and there: taking each from another
+        # one loads links that are full, and gives every rack new lanes with every plan.
         few = not at_origin and len(wanted) * FEW < flow.last - flow.first + 1
         if not wanted or few:
             return [flow]
@@ -255,7 +260,9 @@ class Feeding:
         )
 
     def _split(self, flow: Flow, wanted: Sequence[int], holders: Sequence[int]) -> list[Flow]:
-        """Return ``flow`` cut into runs of chunks: some from holders, the rest as it was."""
+        """Return ``flow`` cut into runs of chunks: some from holders, the rest from its own
+        source.
+        """
         workers = self._line.workers
         by_chunk = {
             chunk: tuple(
@@ -292,7 +299,7 @@ class Feeding:
         return self._around(flow, sorted(cuts, key=lambda cut: cut.first))
 
     def _around(self, flow: Flow, cuts: Sequence[Flow]) -> list[Flow]:
-        """Return ``cuts`` and what of ``flow`` lies between them, in order."""
+        """Return ``cuts`` and the parts of ``flow`` between them, in order."""
         left = max(0, flow.size - sum(cut.size for cut in cuts))
         own = self._line.workers[flow.reader].held_chunks
         made: list[Flow] = []

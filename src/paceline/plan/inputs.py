@@ -1,4 +1,4 @@
-"""A worker as a planner sees it, and what its plan costs between racks."""
+"""The inputs of a planner: workers with their standing, the model's chunk sizes, and stripes."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from paceline.schemas.plan import Labels, Plan, Source
 
 
 class Standing(StrEnum):
-    """What a worker may be counted on for."""
+    """The role that a plan gives to a worker."""
 
-    LINE = "line"  # feeds others as its place has it
-    TAIL = "tail"  # slow, or back with a gap: it is fed, and nobody waits behind it
-    QUARANTINED = "quarantined"  # sends corrupt bytes: it is fed, and nobody is told to ask it
-    GONE = "gone"  # dead: it keeps its place, so that the others keep theirs, and takes no part
+    LINE = "line"  # feeds others according to its place
+    TAIL = "tail"  # slow, or back with missing pieces: it is fed, and no place depends on it
+    QUARANTINED = "quarantined"  # sends corrupt bytes: it is fed, and is never a source
+    GONE = "gone"  # dead: its place stays, so that the others keep theirs
 
 
 @dataclass(frozen=True, slots=True)
 class PlanWorker:
-    """One target: where it stands, how fast it is, what it holds already."""
+    """One target: its location, its link rate, and what it holds already."""
 
     worker_id: str
     labels: Labels
     address: str  # "host:port" of its peer port
     link_mbit: float
-    complete: bool = False  # holds and shows the whole version
+    complete: bool = False  # holds and has published the whole version
     held_pieces: int = 0
     held_chunks: frozenset[int] = frozenset()
     standing: Standing = Standing.LINE
-    disk_mbit: float | None = None  # what its disk writes; None: never the bound
+    disk_mbit: float | None = None  # write rate of its disk; None: never the bound
 
     @property
     def source(self) -> Source:
@@ -41,12 +41,14 @@ class PlanWorker:
 
 
 def rack_of(worker: PlanWorker) -> tuple[str, str]:
-    """Return what names the worker's rack: racks of two zones are two, whatever they are called."""
+    """Return the key of the worker's rack: racks of different zones differ, also with equal
+    names.
+    """
     return (worker.labels.zone, worker.labels.rack)
 
 
 def cross_rack_bytes(plan: Plan, workers: Iterable[PlanWorker], manifest: Manifest) -> int:
-    """Return how many bytes ``plan`` moves between racks when nobody holds anything yet.
+    """Return how many bytes ``plan`` moves between racks when no worker holds anything yet.
 
     Bytes from the origin come through the external link and cross no rack here.
     """
@@ -62,15 +64,16 @@ def cross_rack_bytes(plan: Plan, workers: Iterable[PlanWorker], manifest: Manife
     )
 
 
-# What is moved, as planners see it: sizes of chunks, stripes of them, and who lacks how much.
+# The model as planners see it: sizes of chunks, stripes of them, and the bytes a worker lacks.
 #
-# A stripe is a run of chunks that travels along a tree of its own. Knows no digests and no files.
+# A stripe is a run of chunks that travels along a tree of its own. No digests and no files.
 
 # Four stripes: a worker has at most four sources and four readers, and trees of 10,000 workers are
-# seven deep; more of them make trees no shallower that matters, and streams thinner.
+# seven deep; more stripes make the trees hardly shallower, and each stream slower.
 STRIPES = 4
-# The longest stripe against the mean is what a link sends too much. 501 chunks in four stripes are
-# 0.6 % uneven, in three even; below this, more stripes are better than evener ones.
+# The excess of the longest stripe over the mean is what a link sends too much. 501 chunks in four
+# stripes are 0.6 % uneven, in three even; below this limit, more stripes are better than evener
+# ones.
 EVEN_ENOUGH = 0.002
 
 
@@ -91,7 +94,7 @@ class Cargo:
     piece_bytes: int
     pieces: int
     total: int = field(init=False)
-    ends: tuple[int, ...] = field(init=False)  # ends[n] bytes stand before chunk n
+    ends: tuple[int, ...] = field(init=False)  # ends[n]: the bytes before chunk n
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ends", (0, *accumulate(self.sizes)))
@@ -99,15 +102,15 @@ class Cargo:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Cargo:
-        """Return the sizes of ``manifest``."""
+        """Return the chunk sizes of ``manifest``."""
         sizes = tuple(chunk.size for chunk in manifest.chunks)
         return cls(sizes, manifest.piece_bytes, manifest.piece_count)
 
     @classmethod
     def even(cls, total_bytes: int, piece_bytes: int, chunk_bytes: int) -> Cargo:
-        """Return a model that nobody has published yet: chunks of one size, the last one shorter.
+        """Return a model that is not published yet: chunks of one size, the last one shorter.
 
-        ``chunk_bytes`` 0 cuts it so fine that stripes come out even.
+        With ``chunk_bytes`` 0 the chunks are so small that stripes are even.
         """
         chunk = chunk_bytes or max(1, total_bytes // (64 * STRIPES))
         sizes = [chunk] * (total_bytes // chunk)
@@ -138,8 +141,8 @@ class Cargo:
         ]
 
     def stripe_count(self, workers: int) -> int:
-        """Return how many stripes to cut for so many workers: four, fewer where chunks or workers
-        are few or where fewer come out evener.
+        """Return how many stripes to use for so many workers: four, or fewer where chunks or
+        workers are few or where fewer stripes are more even.
         """
         most = min(STRIPES, workers, len(self.sizes))
         if most < 2 or not self.total:

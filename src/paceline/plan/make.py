@@ -1,8 +1,8 @@
-"""``make_plan``: the lanes of one epoch, from who lives now and what they hold.
+"""``make_plan``: the lanes of one epoch, from the living workers and what they hold.
 
 After a death the coordinator calls it again with the same workers in the same order, the dead one
-marked as gone, and the next epoch; there is no other recovery code. Who is complete feeds the
-others and has no lanes of its own.
+marked as gone, and the next epoch; there is no other recovery code. Complete workers feed the
+others and have no lanes of their own.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ RELAYED = (Topology.CHAIN, Topology.TREE_OF_CHAINS, Topology.MESH, Topology.TREE
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """One topology worked out: who takes what from whom, and what that takes."""
+    """One topology worked out: its flows and their cost."""
 
     topology: Topology
     line: Line
     trees: Trees
     flows: list[Flow]
     price: Price
-    roots: list[int]  # by place in the line: bytes that it is the first to take
+    roots: list[int]  # by place in the line: bytes that it takes from the origin in the trees
 
 
 def make_plan(
@@ -52,12 +52,12 @@ def make_plan(
 ) -> Plan:
     """Return the plan that brings ``manifest`` to all ``workers``; pure and deterministic.
 
-    ``order`` is ``next_order`` of the plan before: everybody keeps the place they had, and where
-    one worker is GONE only those it fed take from somebody else. ``external_mbit`` is the origin's
-    link (default: the slowest worker's own). ``origin_spent_bytes`` is what earlier epochs read
-    from the origin: the fuse is one for the whole deployment, and the shares of this plan are what
-    it still allows. ``fanout`` is a tree's.
-    Raises InvalidPlan for no workers, one named twice, or a link without speed.
+    ``order`` is ``next_order`` of the previous plan: every worker keeps its place, and where one
+    worker is GONE only those it fed get another source. ``external_mbit`` is the origin's link
+    (default: the slowest worker's own). ``origin_spent_bytes`` is what earlier epochs read from the
+    origin: the whole deployment has one origin budget, and the shares of this plan are what it
+    still allows. ``fanout`` is a tree's. Raises InvalidPlan for no workers, one named twice, or a
+    link without speed.
     """
     topology = topology_of(topology)
     check_workers(workers)
@@ -72,15 +72,15 @@ def make_plan(
         if not (line.is_gone(place) or line.workers[place].complete)
     ]
     if draft.topology is Topology.DIRECT:
-        # Each reads it all: that was asked for.
+        # Each worker reads the whole model from the origin, as requested.
         shares = dict.fromkeys(pullers, origin_cap_bytes(cargo.total))
     else:
         needs = [draft.roots[place] for place in pullers]
         given = origin_shares(cargo.total, origin_spent_bytes, needs)
         shares = dict(zip(pullers, given, strict=True))
     told = draft.price.prediction
-    # Later epochs do not look at who holds something: everybody does, and lanes that stay equal
-    # need not be fetched again.
+    # Later epochs ignore holdings: every worker has some, and unchanged lanes need not be fetched
+    # again.
     spares = Spares(line, draft.trees, returned=not order)
     writing = _Writing(draft, spares, manifest, deployment_id, epoch, source_url)
     return Plan.model_construct(
@@ -108,7 +108,9 @@ def draft_plan(
     fanout: int = 2,
     origin_left: int | None = None,
 ) -> Draft:
-    """Return ``topology`` on ``line``, priced; for AUTO the cheapest that spares the origin."""
+    """Return ``topology`` on ``line`` with its cost; for AUTO the relayed one with the least
+    expected seconds.
+    """
     if topology is Topology.AUTO:
         drafts = [
             draft_plan(each, line, cargo, network, fanout=fanout, origin_left=origin_left)
@@ -144,7 +146,9 @@ def draft_plan(
 
 
 def _begun(line: Line, cargo: Cargo, trees: Trees, stripes: Sequence[Stripe]) -> list[int]:
-    """Return, by place in the line, what each lacks of the stripes that it begins."""
+    """Return, by place in the line, the bytes it lacks of the stripes that it takes from the
+    origin.
+    """
     roots = [0] * line.length
     for number, up in enumerate(trees.up):
         for place in range(line.length):
@@ -154,8 +158,8 @@ def _begun(line: Line, cargo: Cargo, trees: Trees, stripes: Sequence[Stripe]) ->
 
 
 class _Writing:
-    """Writes a draft as the records that agents get. Nothing here comes from outside, so records
-    are made without validation: 40,000 lanes of 10,000 workers in a second instead of ten.
+    """Writes a draft as the records that agents receive. All values are our own, so records are
+    made without validation: 40,000 lanes of 10,000 workers in a second instead of ten.
     """
 
     def __init__(
@@ -177,7 +181,7 @@ class _Writing:
         self._spares = spares
 
     def parts(self, shares: Mapping[int, int]) -> tuple[WorkerLanes, ...]:
-        """Return every living worker's lanes: who feeds from beside first, then the line."""
+        """Return every living worker's lanes: the workers beside the line first, then the line."""
         line, price = self._draft.line, self._draft.price
         lanes: list[list[tuple[Flow, float]]] = [[] for _ in line.workers]
         slowest = [float("inf")] * len(line.workers)
@@ -230,7 +234,7 @@ class _Writing:
 
 
 def topology_of(topology: Topology | str) -> Topology:
-    """Return the topology of that name; raises InvalidPlan where there is none."""
+    """Return the topology of that name; raises InvalidPlan for an unknown name."""
     try:
         return Topology(topology)
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""Who steps in when a source is lost: the spares of every lane, in the order to try.
+"""Chooses the spares of every lane: the sources to try, in order, when its source is lost.
 
-First whom the next plan would name if that source alone were gone (``closing.match``), so that
-orphans spread over links that have just become free. Then sources further up, complete workers,
-and neighbours; never somebody who only has what this worker gave him.
+First the source that the next plan would name if that source alone were gone (``closing.match``),
+so that orphans spread over links that have just become free. Then sources further up, complete
+workers, and neighbours; never a worker that has its pieces only from this reader.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from paceline.plan.trees import ORIGIN, Line, Trees
 MOST_SPARES = 8  # workers; plans of 10,000 workers stay small and a retry loop stays short
 MOST_ANCESTORS = 4
 _LAST_RESORT = 2
-_FARTHEST = 2 * MOST_SPARES  # places along the line that are looked at
+_FARTHEST = 2 * MOST_SPARES  # places along the line that are considered
 
 
 class Spares:
-    """Answers for one plan, stripe by stripe."""
+    """Computes the spares of one plan, stripe by stripe."""
 
     def __init__(self, line: Line, trees: Trees, *, returned: bool = True) -> None:
-        """``returned``: some may have come back with what they held, also those further down."""
+        """``returned``: some workers may have come back with pieces, also those further down the
+        line.
+        """
         self._line = line
         self._returned = returned
         self._up = trees.up
@@ -49,7 +51,7 @@ class Spares:
             self._bequeath(place)
 
     def of(self, flow: Flow) -> list[int]:
-        """Return the places that step in for ``flow``'s source, best first; the origin not."""
+        """Return the places that replace ``flow``'s source, best first, without the origin."""
         reader, stripe = flow.reader, flow.stripe
         chosen: list[int] = []
         taken = {reader, flow.source}
@@ -65,7 +67,7 @@ class Spares:
         own = self._up[stripe][reader]
         add(flow.others)
         if flow.source != ORIGIN:
-            if flow.source != own and own >= 0:  # from a holder: the tree's own source steps in
+            if flow.source != own and own >= 0:  # from a holder: the tree's own source is a spare
                 add([own])
             add([self._heirs[stripe].get(reader, ORIGIN)])
             add(self._free_of(reader, stripe, self._sources_of(flow.source, stripe)))
@@ -78,12 +80,14 @@ class Spares:
         else:
             add(self._roots, MOST_SPARES - len(self._last_resort))
             chosen += [place for place in self._last_resort if place not in taken]
-        if self._returned:  # those below got what they have from here, but for what they came with
+        if self._returned:  # places below have pieces of their own only here
             add(place for place in around if self._line.workers[place].held_pieces)
         return chosen
 
     def _bequeath(self, place: int) -> None:
-        """Note who adopts whom, would ``place`` alone be gone, as closing up will have it."""
+        """Compute who adopts the orphans of ``place`` if it alone is gone, by the rule of
+        ``close_up``.
+        """
         slots = {
             number: up[place]
             for number, up in enumerate(self._up)
@@ -114,8 +118,9 @@ class Spares:
             self._heirs[stripe][orphan] = self._with_room(stripe, orphan, place, first, left)
 
     def _with_room(self, stripe: int, orphan: int, gone: int, first: int, left: list[int]) -> int:
-        """Return who has room for a late ``orphan`` near the source of him who is gone, and is not
-        fed by it: ``left`` are the slots that nobody has taken yet. Where nobody has, that source.
+        """Return a place with a free slot near the source of the lost place ``gone`` that a late
+        ``orphan`` does not feed: ``left`` are the slots not taken yet. Without one, return that
+        source.
         """
         source = self._up[stripe][gone]
         below = self._below[stripe]
@@ -132,7 +137,9 @@ class Spares:
         return source
 
     def _sources_of(self, place: int, stripe: int) -> list[int]:
-        """Return whom ``place`` takes from in the other stripes: they pass on this one to few."""
+        """Return the sources of ``place`` in the other stripes: they forward this stripe to few
+        places.
+        """
         if place >= self._line.length:
             return []
         return [
@@ -145,7 +152,7 @@ class Spares:
             yield place
 
     def _free_of(self, reader: int, stripe: int, places: Iterable[int]) -> Iterator[int]:
-        """Yield those of ``places`` that are not fed, in this stripe, by ``reader``."""
+        """Yield those of ``places`` that ``reader`` does not feed in this stripe."""
         spans = self._spans[stripe]
         return (place for place in places if not _below(spans, reader, place))
 
@@ -171,8 +178,8 @@ class Spares:
 
 
 def _last_resort(line: Line) -> list[int]:
-    """Return who is asked for what only the origin has, should it be out of reach (its fuse spent):
-    the slow that hold most; the quarantined where nobody else has the whole.
+    """Return the sources for what only the origin has, should its budget be spent: the slow workers
+    that hold most; quarantined ones where no other worker has the whole model.
     """
 
     def richest(standing: Standing) -> list[int]:
@@ -198,7 +205,7 @@ Spans = tuple[list[int], list[int]]
 
 
 def _spans(trees: Trees, stripe: int) -> Spans:
-    """Return, by place, when a walk through the tree comes to it, and when it leaves it."""
+    """Return, by place, the first and last pre-order number of its subtree."""
     begin = [-1] * len(trees.up[stripe])
     end = [-1] * len(trees.up[stripe])
     order = trees.top_down(stripe)
@@ -212,6 +219,6 @@ def _spans(trees: Trees, stripe: int) -> Spans:
 
 
 def _below(spans: Spans, top: int, place: int) -> bool:
-    """Return whether ``place`` is ``top`` or fed by it."""
+    """Return whether ``place`` is ``top`` or in its subtree."""
     begin, end = spans
     return begin[top] >= 0 and begin[top] <= begin[place] <= end[top]

@@ -1,7 +1,8 @@
-"""What each topology would take for a fleet that is only described, and what simpler schemes would.
+"""Predicts every topology for a described fleet, beside reference formulas of simpler schemes.
 
 The reference rows are closed formulas, never chosen: ``naive`` = N S / B_external, a pipelined
-``binary-tree`` of whole chunks = 2 S/B + ceil(log2 N) 2 c/B, a ``chunk-chain`` = S/B + (N-1) c/B.
+``binary-tree`` of whole chunks = 2 S/B + ceil(log2 N) 2 c/B, a ``chunk-chain`` = S/B + (N-1) c/B (N
+workers, S model bytes, c chunk bytes, B link rate).
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from paceline.plan.trees import Line, line_up
 from paceline.schemas.command_results import PlanRow, PlanTable
 from paceline.schemas.plan import Labels, Topology
 
-# What a topology would take for a fleet that is only described: the same cost, no plan.
-
 
 def predict(
     topology: Topology | str,
@@ -36,10 +35,11 @@ def predict(
     disk_mbit: float | None = None,
     fanout: int = 2,
 ) -> Prediction:
-    """Return what ``topology`` takes for ``workers`` equal workers that hold nothing yet.
+    """Return the predicted cost of ``topology`` for ``workers`` equal workers that hold nothing
+    yet.
 
     ``external_mbit`` (the origin's link) defaults to ``link_mbit``; ``racks`` are as even as they
-    can be; ``chunk_bytes`` 0 is so fine that stripes come out even.
+    can be; with ``chunk_bytes`` 0 chunks are so small that stripes are even.
     """
     topology = topology_of(topology)
     if workers < 1 or total_bytes < 0 or piece_bytes < 1 or link_mbit <= 0:
@@ -71,14 +71,16 @@ def even_line(workers: int, racks: int, link_mbit: float, disk_mbit: float | Non
     return line_up(made, 0)
 
 
-PER_RACK = 32  # workers, where nobody says how many racks there are
+PER_RACK = 32  # workers a rack, where the number of racks is not given
 MOST_WORKERS = 100_000
 LEAST_MBIT, MOST_MBIT = 1e-3, 1e9  # of any link or disk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fleet:
-    """A fleet of equal workers, and a model for it. Zero means: derived from the rest."""
+    """A fleet of equal workers, and the size of a model for it. Zero means: derived from
+    the rest.
+    """
 
     size_bytes: int
     workers: int
@@ -91,7 +93,7 @@ class Fleet:
     disk_mbit: float = 0.0
 
     def checked(self) -> Fleet:
-        """Return this fleet with everything derived; raises InvalidInput for what cannot be."""
+        """Return this fleet with every zero derived; raises InvalidInput for impossible values."""
         if self.size_bytes < 1:
             raise InvalidInput("nothing to move", got=f"{self.size_bytes} bytes", wanted="a size")
         if not 1 <= self.workers <= MOST_WORKERS:
@@ -135,14 +137,15 @@ class Fleet:
 
     @property
     def bound_seconds(self) -> float:
-        """Return S/B: nobody can be faster."""
+        """Return S/B: the lower bound of any topology."""
         return self.size_bytes * 8e-6 / min(self.link_mbit, self.external_mbit or self.link_mbit)
 
 
 def plan_table(fleet: Fleet, topology: Topology = Topology.AUTO) -> PlanTable:
-    """Return every topology for ``fleet``, and which is chosen: the cheapest, or ``topology``.
+    """Return the predictions of every topology for ``fleet``, and the choice: the cheapest, or
+    ``topology``.
 
-    Raises InvalidInput where the fleet cannot be.
+    Raises InvalidInput for impossible values in ``fleet``.
     """
     fleet = fleet.checked()
     asked = [] if topology in (Topology.AUTO, *RELAYED) else [topology]
@@ -198,7 +201,7 @@ def _references(fleet: Fleet) -> Iterator[PlanRow]:
     size, count, bound = fleet.size_bytes, fleet.workers, fleet.bound_seconds
     by_link = size * 8e-6 / fleet.link_mbit
     chunk_s = min(fleet.chunk_bytes, size) * 8e-6 / fleet.link_mbit
-    # In an order that ignores racks, the next worker stands in another rack this often.
+    # In an order that ignores racks, the next worker is in another rack with this probability.
     crossing = round(size * count * (1 - 1 / fleet.racks))
     from_origin = count * size * 8e-6 / fleet.external_mbit
     levels = (count - 1).bit_length()

@@ -1,15 +1,15 @@
-"""The shapes on a line, as trees of places: for every stripe, who takes from whom.
+"""Builds the trees of a topology over the line of workers: the parent of each place, per stripe.
 
-A chain and a k-ary tree are one stripe. ``tree-of-chains`` and ``mesh`` are several, on trees that
-together ask every link to send what it receives and no more (as SplitStream does, SOSP 2003).
-Cells of workers pass the stripes round, each begun at another worker; cells are joined by trees
-with disjoint interiors: in one stripe a cell feeds as many others as there are stripes, in the
-others none. Cells are long in a tree-of-chains, short in a mesh, which is shallower.
+A chain and a k-ary tree are one stripe. ``tree-of-chains`` and ``mesh`` are several, on trees in
+which every link sends as much as it receives (as SplitStream, SOSP 2003). Within a cell of workers
+each stripe follows a chain that begins at another worker; cells are joined by trees with disjoint
+interiors: in one stripe a cell feeds as many others as there are stripes, in the others none. Cells
+are long in a tree-of-chains, short in a mesh, which is shallower.
 
-Within a cell everybody forwards each stripe once, so that whichever comes late, something else is
-there to send. Trees of single workers, who send four copies of one stripe, took 8 hosts 26 to 33 %
-longer than the bound on a busy machine, chains of four stripes 8 to 15 %, one chain 5 to 12 %.
-Knows racks and places; no rates, no holdings.
+Within a cell every worker forwards each stripe once, so that when one stripe is late another is
+there to send. Trees of single workers, which send four copies of one stripe, took 8 hosts 26 to 33
+% longer than the bound on a busy machine, chains of four stripes 8 to 15 %, one chain 5 to 12 %.
+Trees depend on racks and places, not on rates or holdings.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from paceline.manifest import version_key
 from paceline.plan.inputs import PlanWorker, Standing, rack_of
 from paceline.schemas.plan import Plan, Topology
 
-ORIGIN = -1  # takes from the origin
-NOWHERE = -2  # takes from nobody: it has no place in this tree
+ORIGIN = -1  # parent: the origin
+NOWHERE = -2  # no parent: not in this tree
 
 CELL = 32  # workers of one chain of a tree-of-chains; a rack with more is cut
-MESH_CELL = 4  # at least so many in a mesh's, fewer than twice as many
+MESH_CELL = 4  # workers of a mesh's cell, at least; fewer than twice as many
 
 
 @dataclass(frozen=True, slots=True)
 class Trees:
-    """``up[stripe][place]`` is whom that place takes the stripe from.
+    """``up[stripe][place]`` is the parent of that place: the place it takes the stripe from.
 
-    ``slots`` is how many children, over all stripes, one worker feeds at the shape's full rate.
+    ``slots`` is how many children, over all stripes, one worker feeds at the topology's full rate.
     """
 
     up: list[list[int]]
     slots: int
 
     def children(self, stripe: int) -> list[list[int]]:
-        """Return, for every place, those that take ``stripe`` from it."""
+        """Return, for every place, its children in ``stripe``."""
         up = self.up[stripe]
         below: list[list[int]] = [[] for _ in up]
         for place, parent in enumerate(up):
@@ -79,7 +79,7 @@ def build_trees(
     stripes: int,
     fanout: int = 2,
 ) -> Trees:
-    """Return ``topology`` (not direct) over the places ``core`` of ``workers``."""
+    """Return the trees of ``topology`` (not direct) over the places ``core`` of ``workers``."""
     if topology is Topology.CHAIN:
         return Trees([_from_parents([None, *range(len(core) - 1)], core, len(workers))], 1)
     if topology is Topology.TREE:
@@ -107,7 +107,7 @@ def _from_parents(parents: Sequence[int | None], core: Sequence[int], count: int
 
 
 def _runs(places: Iterable[int], key: Callable[[int], tuple[str, ...]]) -> list[list[int]]:
-    """Return ``places`` by ``key``, groups in the order in which they first appear."""
+    """Return ``places`` grouped by ``key``, groups in the order in which they first appear."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for place in places:
         groups.setdefault(key(place), []).append(place)
@@ -142,7 +142,9 @@ def _tree(line: Sequence[PlanWorker], fanout: int) -> list[int | None]:
 
 
 def _cut(first: int, end: int, parts: int, edges: set[int]) -> int:
-    """Return where the first of ``parts`` equal parts of ``[first, end)`` ends, near a rack's."""
+    """Return the end of the first of ``parts`` equal parts of ``[first, end)``, near a
+    rack's edge.
+    """
     if parts == 1:
         return end
     rest = end - first
@@ -159,11 +161,11 @@ def _cut(first: int, end: int, parts: int, edges: set[int]) -> int:
 
 @dataclass(slots=True)
 class _Unit:
-    """Workers that already pass every stripe among themselves."""
+    """Workers that already forward every stripe among themselves."""
 
     members: list[int]
-    entries: list[int]  # by stripe: who takes it from outside
-    open: list[int]  # members that can feed somebody more
+    entries: list[int]  # by stripe: the member that takes it from outside
+    open: list[int]  # members with free slots
 
     def slots(self, free: Sequence[int]) -> int:
         return sum(free[place] for place in self.open)
@@ -177,7 +179,7 @@ class _Weaver:
     def __init__(self, stripes: int, count: int) -> None:
         self.stripes = stripes
         self.up = [[NOWHERE] * count for _ in range(stripes)]
-        self._depth = [[0] * count for _ in range(stripes)]  # below the unit's entry
+        self._depth = [[0] * count for _ in range(stripes)]  # hops below the unit's entry
         self._free = [stripes] * count
 
     def rack(self, places: Sequence[int], topology: Topology) -> _Unit:
@@ -228,7 +230,7 @@ class _Weaver:
                 if unit in into:
                     feeders.append(unit)
             placed.append(within)
-        for stripe, unit in late:  # where units do not divide by stripes; in this tree all leaves
+        for stripe, unit in late:  # where units do not divide by stripes; leaves of this tree
             able = [
                 other
                 for other in range(count)
@@ -257,40 +259,43 @@ class _Weaver:
             depth[place] += deeper
 
 
-# Who stands where: the line's order, whose place in the trees it keeps, and who only follows.
+# The line: the order of the workers, the places that the trees are built of, and the leaves.
 #
-# Workers of one rack stand together, racks of one zone too, so that a chain crosses into each rack
-# once. Whoever holds most stands first, complete workers before all, and its rack with it: what is
-# held need not come from the origin again, nor cross into that rack. A plan made with the order of
-# the one before keeps every place, also those of the dead: so a replan changes what it must.
+# Workers of one rack are adjacent, racks of one zone too, so that a chain crosses into each rack
+# once. The workers that hold most come first, complete workers before all, and their rack with
+# them: what is held need not come from the origin again, nor cross into that rack. A plan made with
+# the order of the previous one keeps every place, also those of the dead, so that a replan changes
+# no more lanes than necessary.
 
-# Who makes the line where nobody of good standing is left.
+# The standings that form the line where no worker in good standing is left.
 _GOOD_ENOUGH = (
     (Standing.LINE, Standing.TAIL),
     (Standing.LINE, Standing.TAIL, Standing.QUARANTINED),
 )
 
-SLOW_LINK = 0.5  # of the median: such a link would hold up whoever stands behind it
+SLOW_LINK = 0.5  # of the median: such a link would slow down all places behind it
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """``workers`` in places: those of the line, then complete ones that feed it from beside."""
+    """``workers`` by place: those of the line, then complete ones beside it that only feed it."""
 
     workers: tuple[PlanWorker, ...]
-    length: int  # places below it are the line's, the others stand beside it
-    core: tuple[int, ...]  # places that trees are built of, the dead among them
-    out: tuple[bool, ...]  # by place: feeds nobody of the line (dead, slow or quarantined)
-    link_mbit: float  # the median: what one slot of a tree is measured by
+    length: int  # places below it are in the line, the others beside it
+    core: tuple[int, ...]  # places that trees are built of, dead ones included
+    out: tuple[bool, ...]  # by place: feeds no worker of the line (dead, slow or quarantined)
+    link_mbit: float  # the median: the rate of one slot of a tree
 
     @property
     def beside(self) -> range:
-        """Return the places of complete workers that stand beside the line."""
+        """Return the places of complete workers beside the line."""
         return range(self.length, len(self.workers))
 
     @property
     def leaves(self) -> list[int]:
-        """Return who is fed and feeds nobody of the line, fastest first, the quarantined last."""
+        """Return the places that are fed and feed no worker of the line, fastest first, the
+        quarantined last.
+        """
         found = [
             place for place in range(self.length) if self.out[place] and not self.is_gone(place)
         ]
@@ -302,19 +307,20 @@ class Line:
         return sorted(found, key=key)
 
     def is_gone(self, place: int) -> bool:
-        """Return whether nothing is left of the worker but its place."""
+        """Return whether the worker is dead and only keeps its place."""
         return self.workers[place].standing is Standing.GONE
 
     def feeds(self, place: int) -> bool:
-        """Return whether others may be told to ask this worker."""
+        """Return whether this worker may be a source of others."""
         return not self.out[place]
 
 
 def line_up(workers: Sequence[PlanWorker], seed: int, order: Sequence[str] = ()) -> Line:
-    """Return everybody's place: first as in ``order``, then the new ones as ``line_order`` has it.
+    """Return the line: first the places in ``order``, then new workers as ``line_order`` sorts
+    them.
 
-    Complete workers that ``order`` does not name stand beside the line and only feed it. Where
-    nobody in good standing is left, the slow ones make the line, else the quarantined.
+    Complete workers that ``order`` does not name are beside the line and only feed it. Where no
+    worker in good standing is left, the slow ones form the line, else the quarantined.
     """
     middle = median(worker.link_mbit for worker in workers)
     known = {worker.worker_id: worker for worker in workers}
@@ -342,7 +348,7 @@ def line_up(workers: Sequence[PlanWorker], seed: int, order: Sequence[str] = ())
 
 
 def next_order(order: Sequence[str], plan: Plan) -> tuple[str, ...]:
-    """Return the ``order`` for the plan after ``plan``: nobody ever leaves it, new ones follow.
+    """Return the ``order`` for the plan after ``plan``: no worker ever leaves it, new ones follow.
 
     Workers without lanes (complete before they had a place) stay beside the line.
     """
@@ -354,8 +360,8 @@ def next_order(order: Sequence[str], plan: Plan) -> tuple[str, ...]:
 def line_order(workers: Sequence[PlanWorker], seed: int) -> list[PlanWorker]:
     """Return ``workers`` in the order of the line; the same set and seed give the same order.
 
-    Seed 0 sorts names as people do; other seeds shuffle zones, racks, hosts and workers (each
-    within its group), so that two models do not burden the same head.
+    Seed 0 sorts names in natural order; other seeds shuffle zones, racks, hosts and workers (each
+    within its group), so that two models do not load the same head.
     """
 
     def name(value: str) -> tuple[object, ...]:
@@ -369,7 +375,7 @@ def line_order(workers: Sequence[PlanWorker], seed: int) -> list[PlanWorker]:
         lambda worker: (*rack_of(worker), worker.labels.host),
         lambda worker: (worker.worker_id,),
     ]
-    most: list[dict[tuple[str, ...], int]] = []  # pieces held by the richest of each group
+    most: list[dict[tuple[str, ...], int]] = []  # most pieces held by one worker of each group
     names: list[dict[tuple[str, ...], tuple[object, ...]]] = []
     for level in levels:
         held: dict[tuple[str, ...], int] = {}

@@ -1,8 +1,8 @@
-"""The model registry and the run log, kept in MLflow: the one package that imports it.
+"""Model registry and run log in MLflow; the only package that imports mlflow.
 
-``Registry`` is everything other packages see. Weights never pass through MLflow: versions carry
-the object store's URL, and a small evidence bundle whose digest is bound to the version. MLflow
-itself is imported at the first call, because it takes seconds.
+``Registry`` is the public interface. Weights are not stored in MLflow: a version has the object
+store's URL and a small evidence bundle whose digest is bound to the version. MLflow is imported at
+the first call, because the import takes seconds.
 """
 
 from paceline.registry.adapter import RequestLimits

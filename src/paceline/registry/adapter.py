@@ -1,8 +1,7 @@
-"""One way to call MLflow: bounded waits, credentials, and its errors as Paceline's.
+"""Calls to ``MlflowClient`` with timeouts and credentials; its errors become Paceline's.
 
-Knows ``MlflowClient`` and how its failures look; knows nothing of runs, versions or gates. MLflow
-reads credentials, timeouts and switches only from the environment, so this is the one place outside
-``paceline.config`` that writes to it, and it writes nothing but MLflow's own variables.
+Does not depend on runs, versions or gates. MLflow reads credentials, timeouts and switches only
+from the environment, so this module writes MLflow's own variables there, and no others.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ _AWAY = {"TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "INTERNAL_ERROR", 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """How long one call to MLflow may take: at most about (retries + 1) × timeout_s."""
+    """Limits of one call to MLflow; it takes at most about (retries + 1) × timeout_s."""
 
     timeout_s: int = 10
     retries: int = 2
 
 
 class Adapter:
-    """A connection to one MLflow server that serves both tracking and registry."""
+    """A client of one MLflow server that serves both tracking and registry."""
 
     def __init__(
         self,
@@ -117,7 +116,7 @@ def _explain(error: Exception, where: str, method: str) -> PacelineError:
     if (
         code == "RESOURCE_DOES_NOT_EXIST"
         or status == 404
-        or ("alias" in text and "not found" in text)  # MLflow calls it INVALID_PARAMETER_VALUE
+        or ("alias" in text and "not found" in text)  # MLflow's code: INVALID_PARAMETER_VALUE
     ):
         return NotFound("MLflow knows no such thing", got=first_line, where=where)
     if code == "RESOURCE_ALREADY_EXISTS":
@@ -137,7 +136,7 @@ def _http_status(error: Exception, text: str) -> int | None:
     response = getattr(error, "response", None)
     if response is not None:
         return int(response.status_code)
-    marker = "failed with error code "  # how MLflow words a refusal that is not its own JSON
+    marker = "failed with error code "  # MLflow's text for a refusal that is not its own JSON
     if marker in text:
         digits = text.split(marker, 1)[1][:3]
         return int(digits) if digits.isdecimal() else None

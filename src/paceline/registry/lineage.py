@@ -1,8 +1,8 @@
-"""What MLflow holds about a model's life, and under which names: the one list of them.
+"""Names of all MLflow tags, params and metrics, and their values from Paceline's records.
 
-Pure functions from Paceline's records to tags, params and metrics; knows no MLflow and no network.
-From the bytes on a worker one walks back: receipt → manifest digest → version (tag) → evidence →
-evaluation, training job, code, data; forward: run id (tag) → run → versions.
+Pure functions, without MLflow or network. Lineage from the bytes on a worker backwards: receipt →
+manifest digest → version (tag) → evidence → evaluation, training job, code, data; forwards: run id
+(tag) → run → versions.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ TAG_ENVIRONMENT = "paceline.environment_digest"
 TAG_GATE = "paceline.gate"  # "passed" | "refused"
 TAG_APPROVER = "paceline.approver"
 TAG_EVIDENCE = "paceline.evidence_digest"  # SHA-256 of the artifact evidence/<digest>.json
-TAG_CLAIM = "paceline.claim_digest"  # the evidence without its approver: what makes a version one
-TAG_PROMOTED_OVER = "paceline.promoted_over"  # the champion before; "" for the first one
+TAG_CLAIM = "paceline.claim_digest"  # the evidence without its approver; identifies a version
+TAG_PROMOTED_OVER = "paceline.promoted_over"  # the previous champion; "" for the first one
 TAG_ROLLED_BACK = "paceline.rolled_back"
 
 EVIDENCE_DIRECTORY = "evidence"
-JOB_FILE = "training/job.json"  # the whole job, so that it can be run again
+JOB_FILE = "training/job.json"  # the whole job, for `paceline reproduce`
 RESULT_FILE = "training/result.json"
 LOSS = "train.loss"  # of each step
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredVersion:
-    """One version in the registry: where its bytes are and what it is bound to."""
+    """One version in the registry: the URL of its bytes and the digests bound to it."""
 
     model_id: str
     version: str  # MLflow's number, as text
-    source_url: str  # s3://…, what was published
+    source_url: str  # s3://… of the published model
     manifest_digest: str
     evidence_digest: str
     run_id: str
@@ -66,7 +66,7 @@ class RegisteredVersion:
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion:
-    """What an alias names now, read back from the registry, and what it named before."""
+    """The version of an alias, read back from the registry, and its previous version."""
 
     model_id: str
     version: str
@@ -76,7 +76,7 @@ class Promotion:
 
 
 class MetricPoint(NamedTuple):
-    """One value of one metric; ``at_ms`` is filled in by the registry where it is 0."""
+    """One value of one metric; an ``at_ms`` of 0 is replaced by the current time."""
 
     key: str
     value: float
@@ -85,7 +85,7 @@ class MetricPoint(NamedTuple):
 
 
 def claim_digest(evidence: Evidence) -> str:
-    """Return the digest of everything in ``evidence`` but the approver, who may sign later."""
+    """Return the digest of ``evidence`` without the approver, who may sign later."""
     return digest_of(evidence.model_copy(update={"approver": None}))
 
 
@@ -114,7 +114,7 @@ def version_tags(evidence: Evidence) -> dict[str, str]:
 
 
 def training_params(job: TrainJob) -> dict[str, str]:
-    """Return what is logged as the run's parameters when training starts."""
+    """Return the params of a run that are logged when training starts."""
     identity = {
         "job_id": job.job_id,
         "model_id": job.model_id,
@@ -133,7 +133,7 @@ def training_params(job: TrainJob) -> dict[str, str]:
 def training_tags(
     job: TrainJob, *, config_digest: str, code_version: str, environment_digest: str
 ) -> dict[str, str]:
-    """Return the tags that say what a run's training depends on."""
+    """Return the tags with the inputs of a run's training."""
     return {
         TAG_JOB: job.job_id,
         TAG_SNAPSHOT: job.snapshot_digest,
@@ -146,7 +146,7 @@ def training_tags(
 
 
 def training_metrics(result: TrainResult) -> list[MetricPoint]:
-    """Return what is logged when training ends, at its last step."""
+    """Return the metrics that are logged when training ends, at its last step."""
     values: dict[str, float | None] = {
         "train.first_loss": result.first_loss,
         "train.final_loss": result.final_loss,
@@ -165,7 +165,7 @@ def training_metrics(result: TrainResult) -> list[MetricPoint]:
 
 
 def evaluation_metrics(report: EvaluationReport) -> list[MetricPoint]:
-    """Return each model's figures, with the ends of their intervals."""
+    """Return each model's metrics, with the ends of their confidence intervals."""
     values: dict[str, float | None] = {
         "eval.documents": report.documents,
         "eval.bytes": report.bytes,

@@ -1,10 +1,10 @@
-"""The registry as everybody sees it: who is champion, who was, and how that changes.
+"""Registry: promotion, rollback and retraction of a model's champion version.
 
 An alias names only a version that passed its gate on the manifest digest it carries (I10). MLflow
-sets one alias at a time and cannot compare and swap, so a promotion writes down what it is about to
-replace (tag ``paceline.promoted_over``) before it moves anything. Killed between any two steps, the
-same call again completes it, and ``rollback`` or ``retract`` undo it. Two promoters of one model at
-once are told by the read-back, not prevented: the flows hold a lock for that.
+sets one alias at a time without compare-and-swap, so a promotion first writes the tag
+``paceline.promoted_over`` with the version it replaces. If it is killed between two steps, the same
+call completes it, and ``rollback`` or ``retract`` undo it. Two concurrent promotions of one model
+are detected by reading the aliases back, not prevented; the flows hold a lock for that.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Registry(Versions):
         *,
         guard: Callable[[], None] | None = None,
     ) -> Promotion:
-        """Make ``version`` the champion, and return what the registry says afterwards.
+        """Make ``version`` the champion, and return the aliases as read back afterwards.
 
-        ``evidence`` must be what the version is bound to; only an approver may have been added.
+        ``evidence`` must be the evidence bound to the version; only an approver may be added.
         ``guard`` is called just before the switch and stops it by raising (a cancelled run, I11).
-        Raises GateRefused, NotFound, and Conflict where somebody else moved the alias meanwhile.
+        Raises GateRefused, NotFound, and Conflict if another process moved the alias meanwhile.
         """
         target = self.call("get_model_version", model_id, version)
         self._require_earned(model_id, target, evidence)
         self._require_stored(model_id, target, evidence.approver)
         digest = self._bind_approver(model_id, target, evidence)
         old = self._alias(model_id, CHAMPION)
-        if old == version:  # an earlier call came this far; its note says whom it replaced
+        if old == version:  # an earlier call got this far; its tag has the replaced version
             old = target.tags.get(lineage.TAG_PROMOTED_OVER) or None
         else:
             self._tag(model_id, version, lineage.TAG_PROMOTED_OVER, old or "")
@@ -60,11 +60,11 @@ class Registry(Versions):
         return self._read_back(model_id, version, old, digest)
 
     def rollback(self, model_id: str, *, from_version: str | None = None) -> Promotion:
-        """Bring the previous champion back, and return what the registry says afterwards.
+        """Restore the previous champion, and return the aliases as read back afterwards.
 
-        With ``from_version`` it happens only while that version is champion, so that a repeated
-        call does not go back twice. A promotion that was killed before its switch is undone: the
-        champion stays. Raises NotFound where nobody was champion before.
+        With ``from_version`` it acts only while that version is champion, so that a repeated call
+        does not go back twice. A promotion that was killed before its switch is undone: the
+        champion stays. Raises NotFound if there was no previous champion.
         """
         number = self._alias(model_id, CHAMPION)
         if number is None:
@@ -85,13 +85,13 @@ class Registry(Versions):
         return self._step_down(model_id, number, over)
 
     def has_predecessor(self, model_id: str, version: str) -> bool:
-        """Return whether ``version`` was promoted over another that ``rollback`` can put back."""
+        """Return whether ``version`` replaced a champion that ``rollback`` can restore."""
         return self._promoted_over(model_id, version) is not None
 
     def retract(self, model_id: str, version: str) -> None:
-        """Undo the promotion of ``version`` wherever it stopped: what a transaction rolls back to.
+        """Undo the promotion of ``version``, also an incomplete one; for a transaction's rollback.
 
-        Unlike ``rollback`` it leaves a model without a champion where there was none before.
+        Unlike ``rollback`` it leaves a model without a champion if there was none before.
         """
         number = self._alias(model_id, CHAMPION)
         if number == version:
@@ -107,8 +107,8 @@ class Registry(Versions):
     def _step_down(self, model_id: str, number: str, over: str) -> Promotion:
         restored = self._trusted(model_id, over)
         self._tag(model_id, number, lineage.TAG_ROLLED_BACK, "true")
-        # The champion moves first. Killed here, `previous` names the champion itself, which the
-        # next call reads as "interrupted" and completes with the line below.
+        # The champion alias moves first. If killed here, `previous` names the champion itself; the
+        # next call detects that as `interrupted` and repairs it.
         self._point(model_id, CHAMPION, over)
         before = self._promoted_over(model_id, over)
         self._point(model_id, PREVIOUS, before)

@@ -1,7 +1,7 @@
-"""The run log: one MLflow run for each of Paceline's runs, its params, metrics, data and artifacts.
+"""Run log: one MLflow run per Paceline run, with params, metrics, data and artifacts.
 
-Every method takes the MLflow run's id explicitly (no active run, so threads and processes may share
-one) and may be called twice. Knows no versions, aliases or gates.
+Methods take the MLflow run's id explicitly (no active run, so threads and processes may share one)
+and may be repeated. Does not depend on versions, aliases or gates.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class RunLog(Adapter):
         name: str | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> str:
-        """Return the MLflow run id that belongs to Paceline's ``run_id``, created if need be.
+        """Return the MLflow run id of Paceline's ``run_id``; create the run if there is none.
 
-        Where a retried request made two, everybody settles on the older one.
+        If a retried request created two, every caller uses the older one.
         """
         experiment_id = self._ensure_experiment(experiment)
         found = self._find_run(run_id, experiment_id)
@@ -50,9 +50,9 @@ class RunLog(Adapter):
         return found
 
     def find_run(self, run_id: str) -> str:
-        """Return the MLflow run id of Paceline's ``run_id``, in whatever experiment it is.
+        """Return the MLflow run id of Paceline's ``run_id``, searched in all experiments.
 
-        Raises NotFound, and makes nothing, where there is no such run.
+        Raises NotFound if there is no such run; creates nothing.
         """
         if "'" in run_id:
             raise InvalidInput("not a run id", got=run_id[:100])
@@ -77,11 +77,11 @@ class RunLog(Adapter):
             self.call("set_tag", mlflow_run_id, key, value)
 
     def read_artifact(self, mlflow_run_id: str, path: str) -> bytes:
-        """Return the run's small artifact ``path``; raises NotFound where there is none."""
+        """Return the run's small artifact ``path``; raises NotFound if there is none."""
         with tempfile.TemporaryDirectory(prefix="paceline-artifact-") as directory:
             try:
                 file = Path(self.call("download_artifacts", mlflow_run_id, path, directory))
-            except OSError as error:  # how MLflow says that a local artifact is not there
+            except OSError as error:  # MLflow's error for a missing local artifact
                 raise NotFound("run has no such artifact", got=path, where=mlflow_run_id) from error
             if file.stat().st_size > MAX_ARTIFACT_BYTES:
                 raise CorruptData(
@@ -90,16 +90,16 @@ class RunLog(Adapter):
             return file.read_bytes()
 
     def history(self, mlflow_run_id: str, key: str) -> dict[int, float]:
-        """Return a metric's value at each step; of a step that was logged twice, the last."""
+        """Return a metric's value by step; of a step that was logged twice, the last."""
         points = self.call("get_metric_history", mlflow_run_id, key)
-        ordered = sorted(points, key=lambda each: each.timestamp)  # stable: ties as they came
+        ordered = sorted(points, key=lambda each: each.timestamp)  # stable: ties stay in order
         return {int(each.step): float(each.value) for each in ordered}
 
     def log_params(self, mlflow_run_id: str, params: Mapping[str, object]) -> None:
-        """Log ``params``; the same value twice is fine.
+        """Log ``params``; a repeated value is accepted.
 
-        MLflow never changes a param. A run that is resumed by newer code or with another setting
-        keeps the first value as its param, and the newest as the tag ``now.KEY``.
+        MLflow never changes a param. A run that is resumed with newer code or another setting keeps
+        the first value as its param, and has the newest as the tag ``now.KEY``.
         """
         from mlflow.entities import Param
 
@@ -149,11 +149,11 @@ class RunLog(Adapter):
         self.call("set_terminated", mlflow_run_id, status=status)
 
     def resume_run(self, mlflow_run_id: str) -> None:
-        """Mark the run as under way, also where it had ended."""
+        """Mark the run as running, also if it had ended."""
         self.call("update_run", mlflow_run_id, status="RUNNING")
 
     def run_url(self, mlflow_run_id: str) -> str:
-        """Return where a browser shows the run."""
+        """Return the URL of the run's page in MLflow."""
         experiment_id = self.call("get_run", mlflow_run_id).info.experiment_id
         return f"{self.tracking_uri}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"
 

@@ -1,6 +1,6 @@
-"""Versions and the evidence each is bound to: registering, reading, and whether to trust one.
+"""Registered versions and their evidence: registering, reading and verifying.
 
-Moves no alias but ``candidate``; promotion and rollback are ``registry``'s.
+Moves only the alias ``candidate``; promotion and rollback are in ``registry.registry``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Versions(RunLog):
     def register_candidate(
         self, model_id: str, source_url: str, evidence: Evidence, mlflow_run_id: str
     ) -> str:
-        """Return the version that stands for ``source_url`` with ``evidence``, created if need be.
+        """Return the version of ``source_url`` with ``evidence``; create it if there is none.
 
-        The bytes stay where they are. The alias ``candidate`` follows only where the gate passed;
-        a refused candidate is kept, without an alias, so that people can see why.
+        The bytes are not copied. The alias ``candidate`` is set only if the gate passed; a refused
+        candidate is kept without an alias, so that people can see why.
         """
         if evidence.model_id != model_id:
             raise InvalidInput(
@@ -50,7 +50,7 @@ class Versions(RunLog):
                 tags=lineage.version_tags(evidence),
                 await_creation_for=0,  # nothing is copied, so there is nothing to wait for
             )
-            # A retried request may have made two; everybody settles on the older one.
+            # A retried request may have created two; every caller uses the older one.
             version = self._find_by_tag(model_id, lineage.TAG_CLAIM, claim) or created
         if version.source != source_url:
             raise Conflict(
@@ -64,13 +64,13 @@ class Versions(RunLog):
         return str(version.version)
 
     def version(self, model_id: str, version: str) -> RegisteredVersion:
-        """Return one version without its evidence. Raises NotFound."""
+        """Return one version without its evidence; raises NotFound."""
         return _registered(model_id, self.call("get_model_version", model_id, version))
 
     def evidence(self, model_id: str, version: str) -> Evidence:
         """Return the evidence bound to a version, its digest checked.
 
-        Raises NotFound where none was bound, CorruptData where the stored bytes differ.
+        Raises NotFound if none was bound, CorruptData if the stored bytes differ.
         """
         found = self.version(model_id, version)
         where = f"models:/{model_id}/{version}"
@@ -93,9 +93,9 @@ class Versions(RunLog):
             ) from error
 
     def champion(self, model_id: str) -> RegisteredVersion | None:
-        """Return the champion with its evidence, or None where there is none yet.
+        """Return the champion with its evidence, or None if there is none yet.
 
-        Raises GateRefused where someone pointed the alias at a version that never passed.
+        Raises GateRefused if the alias points at a version that did not pass its gate.
         """
         try:
             number = self._alias(model_id, CHAMPION)
@@ -109,7 +109,7 @@ class Versions(RunLog):
         return None if found is None else _registered(model_id, found)
 
     def was_rolled_back(self, model_id: str, manifest_digest: str) -> bool:
-        """Return whether exactly these bytes were champion, were taken back, and still are."""
+        """Return whether the version with this manifest was champion and is still rolled back."""
         found = self._find_by_tag(model_id, lineage.TAG_MANIFEST, manifest_digest)
         if found is None or found.tags.get(lineage.TAG_ROLLED_BACK) != "true":
             return False
@@ -134,7 +134,7 @@ class Versions(RunLog):
         return found.source_url, found.manifest_digest
 
     def model_url(self, model_id: str, version: str | None = None) -> str:
-        """Return where a browser shows the model, or one version of it."""
+        """Return the URL of the page in MLflow of a model or of one version."""
         page = f"{self.tracking_uri}/#/models/{model_id}"
         return f"{page}/versions/{version}" if version else page
 

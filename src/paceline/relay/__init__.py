@@ -1,8 +1,8 @@
-"""The data plane: pull pieces from lanes' sources, verify them, keep them, pass them on at once.
+"""The data plane: nodes pull pieces from their lanes' sources, verify, store and forward them.
 
-``session/`` decides (no I/O), ``wires/`` carries bytes between nodes, ``disk/`` keeps them,
-``origin`` reads the source. ``share`` is one model moving, ``deployments`` what a node does about
-one deployment, ``driver`` ties these to threads and ``agent`` is the process; ``onecall`` needs no
-server, ``memory`` runs the same sessions under a virtual clock. Nothing here knows topologies,
-flows or training.
+``protocol/`` decides which pieces to fetch (no I/O), ``transport/`` carries bytes between nodes,
+``store/`` keeps them on disk and ``origin`` reads the source. ``deployments`` and
+``active_deployment`` hold the state of the deployments on one node, ``node`` connects them to
+threads and ``agent`` is the process; ``standalone`` runs a whole deployment without a server.
+Nothing here depends on topologies, flows or training.
 """

@@ -1,6 +1,6 @@
-"""One node's part of one deployment: its session, files, streams, counts, and what it reports.
+"""State of one deployment on one node: session, files, streams, counters and the reported status.
 
-Owned by the driver's owner thread; other threads only read ``beat``, which is replaced whole.
+Owned by the owner thread of ``node``; other threads only read ``beat``, which is replaced whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.schemas.records import Failure, Receipt, WorkerStatus
 
 
 class Arrivals:
-    """Verified pieces that the session has not heard of: byte threads add, the owner takes."""
+    """Verified pieces that the session has not processed yet: byte threads add, the owner takes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,7 +33,7 @@ class Arrivals:
         self._called = False
 
     def add(self, event: PieceVerified, enough: float) -> bool:
-        """Add pieces; return whether to call the owner: once, when ``enough`` of them wait."""
+        """Add pieces; return whether to wake the owner: once, when ``enough`` pieces wait."""
         with self._lock:
             key = (event.source_key, event.stream)
             self._pieces += self._waiting.setdefault(key, Extents()).add(event.extent)
@@ -42,7 +42,7 @@ class Arrivals:
             return call
 
     def take(self) -> list[PieceVerified]:
-        """Return what waits, as runs."""
+        """Return the waiting pieces, as runs."""
         if not self._waiting:
             return []
         with self._lock:
@@ -57,7 +57,7 @@ class Arrivals:
 
 @dataclass(eq=False)
 class Share:
-    """See the module's docstring."""
+    """One node's part of one deployment; see the module's docstring."""
 
     lanes: WorkerLanes
     manifest: Manifest
@@ -68,7 +68,7 @@ class Share:
     committer: Committer | None = None
     counters: Counters = field(default_factory=Counters)
     reading: Reading = field(default_factory=Reading)
-    is_cut_off: bool = False  # nobody reads here and no coordinator is heard: see ``driver``
+    is_cut_off: bool = False  # without readers and without a coordinator: see ``node``
     arrivals: Arrivals = field(default_factory=Arrivals)
     streams: dict[str, tuple[int, PullStream]] = field(default_factory=dict)
     readers: dict[str, RangeReader] = field(default_factory=dict)
@@ -82,23 +82,25 @@ class Share:
 
     @property
     def deployment_id(self) -> str:
-        """Return the deployment this is a part of."""
+        """Return the id of the deployment."""
         return self.lanes.deployment_id
 
     def expected_rate(self, source: Source) -> float:
-        """Return what the lanes count on from ``source``, in bytes per second; 0: unknown."""
+        """Return the rate that the lanes expect from ``source``, in bytes per second (0:
+        unknown).
+        """
         return sum(each.expected_bytes_s for each in self.lanes.lanes if each.source == source)
 
     def portion(self, source: Source) -> float:
-        """Return the same where the lanes count on several sources, which share this node's link;
-        0 where ``source`` may have all of it.
+        """Return the expected rate where the lanes use several sources, which share this node's
+        link; 0 where ``source`` may use all of it.
         """
         several = len({each.source.key for each in self.lanes.lanes}) > 1
         return self.expected_rate(source) if several else 0.0
 
     @property
     def may_be_replaced(self) -> bool:
-        """Return whether somebody else may be told to read the origin in this node's place."""
+        """Return whether the coordinator may assign this node's origin reads to another node."""
         named = any(each.source.kind == "worker" or each.spares for each in self.lanes.lanes)
         seeds = bool(self.lanes.origin_lanes) and self.lanes.origin_tell_bytes > 0
         return seeds and (named or self.reading.had_readers) and self.ended_s is None
@@ -110,7 +112,9 @@ class Share:
         self.streams.clear()
 
     def news(self) -> tuple[object, ...]:
-        """Return what of ``beat`` is told at once where it changes."""
+        """Return the fields of ``beat`` whose change is reported without waiting for the next
+        heartbeat.
+        """
         beat, much = self.beat, self.lanes.origin_tell_bytes
         if beat is None:
             return ()
@@ -119,13 +123,15 @@ class Share:
 
     @property
     def has_much_to_tell(self) -> bool:
-        """Return whether what was read from the origin since ``beat`` is told at once."""
+        """Return whether the bytes read from the origin since ``beat`` call for an immediate
+        report.
+        """
         much = self.lanes.origin_tell_bytes
         told = self.beat.origin_bytes if self.beat else 0
         return 0 < much <= self.counters.origin_bytes - told
 
     def refresh(self, now_s: float) -> None:
-        """Replace ``beat`` by what is true now."""
+        """Replace ``beat`` by the current state."""
         self.refreshed_s = now_s
         progress = self.session.progress() if self.session else None
         failure = self.failure
@@ -150,7 +156,7 @@ class Share:
     def completed(
         self, path: Path, now_s: float, *, worker_id: str, incarnation: int, sent_bytes: int
     ) -> None:
-        """Take note that the version is visible at ``path``, and write the receipt."""
+        """Record that the version is visible at ``path``, and create the receipt."""
         self.ended_s = now_s
         self.status = WorkerStatus.COMPLETE
         self.failure = None

@@ -1,12 +1,13 @@
-"""The agent: one lean process a node that relays models for the coordinator.
+"""The node agent: one lightweight process a node that relays models for the coordinator.
 
-It registers, beats, does what the answers ask (fetch lanes, activate, cancel) and otherwise lets
-the relay driver work; with the coordinator away the data plane goes on, also over a restart of the
-agent, and beats are retried with jitter. It imports no orchestrator and no ML library; boto3 comes
-in when it first reads from S3 (or at its start, with ``warm``).
+It registers, sends heartbeats, executes the commands in the answers (fetch lanes, activate, cancel)
+and leaves the transfers to the relay driver. While the coordinator is unreachable the data plane
+continues, also across a restart of the agent, and heartbeats are retried with jitter. It imports no
+orchestrator and no ML library; boto3 is imported at the first read from S3 (or at the start, with
+``warm``).
 
-Run it: ``paceline agent --state DIR --worker-id node-0 --host H --rack R``. It ends with 0 when it
-was told to stop, else with the code of the error that it names.
+Run it: ``paceline agent --state DIR --worker-id node-0 --host H --rack R``. It exits with 0 after
+SIGTERM or SIGINT, else with the code of the error that it names.
 """
 
 from __future__ import annotations
@@ -62,16 +63,17 @@ from paceline.schemas.records import WorkerStatus
 from paceline.system.files import write_durably
 from paceline.text import log_to_stderr
 
-# What an agent tells at each beat: where its deployments stand, and what moved since it last told.
+# Heartbeats: the state of the agent's deployments, and what changed since the last acknowledged
+# one.
 #
-# Counts of edges are cumulative, so that a beat that is lost loses nothing; only those that changed
+# Counts of edges are cumulative, so that a lost heartbeat loses nothing; only those that changed
 # are sent, because a node that served fifty peers need not list them all for the rest of the day.
 
 ENDED = (WorkerStatus.COMPLETE, WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
 
 
 class Report:
-    """Writes the beats of one agent; used by one thread."""
+    """Builds the heartbeats of one agent; used by one thread."""
 
     def __init__(self, worker_id: str, driver: RelayDriver) -> None:
         self._worker_id = worker_id
@@ -82,7 +84,7 @@ class Report:
         self._telling: dict[tuple[str, str, str], EdgeTally] = {}
 
     def beat(self, available_storage: int) -> Heartbeat:
-        """Return what to say now."""
+        """Return the next heartbeat."""
         beats = self._driver.beats()
         receiving = next((b for b in beats if b.status is WorkerStatus.RECEIVING), None)
         newest = receiving or (beats[-1] if beats else None)
@@ -102,12 +104,14 @@ class Report:
         )
 
     def was_heard(self) -> None:
-        """Take note that the last beat was answered."""
+        """Record that the coordinator acknowledged the last heartbeat."""
         self._told |= self._telling
         self._telling = {}
 
     def forget(self) -> None:
-        """Tell everything again: whoever listens now may be another, who knows nothing."""
+        """Report all edges again: the coordinator may be another process without the earlier
+        counts.
+        """
         self._told.clear()
 
     def _moved(self, beat: DeploymentBeat) -> DeploymentBeat:
@@ -126,14 +130,15 @@ AGENT_FILE = "agent.json"
 INCARNATION_FILE = "incarnation"
 PORT_FILE = "port"
 RETRY_S = 0.5  # after a call that failed; doubled up to RETRY_MAX_S, jittered
-RETRY_MAX_S = 2.0  # a new leader should hear of everybody within seconds
+RETRY_MAX_S = 2.0  # a new leader should receive all heartbeats within seconds
 CALL_TIMEOUT_S = 10.0
-HOLD_S = 1.0  # how long an idle agent's beat waits for a command
-ALONE_S = 2.0  # how long a restarted agent asks before it goes on with what it was at
+HOLD_S = 1.0  # how long an idle agent's heartbeat waits for a command
+ALONE_S = 2.0  # how long a restarted agent tries the coordinator before it resumes its transfers
 
 
 def run_agent(config: AgentConfig) -> int:
-    """Work until SIGTERM (or SIGINT) and return the exit code; the body of ``paceline agent``.
+    """Run an agent until SIGTERM (or SIGINT) and return the exit code; the body of ``paceline
+    agent``.
 
     Raises InvalidProfile and InvalidInput (settings), PortInUse, StateLocked (another agent has
     this node's store), StorageFull and StorageFailed; nothing is left behind then.
@@ -161,14 +166,14 @@ class Agent:
             security.trusted_publishers, required=security.require_signature
         )
         host, port = address_of(config.listen)
-        self._advertised(config.listen)  # to refuse it before anything is made
+        self._advertised(config.listen)  # refuses a bad address before anything is created
         self._transport = transport = transport_for(runtime, host, config.worker_id)
         self._renewal = Renewal.of(runtime, on_renewed=self._go_on_as)
         self._link_mbit = config.link_mbit or runtime.profile.cluster.link_mbit
         self._sources = Sources(runtime)
         self._process = secrets.token_hex(8)
         self._news = threading.Event()
-        self._interval_s = 0.0  # between beats, as the coordinator said last
+        self._interval_s = 0.0  # between heartbeats, as the coordinator's last answer set it
         self._node_dir = runtime.node_dir(config.worker_id)
         new = not self._node_dir.exists()
         self._node_dir.mkdir(parents=True, exist_ok=True)
@@ -178,16 +183,16 @@ class Agent:
             self._readings = Readings(self._node_dir / "readings")
             self.driver = self._make_driver(transport, host, port)
         except BaseException:
-            if new:  # nobody else can have put anything there: the store is still locked by us
+            if new:  # only we can have written there: the store is still locked by us
                 shutil.rmtree(self._node_dir, ignore_errors=True)
             self._store.close()
             raise
-        # Without patience of its own: between two rounds of asking, this loop has its own pause.
+        # Without retries of its own: this loop waits between two attempts.
         self._client = CoordinatorClient.of(runtime, CALL_TIMEOUT_S, patience_s=0.0, worker=True)
         self._report = Report(config.worker_id, self.driver)
         self._assignments = Assignments(self._node_dir / "assignments")
         self._manifests: dict[str, Manifest] = {}
-        self._left: list[tuple[WorkerLanes, Manifest]] = []  # by an earlier process
+        self._left: list[tuple[WorkerLanes, Manifest]] = []  # lanes of an earlier process
         self._broken: Exception | None = None
 
     def _advertised(self, listening: str) -> str:
@@ -218,14 +223,15 @@ class Agent:
 
         if port:
             return make(port)
-        # Whoever was told of the last process finds this one, coordinator or not.
+        # Reuse the last process's port: peers that have its address reach this process without a
+        # coordinator.
         try:
             return make(int((self._node_dir / PORT_FILE).read_text()))
         except (FileNotFoundError, ValueError, PortInUse):
             return make(0)
 
     def start(self) -> None:
-        """Listen, say so in agent.json, and go on with what an earlier process began."""
+        """Listen, write agent.json, and load the lanes that an earlier process stored."""
         self.driver.start()
         address = self.address = self._advertised(self.driver.server.address)
         said = {
@@ -250,14 +256,16 @@ class Agent:
             threading.Thread(target=objects.warm_up, name="warm-up", daemon=True).start()
 
     def close(self) -> None:
-        """Stop relaying; verified pieces are made durable first."""
+        """Stop relaying; verified pieces become durable first."""
         if self._renewal is not None:
             self._renewal.stop()
         self.driver.stop()
         (self._node_dir / AGENT_FILE).unlink(missing_ok=True)
 
     def run(self, stop: StopSignal) -> None:
-        """Register and beat until told to stop; a call that hangs does not hold that up."""
+        """Register and send heartbeats until ``stop`` is set; a call that hangs does not delay
+        that.
+        """
         threading.Thread(target=self._control, name="agent-control", daemon=True).start()
         while not stop.wait(PARENT_POLL_S):
             if self._broken is not None:
@@ -277,7 +285,7 @@ class Agent:
         alone_s = time.monotonic() + ALONE_S
         while True:
             began_s = time.monotonic()
-            if self.driver.withdrawals > withdrawals:  # it holds less than it said: begin again
+            if self.driver.withdrawals > withdrawals:  # holds less than reported
                 withdrawals, registered = self.driver.withdrawals, False
                 self._renew()
             try:
@@ -292,7 +300,7 @@ class Agent:
                     self._go_on()
                     failures = 0
                     self._rest(began_s, self._interval_s)
-                else:  # lost for the coordinator: come back as a new incarnation
+                else:  # the coordinator expired this worker: register as a new incarnation
                     registered = False
                     self._renew()
                 continue
@@ -311,10 +319,11 @@ class Agent:
             time.sleep(_backoff_s(failures))
 
     def _go_on(self) -> None:
-        """Take up what an earlier process began and nobody has called off meanwhile.
+        """Resume the deployments that an earlier process began and that were not cancelled
+        meanwhile.
 
-        Asked of the coordinator first: what was cancelled while this node was down must not be
-        shown by it. Where nobody answers for a moment, the data goes on without.
+        The coordinator is tried first: this node must not publish what was cancelled while it was
+        down. If it does not answer within ``ALONE_S``, the transfer continues without it.
         """
         left, self._left = self._left, []
         for lanes, manifest in left:
@@ -328,7 +337,7 @@ class Agent:
                 self.driver.deploy(resumed, manifest)
 
     def _rest(self, began_s: float, interval_s: float) -> None:
-        """Wait until the next beat is due, or until there is news to tell."""
+        """Wait until the next heartbeat is due, or until there is something to report at once."""
         self._news.wait(max(0.0, began_s + interval_s - time.monotonic()))
         time.sleep(max(0.0, began_s + NEWS_S - time.monotonic()))
 
@@ -351,7 +360,7 @@ class Agent:
         log.info("registered worker=%s incarnation=%d", config.worker_id, self.incarnation)
 
     def _beat(self) -> HeartbeatAnswer:
-        self._news.clear()  # before looking: what comes from here on is told by the next beat
+        self._news.clear()  # first: the next heartbeat reports every later change
         beat = self._report.beat(self._store.available_bytes())
         idle = all(each.status in ENDED for each in beat.deployments)
         answer = self._client.heartbeat(beat, wait_s=min(HOLD_S, self._interval_s) if idle else 0.0)
@@ -361,7 +370,7 @@ class Agent:
         self._note_heard(beat)
         ended = [each for each in beat.deployments if each.status in ENDED]
         self._assignments.drop([each.deployment_id for each in ended])
-        # Who failed may be revived, and goes on from what it has read.
+        # A failed deployment may be revived, and then continues from its count of origin reads.
         whole = [each for each in ended if each.status is WorkerStatus.COMPLETE]
         self._readings.drop([each.deployment_id for each in whole])
         return answer
@@ -370,7 +379,7 @@ class Agent:
         try:
             for each in beat.deployments:
                 self._readings.heard(each.deployment_id, each.origin_bytes)
-        except (PacelineError, OSError) as error:  # it is told again after a restart: no less
+        except (PacelineError, OSError) as error:  # reported again after a restart
             log.warning("what was told of the origin is not written down: %s", error)
 
     def _execute(self, command: Command) -> None:
@@ -380,7 +389,7 @@ class Agent:
                 self._fetch_lanes(deployment_id)
             case "activate":
                 known = any(b.deployment_id == deployment_id for b in self.driver.beats())
-                if not known:  # completed by an earlier process: from disk it is so at once
+                if not known:  # an earlier process completed it: the disk has it all
                     self._fetch_lanes(deployment_id)
                 self.driver.activate(deployment_id)
             case "cancel":
@@ -407,7 +416,7 @@ class Agent:
             self.driver.refuse(lanes, manifest, error)
             return
         try:
-            lanes_on_disk = self._readings.of(deployment_id).kept(lanes)  # of what is read by now
+            lanes_on_disk = self._readings.of(deployment_id).kept(lanes)  # with bytes read so far
         except (PacelineError, OSError) as error:
             self.driver.refuse(lanes, manifest, as_error(error))
             return
@@ -422,13 +431,13 @@ class Agent:
         if known is not None and known.digest == digest:
             return known
         manifest = parse_manifest(self._client.manifest_bytes(deployment_id))
-        self._manifests = {deployment_id: manifest}  # one is enough; the driver keeps its own
+        self._manifests = {deployment_id: manifest}  # one is enough; the driver has its own
         return manifest
 
     # ── identity ─────────────────────────────────────────────────────────────────────────────────
 
     def _go_on_as(self, renewed: Runtime) -> None:
-        """Use the next token and certificate, for what begins from now on."""
+        """Use the renewed token and certificate for new connections."""
         self._client.use_token(renewed.secrets.for_agents)
         if not self._transport.reload():
             log.warning("restart this agent before its old certificate expires: gRPC keeps it")

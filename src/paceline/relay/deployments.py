@@ -1,8 +1,7 @@
-"""The deployments that one node takes part in, from lanes to files to the final path to their end.
+"""The deployments on one node, from lanes through files and publication to cancellation.
 
-All of it runs on the owner thread, except what keeps a disk busy for long: files are opened
-and published on threads of their own, which post what came of it. How bytes move is the driver's;
-which pieces are wanted is the session's.
+All of it runs on the owner thread, except long disk work: threads of their own open and publish the
+files and post the result. ``node`` moves the bytes; the session decides which pieces are wanted.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from paceline.system.files import write_durably
 
 log = logging.getLogger(__name__)
 
-MOST_AHEAD = 1024 * 1024  # of what is read, written down ahead of it where lanes say nothing
+MOST_AHEAD = 1024 * 1024  # at most, of the count written ahead, where lanes set none
 AHEAD_PARTS = 512
-FINISHED_KEPT = 8  # deployments that stay open for others, and in the beats, after they ended
+FINISHED_KEPT = 8  # ended deployments that stay open for peers and in the heartbeats
 
 Work = Callable[[float], None]
 
 
 class Deployments:
-    """See the module's docstring. ``post`` brings work to the owner thread; ``tell`` gives a
-    session an event; ``report_of`` makes what byte threads report with; ``changed`` says that
-    something is new to report.
+    """The deployments of one node. ``post`` queues work for the owner thread; ``tell`` passes an
+    event to a session; ``report_of`` returns the callback with which byte threads report;
+    ``changed`` is called when there is something new to report.
     """
 
     def __init__(
@@ -73,13 +72,13 @@ class Deployments:
         self._post, self._tell, self._report_of = post, tell, report_of
         self._changed = changed
         self._shares: dict[str, Share] = {}
-        self.withdrawals = 0  # published versions that rotted
+        self.withdrawals = 0  # published versions withdrawn because a piece no longer matched
 
     def __iter__(self) -> Iterator[Share]:
         return iter(list(self._shares.values()))
 
     def close(self) -> None:
-        """End everything; what is verified becomes durable first."""
+        """Close all deployments; verified pieces become durable first."""
         for share in self:
             share.close_streams()
             if share.committer:
@@ -93,17 +92,17 @@ class Deployments:
         self._readings.close()
 
     def refresh(self, share: Share, now_s: float) -> None:
-        """Report what is true of ``share`` now."""
+        """Update the reported state of ``share``."""
         share.refresh(now_s)
         self._changed()
 
     def deploy(self, lanes: WorkerLanes, manifest: Manifest, now_s: float) -> None:
-        """Take part in a deployment, or take its newer lanes."""
+        """Join a deployment, or apply its newer lanes."""
         known = self._shares.get(lanes.deployment_id)
         if known is not None and lanes.epoch <= known.lanes.epoch:
             return
         if known is not None and (known.session is not None or known.ended_s is None):
-            known.lanes = lanes  # one that is still being prepared takes these when it is ready
+            known.lanes = lanes  # a deployment still being prepared applies these when it is ready
             self._tell(known, LanesAssigned(lanes, known.counters.origin_bytes), now_s)
             if known.session and known.session.progress().status is WorkerStatus.RECEIVING:
                 known.status, known.failure, known.ended_s = WorkerStatus.RECEIVING, None, None
@@ -116,7 +115,7 @@ class Deployments:
         self._shares[lanes.deployment_id] = share
         try:
             share.reading = self._readings.of(share.deployment_id)
-        except (PacelineError, OSError) as error:  # before a byte is read that nobody would count
+        except (PacelineError, OSError) as error:  # before a byte is read that would not be counted
             self.fail(share, as_error(error))
             return
         share.counters = _counters(share)
@@ -131,7 +130,7 @@ class Deployments:
     def refuse(
         self, lanes: WorkerLanes, manifest: Manifest, error: PacelineError, now_s: float
     ) -> None:
-        """Report that this node takes no part in a deployment, and why."""
+        """Report that this node does not join a deployment, and why."""
         if lanes.deployment_id in self._shares:
             return
         share = Share(lanes, manifest, now_s, self._sent_bytes())
@@ -142,7 +141,7 @@ class Deployments:
         """Open the files and copy what this disk already has; not on the owner thread."""
         try:
             staging = self.library.open(share.manifest)
-        except Exception as error:  # noqa: BLE001 - nobody else would tell that it ended
+        except Exception as error:  # noqa: BLE001 - otherwise the failure is never reported
             failure = as_error(error)
             self._post(lambda _now: self.fail(share, failure))
         else:
@@ -171,7 +170,7 @@ class Deployments:
             share.committer.start()
 
     def publish(self, share: Share) -> None:
-        """Show the complete version at its final path, on a thread of its own."""
+        """Publish the complete version at its final path, on a thread of its own."""
         _thread("publish", lambda: self._publish(share))
 
     def _publish(self, share: Share) -> None:
@@ -185,7 +184,7 @@ class Deployments:
         except Exception as error:  # noqa: BLE001 - as in _prepare
             failure = as_error(error)
             if isinstance(failure, Conflict) and not staging.all_verified:
-                self._post(lambda _now: self._commit_on(share))  # a piece rotted meanwhile
+                self._post(lambda _now: self._commit_on(share))  # a piece became corrupt meanwhile
             else:
                 self._post(lambda _now: self.fail(share, failure, verification=True))
             return
@@ -205,7 +204,7 @@ class Deployments:
         self._post(done)
 
     def fail(self, share: Share, error: PacelineError, *, verification: bool = False) -> None:
-        """Give a deployment up, and say why; lanes of a newer epoch may revive it."""
+        """Fail a deployment and report why; lanes of a newer epoch may revive it."""
         if share.ended_s is not None:
             return
         log.error("deployment %s failed here: %s", share.deployment_id, error)
@@ -213,12 +212,12 @@ class Deployments:
         share.failure = as_failure(error)
         share.ended_s = time.monotonic()
         share.close_streams()
-        share.refresh(share.ended_s)  # before the session goes: what was held is still reported
+        share.refresh(share.ended_s)  # before the session goes: it has the last counts
         if verification or isinstance(error, StorageFull | StorageFailed | DeploymentFailed):
-            # nothing on this disk may be trusted or take up room any more
+            # this data may neither be trusted nor take up disk space any more
             try:
                 self._drop(share)
-            except (PacelineError, OSError):  # it ended all the same, and says so
+            except (PacelineError, OSError):  # it failed all the same, and is reported as failed
                 log.exception("cannot drop what arrived of %s", share.deployment_id)
         if share.staging is not None:
             share.staging.give_up(True)
@@ -234,7 +233,7 @@ class Deployments:
         share.session = share.staging = share.committer = None
 
     def cancel(self, deployment_id: str, now_s: float) -> None:
-        """Drop a deployment with what arrived of it, unless it is published."""
+        """Cancel a deployment and discard its data, unless it is published."""
         share = self._shares.get(deployment_id)
         if share is None:
             return
@@ -245,12 +244,12 @@ class Deployments:
         self._changed()
 
     def forget(self, digest: str) -> None:
-        """Drop what an earlier process began of a version, unless a deployment has it here."""
+        """Discard a version that an earlier process began, unless a deployment here uses it."""
         if all(share.manifest.digest != digest for share in self):
             self._store.forget(digest)
 
     def activate(self, deployment_id: str, now_s: float) -> None:
-        """Switch to a deployment's version, if it is complete here."""
+        """Activate a deployment's version, if it is complete here."""
         share = self._shares.get(deployment_id)
         if share is None or share.receipt is None:
             return
@@ -262,16 +261,16 @@ class Deployments:
         else:
             for other in self:
                 if other.activated and other.manifest.model_id == share.receipt.model_id:
-                    other.activated = False  # a beat says what is active, not what once was
+                    other.activated = False  # a heartbeat reports what is active, not what once was
                     self.refresh(other, now_s)
             share.activated, share.failure = True, None
         self.refresh(share, now_s)
 
     def rotten(self, digest: str, piece: int, now_s: float) -> None:
-        """Have a piece fetched again that no longer matches on this disk.
+        """Fetch a piece again that no longer matches its digest on this disk.
 
-        A version that is published already is withdrawn at once, and its deployments end here: as
-        a new incarnation the worker is planned in again, and brings what is missing.
+        A version that is published already is withdrawn at once, and its deployments end here: the
+        worker registers as a new incarnation, is planned in again, and fetches what is missing.
         """
         mine = [share for share in self if share.manifest.digest == digest]
         try:
@@ -294,7 +293,7 @@ class Deployments:
             self._changed()
 
     def _forget_old(self) -> None:
-        """Close the oldest ended deployments beyond those worth keeping open."""
+        """Close the oldest ended deployments beyond the ``FINISHED_KEPT`` newest."""
         ended = [share for share in self._shares.values() if share.ended_s is not None]
         for share in sorted(ended, key=lambda each: each.ended_s or 0.0)[:-FINISHED_KEPT]:
             del self._shares[share.deployment_id]
@@ -303,7 +302,7 @@ class Deployments:
 
 
 def _counters(share: Share) -> Counters:
-    """Return counters that go on from what was read for this deployment before."""
+    """Return counters that continue from what earlier processes read for this deployment."""
     reading = share.reading
     least = min(MOST_AHEAD, share.manifest.total_size // AHEAD_PARTS)
 
@@ -318,7 +317,7 @@ def _thread(name: str, work: Callable[[], None]) -> None:
 
 
 def as_error(error: Exception) -> PacelineError:
-    """Return what ended a deployment here as what is reported."""
+    """Return ``error``, which ended a deployment here, as the PacelineError to report."""
     if isinstance(error, PacelineError):
         return error
     if not isinstance(error, OSError):
@@ -327,27 +326,26 @@ def as_error(error: Exception) -> PacelineError:
     return StorageFailed("the disk failed", got=error, do="See this agent's log.")
 
 
-# The lanes a node follows, on its disk: an agent that is restarted goes on without being told.
+# The lanes of a node, stored on its disk: a restarted agent resumes while the coordinator is away.
 #
-# The coordinator may be away just then, and others wait for what this node forwards. Lanes are kept
-# with their manifest until their deployment has ended here. What a kept lane says may be out of
-# date; newer lanes replace it as always.
+# Other nodes may wait for what this one forwards. Lanes are stored with their manifest until their
+# deployment has ended here. Stored lanes may be out of date; newer lanes replace them as always.
 
 MOST = 8  # deployments at once; a node takes part in one or two
 _LANES, _MANIFEST = ".lanes.json", ".manifest.json"
 
 
 class Assignments:
-    """Kept below ``directory``; used by one thread."""
+    """Lanes stored below ``directory``; used by one thread."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._epochs: dict[str, int] = {}  # of what this process kept
+        self._epochs: dict[str, int] = {}  # of the lanes that this process stored
         directory.mkdir(parents=True, exist_ok=True)
 
     def keep(self, lanes: WorkerLanes, manifest: Manifest) -> None:
-        """Remember ``lanes`` in place of the deployment's older ones; told of again, the same stay
-        as they were kept.
+        """Store ``lanes`` in place of the deployment's older ones; lanes of the same epoch are not
+        stored again.
         """
         if self._epochs.get(lanes.deployment_id) == lanes.epoch:
             return
@@ -359,7 +357,7 @@ class Assignments:
         self._epochs[lanes.deployment_id] = lanes.epoch
 
     def drop(self, deployment_ids: Collection[str]) -> None:
-        """Forget deployments that have ended here."""
+        """Delete the lanes of deployments that have ended here."""
         for each in deployment_ids:
             self._epochs.pop(each, None)
         gone = [self._directory / f"{each}{_LANES}" for each in deployment_ids]
@@ -370,7 +368,7 @@ class Assignments:
             self._drop_manifests()
 
     def load(self) -> Iterator[tuple[WorkerLanes, Manifest]]:
-        """Yield what was kept, newest first; what cannot be read is removed and told."""
+        """Yield the stored lanes, newest first; unreadable files are removed with a warning."""
         paths = sorted(
             self._directory.glob(f"*{_LANES}"), key=lambda path: path.stat().st_mtime, reverse=True
         )

@@ -1,9 +1,9 @@
 """How a node becomes a worker, and stays one: ``join`` with a one-time token, ``Renewal`` after.
 
-The node makes its key and keeps it; the coordinator answers a request for a certificate with that,
-a token for this worker, and what of the profile an agent needs. All of it lies in the node's state
-directory, readable by its owner only: ``identity/`` and ``runtime.json``, from which the agent then
-starts like any other.
+The node creates its private key, which never leaves it; the coordinator answers the certificate
+request with a certificate, a token for this worker, and the part of the profile that an agent
+needs. All of it is stored in the node's state directory, readable by its owner only: ``identity/``
+and ``runtime.json``, from which the agent starts.
 """
 
 from __future__ import annotations
@@ -59,20 +59,21 @@ ABOUT_FILE = "identity.json"
 JOINING_FILE = "joining.pem"  # the key of a request whose answer has not arrived yet
 MAX_CA_BYTES = 64 * 1024
 TIMEOUT_S = 10.0
-LOOK_S = 60.0  # between two looks at the clock; after a failure too
-READABLE = 0o755  # of a node's state directory: servers of other users load models from it
+LOOK_S = 60.0  # between two checks of the clock; after a failure too
+READABLE = 0o755  # mode of a node's state directory: servers of other users load models from it
 
 
 def join(
     state_dir: Path, worker_id: str, coordinator_url: str, token: str, *, ca: Path | None = None
 ) -> bool:
-    """Make this node ``worker_id``; return False where it is that already, and spend nothing.
+    """Make this node ``worker_id``; return False where it is that already, without using the token.
 
-    ``ca`` is what the coordinator's certificate is checked against; without one, the authority that
-    the token names. Raises AccessDenied (the token was spent for another node, expired, or is
-    another worker's), Conflict (the directory is another worker's, or an installation's),
-    InvalidInput; nothing is left behind then. Raises ServiceUnavailable where no answer arrives:
-    called again, the same token is answered for the same key, which stays here for that.
+    ``ca`` is the authority that the coordinator's certificate is checked against; without one, the
+    authority whose fingerprint is in the token. Raises AccessDenied (the token was used for another
+    node, is expired, or belongs to another worker), Conflict (the directory belongs to another
+    worker, or to an installation), InvalidInput; nothing is left behind then. Raises
+    ServiceUnavailable where no answer arrives: the key stays here, and a second call with the same
+    token is answered for it.
     """
     if _joined_as(state_dir) is not None:
         _require_same(state_dir, worker_id)
@@ -118,7 +119,7 @@ def join(
 
 
 class Renewal:
-    """Exchanges a joined node's identity for the next one, in good time, on a thread of its own."""
+    """Renews a joined node's identity before it expires, on a thread of its own."""
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class Renewal:
         on_renewed: Callable[[Runtime], None],
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """``on_renewed`` is called with what the agent goes on with, on that thread."""
+        """``on_renewed`` is called with the renewed runtime, on that thread."""
         self._runtime, self._on_renewed, self._wall = runtime, on_renewed, wall
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="renewal", daemon=True)
@@ -138,15 +139,15 @@ class Renewal:
         return cls(runtime, on_renewed=on_renewed) if _joined_as(runtime.state_dir) else None
 
     def start(self) -> None:
-        """Begin to watch the clock."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End; a renewal in progress is given up."""
+        """Stop; a renewal in progress is not awaited."""
         self._stopping.set()
 
     def renew_if_due(self) -> bool:
-        """Renew where it is time and return whether it was; raises what the coordinator says."""
+        """Renew when due and return whether it was; raises the coordinator's error."""
         about = _joined_as(self._runtime.state_dir)
         if about is None or self._wall() < about["renew_at"]:
             return False
@@ -178,7 +179,7 @@ class Renewal:
 
 
 def _pin_of(token: str) -> str:
-    """Return the fingerprint of the authority that a join token names; raises InvalidInput."""
+    """Return the fingerprint of the authority in a join token; raises InvalidInput."""
     pinned = token.rpartition("_")[2]
     if not re.fullmatch(SHA256_HEX, pinned):
         raise InvalidInput(
@@ -189,7 +190,7 @@ def _pin_of(token: str) -> str:
 
 
 def _require_pinned(identity: WorkerIdentity, pinned: str) -> None:
-    """Raise AccessDenied unless the authority that the node is to trust is the pinned one."""
+    """Raise AccessDenied unless the authority in the answer is the pinned one."""
     got = fingerprint(identity.ca.encode())
     if got != pinned:
         raise AccessDenied(
@@ -201,10 +202,11 @@ def _require_pinned(identity: WorkerIdentity, pinned: str) -> None:
 
 
 def _named_authority(endpoint: Endpoint, wanted: str) -> bytes:
-    """Return the CA certificate that the coordinator shows, if it is the one the token names.
+    """Return the coordinator's CA certificate, if its fingerprint is ``wanted``, the one in the
+    token.
 
-    Nothing secret is sent and nothing else is believed on this connection: what makes the answer
-    good is its fingerprint, and that it holds this one certificate and nothing else.
+    No secret is sent and nothing else is trusted on this connection: only the fingerprint makes the
+    answer good, and it must hold exactly one certificate.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -271,7 +273,9 @@ def _runtime_of(state_dir: Path, asked_url: str, identity: WorkerIdentity) -> Ru
 
 
 def _reachable(urls: tuple[str, ...], asked_url: str) -> tuple[str, ...]:
-    """Return where this node finds the replicas: another machine's loopback is not ours."""
+    """Return the URLs at which this node reaches the replicas; another machine's loopback is
+    dropped.
+    """
     if Endpoint.of(asked_url).on_loopback:
         return urls or (asked_url,)
     others = tuple(url for url in urls if not Endpoint.of(url).on_loopback)
@@ -279,7 +283,9 @@ def _reachable(urls: tuple[str, ...], asked_url: str) -> tuple[str, ...]:
 
 
 def _keep(state_dir: Path, identity: WorkerIdentity, key: bytes, runtime: Runtime) -> None:
-    """Write everything down; what says when to renew comes last, since it vouches for the rest."""
+    """Store the identity; the file with the renewal time comes last, because it vouches for the
+    rest.
+    """
     directory = state_dir / DIRECTORY
     authorities = {CA_FILE: identity.ca, REST_CA_FILE: identity.rest_ca}
     trusted = {name: one_certificate(pem.encode()) for name, pem in authorities.items() if pem}

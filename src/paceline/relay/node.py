@@ -1,9 +1,9 @@
-"""Runs sessions on threads, sockets and disks: the data plane of one node.
+"""The relay driver: runs the sessions of one node on threads, sockets and disks.
 
-One owner thread takes ``(event, time)`` from a bounded inbox, feeds the sessions and starts what
-they ask for; byte threads only report into the inbox and never touch a session (checked). What
-agents report is a snapshot that the owner replaces whole. How a deployment begins and ends is in
-``deployments``; coordinators and HTTP are not known here.
+One owner thread takes ``(work, time)`` from a bounded inbox, passes events to the sessions and
+performs the actions that they return; byte threads only report into the inbox and never touch a
+session (checked). What agents report is a snapshot that the owner replaces whole. ``deployments``
+begins and ends deployments; this module does not depend on coordinators or HTTP.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ log = logging.getLogger(__name__)
 
 INBOX = 8192
 LONGEST_WAIT_S = 1.0
-LOOK_S = 0.03  # how long a verified piece may wait for others before the session hears of it,
-# and how many may wait: an eighth of the largest window. A call wakes the owner, for about 0.1 ms.
+LOOK_S = 0.03  # how long a verified piece may wait for others before its session receives it,
+# and how many bytes may wait: an eighth of the largest window. Waking the owner takes about 0.1 ms.
 DELIVER_BYTES = 4 * 1024 * 1024
-REFRESH_S = 0.1  # how old a reported count may be
-NAP_S = 0.3  # the owner came so much later than it wanted to: the process stood still
-DRAIN_S = 0.5  # at a stop, for the pieces that are on their way
+REFRESH_S = 0.1  # the largest age of a reported count
+NAP_S = 0.3  # a wake-up that is so much late means that the process was suspended
+DRAIN_S = 0.5  # at a stop, for the pieces that are in flight
 DRAIN_LOOK_S = 0.02
-UNHEARD_S = 3.0  # without an answer, or three beats: about then a coordinator loses this node
+UNHEARD_S = 3.0  # without an answer, or three heartbeats: about when a coordinator expires a node
 UNHEARD_BEATS = 3.0
 
 
 class RelayDriver:
-    """The data plane of one node. ``open_source(url)`` gives a reader for an origin; ``on_news()``
-    is called where something should be reported now, not at the next beat. ``coordinated``: lanes
-    come from a coordinator, who may give them to others while this process stands still, or is cut
-    off from it. ``readings`` are where what was read from the origin outlives the process.
+    """The data plane of one node. ``open_source(url)`` returns a reader for an origin;
+    ``on_news()`` is called when something should be reported before the next heartbeat.
+    ``coordinated``: a coordinator assigns the lanes, and may reassign them while this process is
+    suspended or cut off. ``readings`` stores the counts of origin reads across processes.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class RelayDriver:
             report_of=self._reporter,
             changed=self._tell_waiting,
         )
-        self._news: dict[str, tuple[object, ...]] = {}  # by deployment: what was last told at once
+        self._news: dict[str, tuple[object, ...]] = {}  # by deployment: last reported at once
         self._on_news = on_news
         self._coordinated = coordinated
-        self._woke_s = float("inf")  # when this process had stood still last, until it was heard of
-        self._heard_until_s = float("-inf")  # until then the coordinator counts as heard
+        self._woke_s = float("inf")  # end of a suspension, until lanes are confirmed
+        self._heard_until_s = float("-inf")  # until then the coordinator counts as reachable
         self._stop = threading.Event()
         self._changed = threading.Condition()
         self.server = transport.serve(
@@ -125,7 +125,7 @@ class RelayDriver:
 
     @property
     def incarnation(self) -> int:
-        """Return which life of its worker this node says it is."""
+        """Return the incarnation that this node reports for its worker."""
         return self._deployments.incarnation
 
     @incarnation.setter
@@ -140,8 +140,8 @@ class RelayDriver:
         self._owner.start()
 
     def stop(self) -> None:
-        """Stop serving and fetching; what is on its way arrives first, within DRAIN_S, and what is
-        verified becomes durable.
+        """Stop serving and fetching; pieces in flight arrive first, within DRAIN_S, and verified
+        pieces become durable.
         """
         self._drain()
         self._stop.set()
@@ -152,7 +152,7 @@ class RelayDriver:
         self.store.close()
 
     def _drain(self) -> None:
-        """Wait until each stream has brought a piece more, or has nothing to bring."""
+        """Wait until each stream has delivered one more piece, or has nothing to deliver."""
         busy = [
             (share.staging, len(share.streams) + share.staging.verified.count)
             for share in self._deployments
@@ -165,12 +165,12 @@ class RelayDriver:
             time.sleep(DRAIN_LOOK_S)
 
     def deploy(self, lanes: WorkerLanes, manifest: Manifest) -> None:
-        """Take part in a deployment, or take its newer lanes."""
+        """Join a deployment, or apply its newer lanes."""
         self._post(lambda now: self._deployments.deploy(lanes, manifest, now))
 
     def heard(self, since_s: float, next_s: float = 0.0) -> None:
-        """Take note that the coordinator answered what was asked at ``since_s`` or later, and that
-        what it commanded was passed on: lanes that are in force stand. It is asked again in
+        """Record that the coordinator answered a request sent at ``since_s`` or later and that its
+        commands were passed on: the lanes in force are confirmed. The next request follows in
         ``next_s``.
         """
         until_s = since_s + max(UNHEARD_S, UNHEARD_BEATS * next_s)
@@ -187,8 +187,9 @@ class RelayDriver:
                 self._tell(share, Confirmed(), now_s)
 
     def _look_around(self, share: Share, now_s: float) -> None:
-        """Stop reading the origin where others may have been told to: this node does not hear the
-        coordinator, and nobody reads here any more. While it is away from all, readers stay.
+        """Stop origin reads where the coordinator may have reassigned them: it is not reachable
+        from here and no peer reads from this node any more. While the coordinator is down for all
+        nodes, the peers keep reading, and so does this node.
         """
         session, staging = share.session, share.staging
         if not self._coordinated or session is None or staging is None:
@@ -205,28 +206,30 @@ class RelayDriver:
             self._tell(share, Confirmed(), now_s)
 
     def refuse(self, lanes: WorkerLanes, manifest: Manifest, error: PacelineError) -> None:
-        """Take no part in a deployment, and report why."""
+        """Do not join a deployment, and report why."""
         self._post(lambda now: self._deployments.refuse(lanes, manifest, error, now))
 
     def activate(self, deployment_id: str) -> None:
-        """Switch to the deployment's version, if it is complete here."""
+        """Activate the deployment's version, if it is complete here."""
         self._post(lambda now: self._deployments.activate(deployment_id, now))
 
     def cancel(self, deployment_id: str) -> None:
-        """Drop the deployment and what arrived of it; once its beat is gone it cannot publish."""
+        """Discard the deployment and its data; once it is gone from the heartbeats it cannot
+        publish.
+        """
         self._post(lambda now: self._deployments.cancel(deployment_id, now))
 
     def forget(self, digest: str) -> None:
-        """Drop what an earlier process began of a version, unless a deployment has it here."""
+        """Discard a version that an earlier process began, unless a deployment here uses it."""
         self._post(lambda _now: self._deployments.forget(digest))
 
     @property
     def withdrawals(self) -> int:
-        """Return how many published versions rotted on this disk and were taken out of sight."""
+        """Return how many published versions became corrupt on this disk and were withdrawn."""
         return self._deployments.withdrawals
 
     def beats(self) -> list[DeploymentBeat]:
-        """Return what to report about each deployment."""
+        """Return the reported state of each deployment."""
         return [beat for share in self._deployments if (beat := share.beat)]
 
     def wait(self, condition: Callable[[list[DeploymentBeat]], bool], timeout_s: float) -> bool:
@@ -240,9 +243,9 @@ class RelayDriver:
         self._inbox.put((work, time.monotonic()))
 
     def _run(self) -> None:
-        due_s = time.monotonic()  # when this loop wants to look at the clock again at the latest
+        due_s = time.monotonic()  # the latest time of this loop's next check of the clock
         while not self._stop.is_set():
-            due_s = self._look_at_clock(due_s)  # it may stand still in the middle of its work, too
+            due_s = self._look_at_clock(due_s)  # a suspension in the middle of its work counts
             wait_s = self._tick()
             due_s = self._look_at_clock(due_s) + wait_s
             found = None
@@ -257,8 +260,8 @@ class RelayDriver:
                     log.exception("an event could not be handled")
 
     def _look_at_clock(self, due_s: float) -> float:
-        """Tell the sessions where this process stood still (stopped, swapped out, its machine
-        paused) since ``due_s``, before they hear of anything else; return what time it is.
+        """Report to the sessions that this process was suspended (stopped, swapped out, its machine
+        paused) since ``due_s``, before any other event; return the current time.
         """
         now_s = time.monotonic()
         late_s = now_s - due_s
@@ -273,8 +276,8 @@ class RelayDriver:
         return now_s
 
     def _tick(self) -> float:
-        """Tell the sessions whose time has come, however busy the others are; return how long to
-        wait for an event.
+        """Tick the sessions that are due, however busy the others are; return how long to wait for
+        an event.
         """
         next_s = time.monotonic() + LONGEST_WAIT_S
         for share in self._deployments:
@@ -283,7 +286,7 @@ class RelayDriver:
                 next_s = min(next_s, time.monotonic() + LOOK_S)
             self._look_around(share, time.monotonic())
             due_s = share.session.deadline_s() if share.session else None
-            old_s = share.refreshed_s + LONGEST_WAIT_S  # a stall is an event too, and makes none
+            old_s = share.refreshed_s + LONGEST_WAIT_S  # a stall is reported too, without an event
             if due_s is not None and min(due_s, old_s) <= time.monotonic():
                 self._tell(share, Tick(), time.monotonic())
                 due_s = share.session.deadline_s() if share.session else None
@@ -356,7 +359,7 @@ class RelayDriver:
                 portion=lambda: share.portion(source),
             )
             return self._transport.pull(pull)
-        # One reader a deployment and URL: it remembers the ETags, so that versions never mix.
+        # One reader per deployment and URL: it keeps the ETags, so that versions never mix.
         reader = share.readers.setdefault(source.url, LazyReader(self._open_source, source.url))
         return OriginStream(
             source=source,
@@ -373,8 +376,9 @@ class RelayDriver:
         )
 
     def _reporter(self, share: Share) -> Callable[[SessionEvent], None]:
-        """Return what byte threads report with. Verified pieces wait for each other, so that small
-        ones do not wake the owner one by one: it looks at LOOK_S, or when enough are there.
+        """Return the callback with which byte threads report. Verified pieces are batched, so that
+        small ones do not wake the owner one by one: it takes them at an interval, or when enough
+        wait.
         """
 
         def deliver(now_s: float) -> None:
@@ -391,7 +395,7 @@ class RelayDriver:
             else:
 
                 def tell(now_s: float) -> None:
-                    deliver(now_s)  # in the order in which it happened
+                    deliver(now_s)  # keeps the order of events
                     self._tell(share, event, now_s)
 
                 self._post(tell)

@@ -1,9 +1,9 @@
 """Reading pieces from the source, by parallel ranges that begin small and grow.
 
 Every piece is checked against the manifest like a peer's, and may be forwarded, as soon as its last
-byte is here, while the rest of its range still comes in. Bytes are counted for the origin fuse and
-paced by the same link as everything that comes in. What a source is, is in ``sources``; which
-pieces to read is decided elsewhere.
+byte is here, while the rest of its range still arrives. Bytes are counted for the origin budget and
+paced by the same link as all incoming bytes. ``sources`` has the kinds of sources; the session
+decides which pieces to read.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from paceline.relay.transport.pacing import Pacer, Portion, Rate, no_limit
 from paceline.relay.transport.sockets import Lull
 from paceline.schemas.plan import Source
 
-# How many ranges of the origin to read at once, learned from what they bring.
+# The number of parallel ranges, adapted to the measured rate.
 #
 # One connection of an object store carries a fraction of a fast link; on a slow link several only
-# get into each other's way. Pure arithmetic over bytes and a time that somebody else keeps.
+# compete. Pure arithmetic over bytes and times that the caller passes.
 
-FEWEST = 2  # one asks while the other one reads
+FEWEST = 2  # one sends its request while the other one reads
 MOST = 16
 LOOK_S = 0.5
-WORTH_IT = 1.25  # what twice as many must bring
-ENOUGH = 0.9  # of what the plan counts on: more would come out of other readers' share
-HOLD_S = 10.0  # until the next try after one in vain, then twice that, …
+WORTH_IT = 1.25  # the gain required of twice as many ranges
+ENOUGH = 0.9  # of the planned rate: more would take from other readers' share
+HOLD_S = 10.0  # until the next trial after one that failed, then twice that, …
 
 
 class Width:
-    """Twice as many ranges for as long as that brings a quarter more.
+    """Doubles the number of ranges for as long as that raises the rate by a quarter.
 
-    And only below the rate that the plan counts on: where several workers share the origin's link,
-    each would get more by more connections, all of them together nothing.
+    And only below the rate that the plan expects: where several workers share the origin's link,
+    more connections help each one alone, and all of them together not at all.
     """
 
     def __init__(self, most: int) -> None:
         self._most = max(1, min(MOST, most))
         self.now = min(FEWEST, self._most)
-        self.rate = 0.0  # bytes per second over the last look; 0: not known yet
+        self.rate = 0.0  # bytes per second over the last interval; 0: not measured yet
         self._trial: tuple[int, float] | None = None  # ranges and rate before it
         self._hold_s = HOLD_S
         self._try_at_s = float("-inf")
@@ -70,7 +70,7 @@ class Width:
         ``expected_rate`` is the plan's, in bytes per second; 0: unknown.
         """
         if self._looks_from_s is None:
-            self._looks_from_s = now_s + LOOK_S  # connections are young: what they bring grows
+            self._looks_from_s = now_s + LOOK_S  # skip the ramp-up of new connections
         if now_s < self._looks_from_s:
             return False
         self._bytes += count
@@ -96,18 +96,20 @@ class Width:
 
 
 MIB = 1024 * 1024
-FIRST_RANGE = 256 * 1024  # doubles with each range: the line starts to move at once
+FIRST_RANGE = 256 * 1024  # doubles with each range: forwarding starts at once
 MAX_RANGE = 16 * MIB
-# All ranges under way together span this much of the stream. A peer asks for a second's worth in
+# All ranges in flight together span this much of the stream. A peer requests a second's worth in
 # order: of ranges that span more it would see one, at a fraction of the link.
 SPREAD_S = 0.5
 AHEAD = 3  # files whose objects are looked up before a range of them is wanted
-LEAST_SILENCE_S = 4.0  # in the middle of a range; longer where a piece may take longer by plan
-ALIVE_S = 0.2  # how often a range under way is said to move
+LEAST_SILENCE_S = 4.0  # in the middle of a range; longer where the plan allows a piece more time
+ALIVE_S = 0.2  # interval of progress events for a range in flight
 
 
 class OriginStream:
-    """Reads what it is asked for by a few threads; every piece is verified, written and told."""
+    """Reads the requested pieces with a few threads; every piece is verified, written and
+    reported.
+    """
 
     def __init__(
         self,
@@ -132,9 +134,9 @@ class OriginStream:
         self._pacer = pacer
         self._counters = counters
         self._report = report
-        self._expected_rate = expected_rate  # bytes per second that the plan counts on; 0: unknown
+        self._expected_rate = expected_rate  # bytes per second that the plan expects; 0: unknown
         self._portion = Portion(portion)
-        self._deadline = deadline  # in which the plan counts on a piece
+        self._deadline = deadline  # the time in which the plan expects a piece
         self._queue: deque[Extent] = deque()
         self._ready = threading.Condition()
         self._closed = False
@@ -148,7 +150,7 @@ class OriginStream:
         threading.Thread(target=self._look_ahead, name="origin-ahead", daemon=True).start()
 
     def request(self, extent: Extent) -> None:
-        """Ask for pieces; returns at once."""
+        """Queue pieces; returns at once."""
         with self._ready:
             if self._queue and self._queue[-1].stop == extent.first:  # one range, not two
                 extent = Extent(self._queue.pop().first, extent.stop)
@@ -156,7 +158,7 @@ class OriginStream:
             self._ready.notify_all()
 
     def close(self) -> None:
-        """Stop reading; a range under way is dropped at its next step."""
+        """Stop reading; a range in flight is dropped at its next step."""
         with self._ready:
             self._closed = True
             self._queue.clear()
@@ -171,7 +173,7 @@ class OriginStream:
 
     def _next(self, number: int) -> Extent | None:
         """Return the next run of pieces of one file, at most a range long, for thread ``number``
-        (from 1), which waits while fewer are enough; None when closed.
+        (from 1), which waits while fewer threads suffice; None when closed.
         """
         manifest = self._staging.manifest
         with self._ready:
@@ -182,7 +184,7 @@ class OriginStream:
                 return None
             first, stop = self._queue.popleft()
             head = manifest.piece_of(first)
-            # An even share of what is asked for, so that no thread ends alone with a long range.
+            # An even share of what is requested, so that no thread ends alone with a long range.
             share = (stop - first) // self._width.now
             least = FIRST_RANGE // manifest.piece_bytes
             take = max(1, min(self._range_bytes // manifest.piece_bytes, max(share, least)))
@@ -215,7 +217,7 @@ class OriginStream:
             raise
 
     def _look_ahead(self) -> None:
-        """Look up the objects of the files that come next, so that no range waits for that."""
+        """Pin the objects of the files that come next, so that no range waits for that."""
         seen = -1
         files = self._staging.manifest.files
         while (at := self._next_file(seen)) is not None:
@@ -224,10 +226,10 @@ class OriginStream:
                 try:
                     self._reader.pin(file)
                 except PacelineError:
-                    return  # whoever reads the file meets the same error, and tells it
+                    return  # the thread that reads the file meets the same error, and reports it
 
     def _next_file(self, seen: int) -> int | None:
-        """Wait until another file than ``seen`` is read and return that; None when closed."""
+        """Wait until another file than ``seen`` is read and return its index; None when closed."""
         with self._ready:
             self._ready.wait_for(lambda: self._closed or self._at_file != seen)
             return None if self._closed else self._at_file
@@ -292,7 +294,7 @@ class OriginStream:
 
 
 class _Busy:
-    """How long something was being read: by one thread or by four, a second is a second."""
+    """Wall-clock time in which at least one thread was reading; parallel reads count once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -316,7 +318,7 @@ class _Busy:
                     self._spent += time.monotonic() - self._since
 
     def lap(self) -> float:
-        """Return the time counted since the last lap; each second is told once."""
+        """Return the time counted since the last lap; each second is returned once."""
         with self._lock:
             now = time.monotonic()
             lap = self._spent + (now - self._since if self._readers else 0.0)
@@ -325,7 +327,7 @@ class _Busy:
 
 
 def _unhurried(steps: Iterator[int], lull: Lull) -> Iterator[int]:
-    """Yield what ``steps`` yields, with a rest before each in which its bytes may gather."""
+    """Yield what ``steps`` yields, with a pause before each in which its bytes may gather."""
     done = step = 0
     while True:
         began_s = time.monotonic()
@@ -340,5 +342,5 @@ def _unhurried(steps: Iterator[int], lull: Lull) -> Iterator[int]:
 
 
 def range_bytes(manifest: Manifest) -> int:
-    """Return how long a GET becomes: up to 16 MiB, whole pieces, never beyond a chunk."""
+    """Return the largest size of a GET: up to 16 MiB, at least a piece, never beyond a chunk."""
     return max(manifest.piece_bytes, min(MAX_RANGE, manifest.chunk_bytes))

@@ -1,8 +1,8 @@
-"""The origin fuse of a deployment without a coordinator, however often its process ends (I6).
+"""The origin read budget of a deployment without a coordinator, kept across restarts (I6).
 
-What each worker reads is written down beside its store (``disk.reading``). The same call made
-again (model, source, workers) is the same deployment as long as anything of it is on the disks to
-go on with, and is granted what the fuse still allows; once it is complete the next one begins anew.
+What each worker reads is recorded beside its store (``store.origin_reads``). A repeated call with
+the same model, source and workers is the same deployment while any of its data is on the disks, and
+is granted what the budget still allows; once it is complete, the next call begins anew.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from paceline.relay.store.staging import disk_errors
 from paceline.schemas.calls import DeploymentBeat
 from paceline.schemas.records import WorkerStatus
 
-SHORT_S = 3.0  # nothing moves for so long, and somebody may not read: another plan shares it out,
-RESCUES = 2  # so many times, before that is called the end
+SHORT_S = 3.0  # without progress for so long while a worker lacks budget: make a new plan,
+RESCUES = 2  # so many times, then fail
 
 
 class Fuse:
-    """Counts for the workers ``names`` below ``into``; ``extra_bytes`` may be read beyond the fuse.
+    """The budget of the workers ``names`` below ``into``, with ``extra_bytes`` beyond the usual
+    cap.
 
-    Make it before anything is planned; raises StorageFull or StorageFailed.
+    Create it before the first plan; raises StorageFull or StorageFailed.
     """
 
     def __init__(
@@ -46,37 +47,39 @@ class Fuse:
             directory = into / name / "readings"
             with disk_errors(directory):
                 self._readings[name] = readings = Readings(directory)
-                if not begun:  # what was read then is gone with what came of it
+                if not begun:  # the data of those reads is gone, so they no longer count
                     readings.drop([self.deployment_id])
         self.before_bytes = sum(self.read().values())
 
     def readings(self, name: str) -> Readings:
-        """Return where worker ``name`` writes down what it reads."""
+        """Return the counters of worker ``name``."""
         return self._readings[name]
 
     def read(self) -> dict[str, int]:
-        """Return what each worker has read by now, in this call and those that it goes on from."""
+        """Return the bytes that each worker has read, in this call and in the calls that it
+        resumes.
+        """
         return {
             name: readings.of(self.deployment_id).read_bytes
             for name, readings in self._readings.items()
         }
 
     def spent_bytes(self, read: Mapping[str, int]) -> int:
-        """Return what counts as spent for a plan where ``read`` was read."""
+        """Return the bytes to count as spent in a plan, given what was ``read``."""
         return sum(read.values()) - self._extra
 
     def drop(self) -> None:
-        """Forget what was read: the deployment is over."""
+        """Delete the counters: the deployment is over."""
         for readings in self._readings.values():
             readings.drop([self.deployment_id])
 
     def close(self) -> None:
-        """Write down what was read, in truth."""
+        """Write the exact counts to disk."""
         for readings in self._readings.values():
             readings.close()
 
     def exceeded(self, short: Sequence[str]) -> OriginBudgetExceeded:
-        """Return why those who are ``short`` wait for nothing."""
+        """Return the error for workers that are ``short`` of budget."""
         return OriginBudgetExceeded(
             "only the source has the missing pieces, and its fuse is spent",
             got=f"{sum(self.read().values())} bytes read, of that {self.before_bytes} by calls "
@@ -88,7 +91,7 @@ class Fuse:
 
 
 class Shortage:
-    """Tells when workers that may not read what only the source has need another plan."""
+    """Detects when workers need another plan because their budget for the origin is spent."""
 
     def __init__(self) -> None:
         self._held = -1
@@ -96,7 +99,9 @@ class Shortage:
         self._plans = 0
 
     def needs_plan(self, beats: Mapping[str, DeploymentBeat], fuse: Fuse, now_s: float) -> bool:
-        """Return whether to plan anew now; raises OriginBudgetExceeded where that did not help."""
+        """Return whether to make a new plan now; raises OriginBudgetExceeded where several new
+        plans did not help.
+        """
         held = sum(beat.pieces_held for beat in beats.values())
         short = sorted(
             name

@@ -1,4 +1,4 @@
-"""When a process should end: SIGTERM, SIGINT, or the death of the process that started it."""
+"""The agent as a process: stop signals, open-file limit, settings, and its advertised address."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class SignalEvent(threading.Event):
     """An Event that a signal handler may set while any thread waits for it, the interrupted one
     too. It stays set.
 
-    A ``threading.Event`` has a lock that ``wait`` holds for moments: a handler that comes in one of
-    them, on the same thread, waits for that lock for ever. Here it is a flag and a pipe that nobody
-    empties.
+    A ``threading.Event`` has a lock that ``wait`` holds for moments: a handler that runs in such a
+    moment on the same thread waits for that lock for ever. This one is a flag and a pipe that is
+    never read.
     """
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class SignalEvent(threading.Event):
         return self._is_set
 
     def set(self) -> None:
-        """Let everybody go who waits, now or later."""
+        """Release all waiting threads, and all later ones."""
         if not self._is_set:
             self._is_set = True
             os.write(self._write, b"!")
 
     def clear(self) -> None:
-        """Raise: whoever asked to stop is not to be forgotten."""
+        """Raise RuntimeError: a stop request is never cancelled."""
         raise RuntimeError("a signal cannot be taken back")
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -70,10 +70,12 @@ class SignalEvent(threading.Event):
 
 
 class StopSignal:
-    """Waits until the process should end. Make it in the main thread.
+    """Waits until the process should end: SIGTERM, SIGINT or, on request, the death of its parent.
+    Create it in the main thread.
 
-    The kernel's parent-death signal comes when the *thread* that started us ends, even while its
-    process lives on; so it only makes us look, and who decides is the parent's process id.
+    The kernel sends the parent-death signal when the *thread* that started us ends, even while its
+    process continues; so the signal only triggers a check of the parent's process id, which
+    decides.
     """
 
     def __init__(self, *, die_with_parent: bool = False) -> None:
@@ -99,7 +101,7 @@ class StopSignal:
         return True
 
     def set(self) -> None:
-        """End, as a signal would have it."""
+        """Request the end of the process, as a signal would."""
         self._event.set()
 
     def _orphaned(self) -> bool:
@@ -113,13 +115,13 @@ class StopSignal:
             self._event.set()
 
 
-# How many files this process may have open: every file of a model that arrives is.
+# The limit of open files: a process keeps all files of an arriving model open.
 #
-# Shells and services begin with a soft limit of 1,024, which a model of a thousand files passes;
-# the hard one is what the system really allows.
+# Shells and services begin with a soft limit of 1,024, which a model of a thousand files exceeds;
+# the hard limit is what the system really allows.
 
-BESIDE = 16  # of a worker, beside its files: lock, marks, counts, port, connections
-OURS = 64  # of the process
+BESIDE = 16  # per worker, beside its files: lock, piece log, counts, port, connections
+OURS = 64  # for the process itself
 
 
 def allow_all() -> None:
@@ -130,7 +132,9 @@ def allow_all() -> None:
 
 
 def require(manifest: Manifest, workers: int) -> None:
-    """Make room for ``workers`` in this process; raises InvalidInput where the system has none."""
+    """Raise the soft limit as needed for ``workers`` in this process; raises InvalidInput beyond
+    the hard one.
+    """
     wanted = workers * (len(manifest.files) + BESIDE) + OURS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if wanted <= soft:
@@ -145,31 +149,31 @@ def require(manifest: Manifest, workers: int) -> None:
     allow_all()
 
 
-# An agent's settings, refused before anything is made with them.
+# An agent's settings, validated before anything is created.
 #
-# Their bounds are the registration's: what a coordinator would not take ends the agent at once,
-# with the option that was wrong, and no directory of a name that no path may hold.
+# The bounds are those of the registration: a value that a coordinator would refuse ends the agent
+# at once with the name of the option, and no directory with an invalid name is made.
 
 LABEL_MAX = 255
-LINK_MBIT = (1e-3, 1e9)  # what plans can be made with
+LINK_MBIT = (1e-3, 1e9)  # the rates that a plan accepts
 MOST_PORT = 65_535
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
-    """Who this agent is and where it works; raises InvalidInput."""
+    """The settings of one agent; raises InvalidInput."""
 
     state_dir: Path
     worker_id: str
-    host: str = ""  # labels: where the node stands
+    host: str = ""  # labels: where the node is
     rack: str = ""
     zone: str = ""
-    link_mbit: float | None = None  # what plans count on; None: the profile's
-    limit_mbit: float | None = None  # of each direction; None: the link's if [cluster] paced; 0: no
+    link_mbit: float | None = None  # the rate that plans expect; None: the profile's
+    limit_mbit: float | None = None  # each way; None: link_mbit if [cluster] paced; 0: none
     listen: str = "127.0.0.1:0"
-    advertise: str = ""  # the host that others are told; "": the one listened on, or found out
+    advertise: str = ""  # the host that peers connect to; "": the listen host, or detected
     die_with_parent: bool = False
-    warm: bool = False  # import the S3 client before somebody waits for it
+    warm: bool = False  # import the S3 client at the start, before the first read
 
     def __post_init__(self) -> None:
         if not re.fullmatch(NAME, self.worker_id):
@@ -199,17 +203,17 @@ def address_of(listen: str) -> tuple[str, int]:
     return host, int(port)
 
 
-# Which address other nodes are told: one that they reach, whatever the peer port listens on.
+# The advertised address: one that other nodes reach, whatever the peer port listens on.
 
-_ANYWHERE = 9  # a port; nothing is sent there: connecting a datagram socket only asks for the route
+_ANYWHERE = 9  # a port; nothing is sent: connecting a datagram socket only selects the route
 
 
 def advertised(listening: str, wanted: str, coordinator_urls: Sequence[str]) -> str:
     """Return ``host:port`` for the peer port that listens at ``listening`` (``host:port``).
 
-    ``wanted`` is a host that somebody chose, or "". Without it: the address listened on, or, where
-    that is every address of the machine, the one that the way to the coordinator uses. Raises
-    InvalidInput where there is none that others could reach.
+    ``wanted`` is a configured host, or "". Without it: the address listened on, or, where that is
+    every address of the machine, the one that the route to the coordinator uses. Raises
+    InvalidInput where there is none that other nodes could reach.
     """
     host, _, port = listening.rpartition(":")
     chosen = wanted.strip("[]") or host.strip("[]")
@@ -236,7 +240,7 @@ def advertised(listening: str, wanted: str, coordinator_urls: Sequence[str]) -> 
 
 
 def _way_to(url: str, family: socket.AddressFamily) -> str | None:
-    """Return this machine's address on the way to ``url``, or None where there is no way."""
+    """Return this machine's address on the route to ``url``, or None without a route."""
     host = urlsplit(url).hostname
     if not host:
         return None

@@ -1,7 +1,7 @@
 """What a model is read from: a local directory, or an S3 prefix by ranged GETs.
 
-Every object is pinned to the version and ETag it had when this process first looked, so that
-versions never mix. Pieces, digests and pacing are the business of who reads.
+Every object is pinned to the version and ETag of its first look-up in this process, so that
+versions never mix. Pieces, digests and pacing are the reader's business.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STEP = 1024 * 1024  # of a local file
+STEP = 1024 * 1024  # bytes of a local file per read
 
 OnSocket = Callable[[socket.socket], None]
 
 
 class RangeReader(Protocol):
-    """Something that fills memory with part of a file of the model."""
+    """Fills memory with part of a file of the model."""
 
     def pin(self, file: FileEntry) -> None:
-        """Find out which content ``file`` has; ``stream`` does it where nobody did."""
+        """Look up which content ``file`` has; ``stream`` does it where it was not done before."""
 
     def stream(
         self, file: FileEntry, offset: int, view: memoryview, on_socket: OnSocket
     ) -> Iterator[int]:
-        """Fill ``view`` from ``offset`` of ``file`` and yield how much of it is there, as it comes
-        (and the same number again where nothing came); raises SourceChanged, SourceMissing, …
+        """Fill ``view`` from ``offset`` of ``file`` and yield how many bytes are there after each
+        step (the same number again where nothing arrived); raises SourceChanged, SourceMissing, …
 
-        ``on_socket`` is given each connection, where there is one, before it is read.
+        ``on_socket`` receives each connection, where there is one, before it is read.
         """
 
 
@@ -90,15 +90,15 @@ class DirectoryReader:
 
 
 class S3Reader:
-    """A model below an S3 prefix; ``store`` is an ObjectStore. ``tell`` hears in words when the
-    server falls silent, what is done about it, and when it answers again.
+    """A model below an S3 prefix; ``store`` is an ObjectStore. ``tell`` receives a message when the
+    server stops answering, with the reaction, and when it answers again.
     """
 
     def __init__(
         self, url: str, store: S3Ranges, tell: Callable[[str], None] = log.warning
     ) -> None:
         self._tell = tell
-        self._away_s: float | None = None  # since when the server gives nothing
+        self._away_s: float | None = None  # since when the server sends nothing
         self._url = url
         self._store = store
         self._lock = threading.Lock()
@@ -106,7 +106,7 @@ class S3Reader:
         self._pinning: dict[str, threading.Lock] = {}
 
     def pin(self, file: FileEntry) -> None:
-        """Find out which content the object has; see RangeReader."""
+        """Look up the object's size, ETag and version; see RangeReader."""
         self._head(file)
 
     def stream(
@@ -202,7 +202,7 @@ class ObjectHead(Protocol):
 
 
 class S3Ranges(Protocol):
-    """The two calls of ``objects.ObjectStore`` that reading needs."""
+    """The two methods of ``storage.ObjectStore`` that reading needs."""
 
     def head(
         self, url: str, on_failed: Callable[[ServiceUnavailable, float], None] | None = None
@@ -224,11 +224,11 @@ class S3Ranges(Protocol):
 def below_roots(directory: Path, roots: Sequence[str | Path]) -> Path:
     """Return ``directory``, with its links followed, where one of ``roots`` holds it.
 
-    Raises AccessDenied: whoever names a source must not choose what an agent reads.
+    Raises AccessDenied: a caller that names a source must not choose what an agent reads.
     """
     try:
         real = directory.resolve()
-    except (OSError, ValueError, RuntimeError) as error:  # no text for a path, a loop of links
+    except (OSError, ValueError, RuntimeError) as error:  # not a valid path, or a loop of links
         wanted = "a path that leads to a directory"
         raise InvalidInput(
             "not a source URL", got=repr(str(directory))[:200], wanted=wanted
@@ -244,10 +244,10 @@ def below_roots(directory: Path, roots: Sequence[str | Path]) -> Path:
 
 
 def allowed_source(url: str, runtime: Runtime) -> str:
-    """Return ``url``, of a directory its path with links followed, where a model may come from it:
-    a bucket or a directory that the profile allows. The one rule for callers, flows and agents.
+    """Return ``url``, for a directory its path with links followed, where the profile allows that
+    bucket or directory as a source. The one rule for callers, flows and agents.
 
-    Raises InvalidInput for what is no source's URL, AccessDenied for one that is not allowed.
+    Raises InvalidInput for an invalid source URL, AccessDenied for one that is not allowed.
     """
     if len(url) > MAX_URL:  # each component of a path is looked up: quadratic time without a limit
         got, wanted = f"{len(url)} characters", f"at most {MAX_URL}"
@@ -270,7 +270,7 @@ def allowed_source(url: str, runtime: Runtime) -> str:
 
 
 class Sources:
-    """Opens origins by URL; S3 (and boto3) only when one is asked for, and one client for all."""
+    """Opens sources by URL; S3 (and boto3) only on request, with one client for all."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

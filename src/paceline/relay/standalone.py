@@ -2,8 +2,8 @@
 
 The planner, drivers, sockets and disks are those of a fleet; only the control plane is this loop.
 Workers are drivers on threads of this process: they share one interpreter, so many of them on a
-fast link are slower than as many machines would be. Called again after a crash it goes on with what
-is on the disks, under the fuse that it began with.
+fast link are slower than as many machines would be. A call repeated after a crash resumes from the
+disks, under the origin budget of the first one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from paceline.storage import ObjectStore
 
 LOOK_S = 0.25
-STALL_S = 120.0  # nothing verified anywhere for so long: something hangs
+STALL_S = 120.0  # without a verified piece on any worker for so long: something hangs
 MOST_NOTICES = 100
 ENDED = (WorkerStatus.COMPLETE, WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
 
@@ -78,23 +78,23 @@ def distribute(
     on_notice: Callable[[str], None] = lambda _said: None,
 ) -> Distribution:
     """Bring the model at ``source`` (a directory or ``s3://bucket/prefix``) to ``workers`` below
-    ``into`` and return their receipts and what it took.
+    ``into`` and return their receipts and measurements.
 
     ``workers`` is their number or their names; ``targets`` picks some of them. A directory without
     a manifest gets one (``model_id`` and ``version`` name it); where there is one they, and
-    ``digest``, must agree with it. ``link_mbit`` limits each worker, both ways. ``on_progress`` is
-    told pieces held and wanted, over all workers; ``on_notice`` hears, from threads, who fell
-    silent and what is done about it (the result has it as ``notices``). Everything is checked
-    before a byte moves; what cannot work leaves nothing behind. A call that was killed and is made
-    again goes on from the disks, and what both read from the source stays under one fuse, unless
-    ``extra_origin_bytes`` allow more. Raises InvalidInput, InvalidPlan, SourceMissing,
-    ServiceUnavailable, UntrustedManifest, CorruptData (another digest), Conflict (a newer version
-    is there), StorageFull, PortInUse, StateLocked, OriginBudgetExceeded (what arrived is kept), and
-    DeploymentFailed, or the workers' own error where all failed of the same.
+    ``digest``, must agree with it. ``link_mbit`` limits each worker, both ways. ``on_progress``
+    receives pieces held and wanted, over all workers; ``on_notice`` receives, from threads,
+    messages about servers that stopped answering (the result has them as ``notices``). Everything
+    is checked before a byte moves; a call that cannot succeed leaves nothing behind. A call that
+    was killed and is repeated resumes from the disks, and what both read from the source stays
+    under one budget, unless ``extra_origin_bytes`` allow more. Raises InvalidInput, InvalidPlan,
+    SourceMissing, ServiceUnavailable, UntrustedManifest, CorruptData (another digest), Conflict (a
+    newer version is there), StorageFull, PortInUse, StateLocked, OriginBudgetExceeded (what arrived
+    is kept), and DeploymentFailed, or the workers' own error where all failed with the same one.
     """
     names = names_of(workers, targets)
     request = Request(
-        into=Path(into).absolute(),  # receipts say where the copies are
+        into=Path(into).absolute(),  # receipts contain the paths of the copies
         names=names,
         racks=racks,
         topology=Topology(topology) if topology in list(Topology) else str(topology),
@@ -143,7 +143,7 @@ def distribute(
 
 
 class _Crew:
-    """The drivers of one distribution, and the loop that plans for them."""
+    """The drivers of one standalone deployment, and the loop that plans for them."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class _Crew:
         self._drivers: dict[str, RelayDriver] = {}
         self._stack = ExitStack()
         self._failed: dict[str, Failure] = {}
-        self._again: dict[str, int] = {}  # who was asked a second time, by which epoch
+        self._again: dict[str, int] = {}  # workers that are retried, and the epoch of their retry
         self._order: Sequence[str] = ()
         self._plan: Plan | None = None
 
@@ -173,7 +173,7 @@ class _Crew:
             stack.callback(self._close_idle)
             for name in request.names:
                 self._stores[name] = Store(request.into / name / "store", request.policy)
-            self._fuse = Fuse(  # nobody else counts there: the stores are ours
+            self._fuse = Fuse(  # no other process counts there: we hold the stores' locks
                 request.into, request.names, self._manifest, self._url, request.extra_origin_bytes
             )
             stack.callback(self._fuse.close)
@@ -201,7 +201,7 @@ class _Crew:
 
     def _close_idle(self) -> None:
         for name, store in self._stores.items():
-            if name not in self._drivers:  # else its driver closed it
+            if name not in self._drivers:  # otherwise its driver closed it
                 store.close()
 
     def refuse_older(self) -> None:
@@ -224,7 +224,7 @@ class _Crew:
             )
 
     def work(self) -> Distribution:
-        """Plan, relay, plan anew where a worker fails, and report."""
+        """Plan, relay, plan again where a worker fails, and return the result."""
         began = time.monotonic()
         self._deploy()
         moved_at, held_before, withdrawn = began, -1, 0
@@ -234,7 +234,7 @@ class _Crew:
             self._news.clear()
             beats, rotted = self._beats(), self._withdrawn()
             if self._note_failures(beats) or rotted > withdrawn:
-                withdrawn = rotted  # a copy that rotted on its disk: its worker begins anew
+                withdrawn = rotted  # a worker withdrew a corrupt copy and begins again
                 self._deploy()
             elif shortage.needs_plan(beats, self._fuse, time.monotonic()):
                 self._deploy()
@@ -267,7 +267,7 @@ class _Crew:
             for name, driver in self._drivers.items()
             for beat in driver.beats()
             if beat.deployment_id == self._fuse.deployment_id
-            and beat.epoch >= self._again.get(name, 0)  # else of what failed before
+            and beat.epoch >= self._again.get(name, 0)  # otherwise from before the retry
         }
 
     def _withdrawn(self) -> int:
@@ -285,7 +285,7 @@ class _Crew:
         )
 
     def _note_failures(self, beats: Mapping[str, DeploymentBeat]) -> bool:
-        """Take note of who failed since the last look; return whether the others need a plan."""
+        """Record new failures; return whether the other workers need a new plan."""
         fresh = {
             name: beat.failure or Failure(code="DeploymentFailed", message="no reason given")
             for name, beat in beats.items()
@@ -297,8 +297,8 @@ class _Crew:
         return bool(fresh) and any(beat.status not in ENDED for beat in beats.values())
 
     def _ask_again(self, beats: Mapping[str, DeploymentBeat]) -> bool:
-        """Let those who failed of something that may have passed try once more, where others are
-        complete by now and can feed them; return whether anybody does.
+        """Retry workers once that failed of a cause which may have passed, where others are
+        complete by now and can feed them; return whether any is retried.
         """
         again = [
             name
@@ -315,10 +315,10 @@ class _Crew:
         return True
 
     def _deploy(self) -> None:
-        """Make the plan of the next epoch and hand it to who still needs it.
+        """Make the plan of the next epoch and pass it to the workers that still need it.
 
-        The fuse counts what was read by this moment, of copies too that failed or rotted since, and
-        each grant goes on from there, whenever its worker hears of it (I6).
+        The budget counts what was read until now, also for copies that failed or became corrupt
+        since, and each grant continues from that count, whenever its worker receives it (I6).
         """
         beats, request = self._beats(), self._request
         read = self._fuse.read()
@@ -364,11 +364,11 @@ class _Crew:
         return f"rack-{number * racks // len(self._request.names)}"
 
     def _judge(self) -> None:
-        """Raise where more workers failed than may."""
+        """Raise where more workers failed than ``max_failed`` allows."""
         if len(self._failed) <= self._request.max_failed * len(self._drivers):
             return
         if all(self._is_permanent(each) for each in self._failed.values()):
-            for driver in self._drivers.values():  # it never will: nothing is kept to go on with
+            for driver in self._drivers.values():  # cannot succeed: nothing is kept
                 driver.cancel(self._fuse.deployment_id)
                 driver.wait(
                     lambda beats: all(b.deployment_id != self._fuse.deployment_id for b in beats),

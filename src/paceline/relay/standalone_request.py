@@ -1,6 +1,7 @@
-"""What one call of ``distribute`` asks for, and everything that is checked before a byte moves.
+"""The arguments of one ``distribute`` call, their checks, and its result record.
 
-Each refusal is a named error; nothing here opens a store or starts a thread.
+Everything is checked before a byte moves, and each refusal is a named error; nothing here opens a
+store or starts a thread.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ if TYPE_CHECKING:
 
 
 MOST_WORKERS = 1000  # each has threads, sockets and files in this one process
-UNLIMITED_MBIT = 10_000.0  # what a plan counts with where no limit was asked for
+UNLIMITED_MBIT = 10_000.0  # what a plan assumes where no limit is set
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What ``distribute`` was asked for, beside the source; see there. Raises InvalidInput."""
+    """The arguments of ``distribute`` beside the source; see there. Raises InvalidInput."""
 
     into: Path
     names: tuple[str, ...]
@@ -96,6 +97,7 @@ class Request:
 
 
 def names_of(workers: int | Sequence[str], targets: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names of the workers, limited to ``targets``; raises InvalidInput."""
     count = workers if isinstance(workers, int) else len(workers)
     if count > MOST_WORKERS:
         raise InvalidInput(
@@ -138,6 +140,11 @@ def manifest_of(
     trust: TrustPolicy | None,
     tell: Callable[[str], None],
 ) -> Manifest:
+    """Return the manifest of ``source``, built where a local directory has none.
+
+    Raises SourceMissing, InvalidInput (another model or version), UntrustedManifest and the errors
+    of ``build_manifest`` and ``fetch_manifest``.
+    """
     trust = trust or TrustPolicy()
     here = None if is_s3(source) else Path(source)
     if here is not None and not here.is_dir():
@@ -153,12 +160,13 @@ def manifest_of(
             here,
             model_id=name or "model",
             version=version or "1",
-            link_mbit=UNLIMITED_MBIT,  # another link must not make another manifest of it
+            link_mbit=UNLIMITED_MBIT,  # the manifest must not depend on the link
         )
         verify_signature(built, trust, where=str(here))
         return built
     if here is None and objects is not None:
-        # Nothing moves yet: who is silent now is named within seconds, and not waited for long.
+        # Nothing moves yet: report a server that does not answer within seconds, and do not wait
+        # long.
         objects.require_answer(
             join_url(str(source), MANIFEST_FILE),
             lambda error, s: tell(f"{error.where} gave nothing for {s:.0f} s: asked again"),
@@ -178,6 +186,8 @@ def manifest_of(
 def opener_of(
     objects: ObjectStore | None, tell: Callable[[str], None]
 ) -> Callable[[str], RangeReader]:
+    """Return the function that opens a reader for a source URL."""
+
     def open_source(url: str) -> RangeReader:
         if not is_s3(url):
             return DirectoryReader(Path(url))
@@ -189,11 +199,12 @@ def opener_of(
 
 
 def is_s3(source: Path | str) -> bool:
+    """Return whether ``source`` is an S3 URL."""
     return str(source).startswith("s3://")
 
 
 def check_room(request: Request, manifest: Manifest) -> None:
-    """Raise StorageFull where all workers together lack room: their disk may be the same one."""
+    """Raise StorageFull where all workers together lack disk space: they may share one disk."""
     disks: dict[int, tuple[Path, int, int]] = {}
     for name in request.names:
         place = request.into / name / "store"
@@ -230,9 +241,6 @@ def clear(into: Path, new: Sequence[str], *, whole: bool) -> None:
         into.rmdir()
 
 
-# What one call of ``distribute`` came to: its workers' last beats as one record.
-
-
 def outcome(
     request: Request,
     manifest: Manifest,
@@ -245,7 +253,7 @@ def outcome(
     fuse: Fuse,
     seconds: float,
 ) -> Distribution:
-    """Return the record of a deployment whose workers have all ended, after ``plan``, its last."""
+    """Return the record of a deployment whose workers have all ended; ``plan`` is its last one."""
     total = manifest.total_size
     receipts = tuple(beat.receipt for beat in beats.values() if beat.receipt)
     crossing = {
@@ -262,7 +270,7 @@ def outcome(
         for edge in beat.edges:
             corrupt[edge.source] += edge.corrupt
     bound = total / (request.link_mbit * 1e6 / 8) if request.link_mbit else None
-    origin = sum(fuse.read().values())  # by those too who failed
+    origin = sum(fuse.read().values())  # failed workers included
     return Distribution(
         deployment_id=fuse.deployment_id,
         model_id=manifest.model_id,

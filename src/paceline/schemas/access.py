@@ -1,8 +1,8 @@
-"""Who may call what: tokens as they are kept, and the calls that make and spend them.
+"""Records of tokens, joining and the audit history, and their REST calls.
 
-A token is ``pl_<token_id>_<secret>``: the id is public, the secret 256 random bits. Only the
-SHA-256 of the whole is kept, which is enough for a secret of that size. A join token starts an
-agent's membership: it is spent once, for a certificate and a token bound to one worker id.
+A token is ``pl_<token_id>_<secret>``: the id is public, the secret is 256 random bits. Only the
+SHA-256 of the whole token is stored, which is enough for a secret of that size. A join token is
+spent once, for a certificate and a token that are bound to one worker id.
 
 POST   /tokens                           CreateToken        → CreatedToken
 POST   /tokens/join                      CreateJoinToken    → CreatedToken
@@ -28,50 +28,50 @@ Pem = Annotated[str, StringConstraints(min_length=1, max_length=16_384)]
 
 
 class Scope(StrEnum):
-    """What a token is good for. Admin includes all others, deploy includes read; what drives flows
-    has deploy and ledger.
+    """What a token allows. Admin includes all others, deploy includes read; Prefect flows need
+    deploy and ledger.
     """
 
     READ = "read"
     DEPLOY = "deploy"
     ADMIN = "admin"
     WORKER = "worker"
-    LEDGER = "ledger"  # records which stages are done
-    JOIN = "join"  # of join tokens only: they open one route, once
+    LEDGER = "ledger"  # allows recording finished stages
+    JOIN = "join"  # of join tokens only: one route, once
 
 
 GrantedScope = Literal[Scope.READ, Scope.DEPLOY, Scope.ADMIN, Scope.WORKER, Scope.LEDGER]
 
 
 def barred_admission(token_id: str) -> str:
-    """Return how the list of barred workers names the certificates of one admission."""
+    """Return the entry that revokes the certificates of one admission in ``barred`` lists."""
     return f"join.{token_id}"
 
 
 class TokenRecord(Record):
-    """A token as the store keeps it; times are seconds since the Unix epoch."""
+    """A token as stored; times are seconds since the Unix epoch."""
 
     token_id: Name
     kind: Literal["access", "join"] = "access"
     name: str = Field(max_length=128)
     scopes: tuple[Scope, ...] = Field(min_length=1, max_length=6)
     sha256: Sha256
-    worker_id: Name | None = None  # it speaks for this worker only
+    worker_id: Name | None = None  # bound to this worker
     created_at: float
     expires_at: float | None = None
     revoked_at: float | None = None
     used_at: float | None = None  # when a join token was spent
     last_used_at: float | None = None  # to within an hour
-    key_sha256: Sha256 | None = None  # of a spent join token: the public key that it admitted
-    # Of a worker's token that was issued by joining or renewing: the token that the chain of
-    # renewals began with, when it was first used, and when its successor was.
+    key_sha256: Sha256 | None = None  # of a spent join token: the public key it was spent for
+    # Of a worker's token issued by joining or renewing: the first token of the chain of renewals,
+    # when this token was first used, and when its successor was.
     admission: Name | None = None
     begun_at: float | None = None
     replaced_at: float | None = None
 
 
 class TokenView(Record):
-    """A token as people see it: everything but its digest."""
+    """A token without its digest, as responses show it."""
 
     token_id: Name
     kind: Literal["access", "join"]
@@ -86,7 +86,7 @@ class TokenView(Record):
 
     @classmethod
     def of(cls, record: TokenRecord, last_used_at: float | None = None) -> TokenView:
-        """Return what may be shown of ``record``."""
+        """Return the view of ``record``; ``last_used_at`` overrides the stored time."""
         shown = record.model_dump(include=set(cls.model_fields))
         ended_at = record.revoked_at or record.replaced_at
         used_at = last_used_at or record.last_used_at
@@ -98,7 +98,7 @@ class TokenList(Record):
 
 
 class CreateToken(Record):
-    """Make a bearer token; ``worker_id`` only together with the scope worker alone."""
+    """Create a bearer token; ``worker_id`` requires the scope worker and no other."""
 
     name: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@-]*$")
     scopes: tuple[GrantedScope, ...] = Field(min_length=1, max_length=5)
@@ -107,45 +107,45 @@ class CreateToken(Record):
 
 
 class CreateJoinToken(Record):
-    """Make a join token for one worker."""
+    """Create a join token for one worker."""
 
     worker_id: Name
     ttl_seconds: float = Field(default=3600, gt=0, le=7 * 86_400)
 
 
 class CreatedToken(Record):
-    """The one time that the secret is told."""
+    """A new token; the only response that contains its secret."""
 
     token: str
     record: TokenView
-    ca_sha256: Sha256 | None = None  # of a join token: the authority that the agent shall find
+    ca_sha256: Sha256 | None = None  # of a join token: fingerprint of the expected authority
 
 
 class JoinWorker(Record):
-    """An agent asks to become ``worker_id``; its private key stays with it."""
+    """Request of an agent to become ``worker_id``; its private key stays on the node."""
 
     worker_id: Name
-    csr: Pem  # PKCS #10, PEM; only its public key is taken over
+    csr: Pem  # PKCS #10, PEM; only its public key is used
 
 
 class WorkerIdentity(Record):
-    """What an agent needs to be a worker of this fleet."""
+    """Certificate, tokens and settings that an agent needs to be a worker of this fleet."""
 
     worker_id: Name
     certificate: Pem
     ca: Pem
-    rest_ca: Pem | None = None  # of the coordinator's port; None: plain, or the system's CAs
+    rest_ca: Pem | None = None  # CA of the REST port; None: plain, or the system's CAs
     certificate_expires_at: float
     token: str  # of scope worker, bound to worker_id
     token_expires_at: float
-    peer_token: str  # what workers greet each other with, below the certificates
-    renew_at: float  # when to ask for the next ones
+    peer_token: str  # shared by all workers; checked besides the certificates
+    renew_at: float  # when to renew certificate and token
     coordinator_urls: tuple[str, ...]
-    profile: dict[str, object]  # the installation's, without anything that is only the server's
+    profile: dict[str, object]  # the installation's profile without the servers' sections
 
 
 class TokenMade(Record):
-    """What `paceline tokens create` and `tokens join` print with --json."""
+    """Output of `paceline tokens create` and `tokens join` with --json."""
 
     status: Literal["complete"] = "complete"
     token: str
@@ -154,30 +154,30 @@ class TokenMade(Record):
 
 
 class TokensShown(Record):
-    """What `paceline tokens list --json` prints."""
+    """Output of `paceline tokens list --json`."""
 
     status: Literal["complete"] = "complete"
     tokens: tuple[TokenView, ...]
 
 
 class TokenRevoked(Record):
-    """What `paceline tokens revoke --json` prints."""
+    """Output of `paceline tokens revoke --json`."""
 
     status: Literal["complete"] = "complete"
     token_id: Name
 
 
 class FleetInitialised(Record):
-    """What `paceline init --json` prints."""
+    """Output of `paceline init --json`."""
 
     status: Literal["initialised"] = "initialised"
     state: str  # the directory to copy to each replica's machine
     coordinators: tuple[str, ...]
-    authority: str  # SHA-256 of the certificate that join tokens name
+    authority: str  # SHA-256 of the certificate, as in join tokens
 
 
 class AuditShown(Record):
-    """What `paceline audit --json` prints, oldest first."""
+    """Output of `paceline audit --json`, oldest first."""
 
     status: Literal["complete"] = "complete"
     events: tuple[Event, ...]

@@ -1,4 +1,7 @@
-"""The base of every record on the wire, and the one canonical way to write and digest it."""
+"""Record, the base of every message, with canonical JSON, digests and shared field types.
+
+Also the format of run ids and the two REST headers about the leader.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,9 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 Sha256 = Annotated[str, StringConstraints(pattern=SHA256_HEX)]
 Name = Annotated[str, StringConstraints(pattern=NAME)]
 COUNT_MAX = 2**63 - 1
-# Of bytes, pieces, restarts: what a machine may say. JSON knows larger numbers, and stores, floats
-# and monitors do not.
+# Bytes, pieces, restarts. JSON allows larger numbers; stores, floats and monitors do not.
 Count = Annotated[int, Field(ge=0, le=COUNT_MAX)]
-# Another process chose it, and logs, tables and pages show it: control characters are escaped.
+# Text from another process that logs, tables and pages show: control characters are escaped.
 Text = Annotated[str, AfterValidator(printable)]
 
 
@@ -48,9 +50,10 @@ def _be_strict(schema: Any) -> None:
 
 
 class Record(BaseModel):
-    """An immutable record: unknown keys are refused, NaN and infinity too, and so is what only
-    passes for a number or a truth (``true`` is no count, and neither is ``"1"``). The first wrong
-    item of a list is the only one that is reported.
+    """An immutable record that refuses unknown keys, NaN and infinity.
+
+    Numbers and booleans are strict (``true`` and ``"1"`` are no counts). Of a list's wrong items
+    only the first is reported.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -59,18 +62,20 @@ class Record(BaseModel):
     def __get_pydantic_core_schema__(
         cls, source: type[BaseModel], handler: GetCoreSchemaHandler, /
     ) -> CoreSchema:
-        """Return the schema with its numbers and truths strict (tuples, enumerations and the like
-        still come from JSON's lists and strings), and lists that end at their first bad item."""
+        """Return the schema with strict numbers and booleans, and lists that fail at once.
+
+        Tuples, enumerations and the like still accept JSON's lists and strings.
+        """
         schema = handler(source)
         _be_strict(schema)
         return schema
 
 
 def parse_json(raw: bytes | str) -> Any:
-    """Return the JSON value in ``raw``, which comes from outside.
+    """Return the JSON value in ``raw``, which is untrusted.
 
-    Raises ValueError for anything else; nesting too deep, numbers too long and an object with one
-    key twice, which two parsers would read differently, are that too.
+    Raises ValueError for invalid JSON, nesting too deep, numbers too long, and duplicate keys in an
+    object, which parsers read differently.
     """
     try:
         return json.loads(raw, object_pairs_hook=_each_key_once)
@@ -87,7 +92,7 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return the one byte string that stands for ``value``: sorted keys, no spaces, UTF-8."""
+    """Return the canonical JSON of ``value``: sorted keys, no spaces, UTF-8."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json")
     return json.dumps(
@@ -100,18 +105,18 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
-# One id ties a run's Prefect, Dask, MLflow, logs and metrics together.
+# The run id is the same in Prefect, Dask, MLflow, logs and metrics.
 
 RUN_ID = r"^run-[0-9]{8}-[0-9]{6}-[0-9a-f]{6}$"
 RunId = Annotated[str, StringConstraints(pattern=RUN_ID)]
 
 
 def new_run_id() -> str:
-    """Return a fresh run id that sorts by its UTC start, e.g. ``run-20261120-153600-9f3a1c``."""
+    """Return a new run id that sorts by UTC start time, e.g. ``run-20261120-153600-9f3a1c``."""
     return time.strftime("run-%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(3)
 
 
-# What answers say about who leads: two headers, written by replicas and read by clients.
+# Response headers about the leader, written by replicas and read by clients.
 
-EPOCH_HEADER = "Paceline-Epoch"  # of the newest leader that the answering replica knows
-LEADER_HEADER = "Paceline-Leader"  # its URL; absent where the replica knows none
+EPOCH_HEADER = "Paceline-Epoch"  # of the newest leader seen by the responding replica
+LEADER_HEADER = "Paceline-Leader"  # the leader's URL; absent while there is none

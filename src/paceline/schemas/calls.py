@@ -1,4 +1,4 @@
-"""The coordinator's REST, call by call (MISSION.md A7; names stay, more fields may follow).
+"""Request and response records of the coordinator's REST (MISSION.md A7; names are stable).
 
 POST   /deployments                      CreateDeployment   → CreatedDeployment   (Idempotency-Key)
 GET    /deployments?newest=N                                 → DeploymentList
@@ -18,7 +18,7 @@ GET    /workers                                              → WorkerList
 GET    /ledger/{stage}/{input_digest}                        → StageRecord | 404
 PUT    /ledger/{stage}/{input_digest}    StageRecord        → StageRecord
 GET    /events?after=N&wait_s=S                              → EventList (long poll)
-GET    /events/stream?deployment=ID                          → wire.stream's items (SSE)
+GET    /events/stream?deployment=ID                          → items of schemas.events (SSE)
 GET    /healthz, /readyz, /metrics, /fleet (page)
 
 Every call but /healthz and /readyz carries ``Authorization: Bearer TOKEN``.
@@ -45,15 +45,15 @@ from paceline.schemas.records import (
     WorkerStatus,
 )
 
-NEWS_S = 0.02  # between two beats of one agent, however much there is to tell
+NEWS_S = 0.02  # least time between two heartbeats of one agent
 SourceKey = Annotated[str, Field(max_length=2200)]  # a worker id, or "origin:URL"
-# Of one deployment, each once; as many as a manifest may have.
+# Chunk ids of one deployment, without duplicates; as many as a manifest may have.
 Chunks = Annotated[tuple[int, ...], Field(max_length=2**16)]
 SourceKeys = Annotated[tuple[SourceKey, ...], Field(max_length=20_000)]  # as many as targets
 
 
 class CreateDeployment(Record):
-    """Bring ``version`` of ``model_id`` from ``source_url`` to every target worker."""
+    """Distribute ``version`` of ``model_id`` from ``source_url`` to every target worker."""
 
     model_id: Name
     version: Name
@@ -62,7 +62,7 @@ class CreateDeployment(Record):
     topology: Topology = Topology.AUTO
     max_failed: float = Field(default=0.05, ge=0, le=1)
     seed: int = Field(default=0, ge=-COUNT_MAX, le=COUNT_MAX)
-    allow_older: bool = False  # than the version that is active on a target; else a Conflict
+    allow_older: bool = False  # allow a version older than a target's active one; else Conflict
     flow_run_id: Text | None = Field(default=None, max_length=64)
     run_id: Text | None = Field(default=None, max_length=64)
 
@@ -97,33 +97,33 @@ class Success(Record):
 
 
 class RaiseOriginBudget(Record):
-    """Let a deployment read so many bytes more from the origin than its fuse allows."""
+    """Raise a deployment's origin budget by ``extra_bytes``."""
 
     extra_bytes: int = Field(gt=0, le=2**60)
 
 
 class SwitchKind(StrEnum):
-    """Which way the fleet goes."""
+    """Direction of a switch."""
 
     ACTIVATE = "activate"  # to the deployment's version
-    ROLLBACK = "rollback"  # from it, to what was active before
+    ROLLBACK = "rollback"  # from it to the version that was active before
 
 
 class SwitchPhase(StrEnum):
-    """How far a switch is; nobody switches before a quorum has said that it can."""
+    """Phase of a switch; no worker switches before a quorum is ready."""
 
-    PREPARING = "preparing"  # workers are asked whether they hold what they are to switch to
-    SWITCHING = "switching"  # decided: they are told, and who returns late is told then
-    SWITCHED = "switched"  # every living worker has, or a quorum when the time was up
-    REFUSED = "refused"  # no quorum in time, or another switch came between; nobody was told
-    SUPERSEDED = "superseded"  # another switch was decided before everybody had
+    PREPARING = "preparing"  # workers report whether they hold the target version
+    SWITCHING = "switching"  # decided: workers get the command, late ones on return
+    SWITCHED = "switched"  # every living worker switched, or a quorum at the deadline
+    REFUSED = "refused"  # no quorum in time, or another switch came first; no commands sent
+    SUPERSEDED = "superseded"  # another switch was decided before all had switched
 
 
 class WorkerSwitch(Record):
-    """What became of one worker in a switch."""
+    """State of one worker in a switch."""
 
     worker_id: Name
-    # other: another version has become active there, or nothing was before.
+    # other: another version became active there, or no version was active before.
     state: Literal["waiting", "ready", "told", "switched", "failed", "lost", "other"]
     deployment_id: str | None = None  # what it switches to
     version: str | None = None
@@ -136,7 +136,7 @@ class SwitchView(Record):
     deployment_id: str
     kind: SwitchKind
     phase: SwitchPhase
-    quorum: int = Field(ge=0)  # workers that must be ready before anybody is told
+    quorum: int = Field(ge=0)  # workers that must be ready before commands are sent
     ready: int = Field(ge=0)
     switched: int = Field(ge=0)
     failure: Failure | None = None
@@ -150,10 +150,10 @@ class RegisterWorker(Record):
     available_storage: Count
     labels: Labels = Labels()
     address: Text = Field(default="", max_length=300)
-    link_mbit: float = Field(default=10_000, ge=1e-3, le=1e9)  # what plans can be made with
+    link_mbit: float = Field(default=10_000, ge=1e-3, le=1e9)  # bounds that plans can compute with
     incarnation: int = Field(default=1, ge=1, le=COUNT_MAX)
     pid: int = Field(default=0, ge=0, le=2**32)
-    process: Text = Field(default="", max_length=64)  # random: in containers pids come again
+    process: Text = Field(default="", max_length=64)  # random id: pids repeat in containers
 
 
 class Registered(Record):
@@ -163,23 +163,23 @@ class Registered(Record):
 
 
 class EdgeTally(Record):
-    """What passed from ``source`` to ``reader`` in one deployment, counted from its beginning.
+    """Totals from ``source`` to ``reader`` since the beginning of one deployment.
 
-    The source counts ``bytes`` and ``busy_s`` (the time in which it had something to send, so that
-    bytes / busy_s is what the edge can carry); the reader counts ``pieces`` and ``corrupt``, and
-    for the origin, which counts nothing, all four.
+    The source counts ``bytes`` and ``busy_s`` (the time in which it had data to send, so that
+    bytes / busy_s is the edge's throughput); the reader counts ``pieces`` and ``corrupt``, and all
+    four if the source is the origin.
     """
 
     source: SourceKey
     reader: Name
     bytes: Count = 0
     busy_s: float = Field(default=0.0, ge=0, le=1e9)
-    pieces: Count = 0  # that matched
-    corrupt: Count = 0  # that did not
+    pieces: Count = 0  # that matched their digest
+    corrupt: Count = 0  # that did not match
 
 
 class DeploymentBeat(Record):
-    """What an agent says in each beat about one deployment it takes part in."""
+    """An agent's report about one deployment, part of each heartbeat."""
 
     deployment_id: str
     epoch: Count
@@ -188,7 +188,7 @@ class DeploymentBeat(Record):
     bytes_held: Count
     chunks_received: Chunks = ()
     origin_bytes: Count = 0
-    lost_sources: SourceKeys = ()  # that this worker gave up since its last lanes
+    lost_sources: SourceKeys = ()  # abandoned by this worker since its last lanes
     corrupt_sources: SourceKeys = ()
     edges: tuple[EdgeTally, ...] = Field(default=(), max_length=512)
     failure: Failure | None = None
@@ -199,17 +199,17 @@ class DeploymentBeat(Record):
 class Heartbeat(Record):
     worker_id: Name
     status: WorkerStatus
-    chunks_received: Chunks = ()  # of the deployment in progress, if one
+    chunks_received: Chunks = ()  # of the running deployment, if there is exactly one
     bandwidth_in: float = Field(default=0.0, ge=0, le=1e15)  # bytes per second
     bandwidth_out: float = Field(default=0.0, ge=0, le=1e15)
     incarnation: int = Field(default=1, ge=1, le=COUNT_MAX)
-    number: Count = 0  # grows with each beat of a process; 0: it does not count
+    number: Count = 0  # increases with each beat of a process; 0: not counted
     available_storage: Count = 0
     deployments: tuple[DeploymentBeat, ...] = Field(default=(), max_length=2_000)
 
 
 class Command(Record):
-    """What the coordinator wants of an agent; agents only pull, so commands ride on answers."""
+    """A command for an agent; sent in heartbeat answers, because agents only poll."""
 
     kind: Literal["fetch_lanes", "activate", "cancel"]
     deployment_id: str
@@ -225,7 +225,7 @@ class HeartbeatAnswer(Record):
     epoch: int = Field(ge=0)  # the leader's
     next_beat_s: float = Field(gt=0)
     commands: tuple[Command, ...] = ()
-    # Whose identity was taken back: the agent serves them no more. The newest of them, if many.
+    # Workers with a revoked identity, which agents do not serve; the newest ones if there are many.
     barred: tuple[Name, ...] = Field(default=(), max_length=1000)
 
 
@@ -235,12 +235,12 @@ class WorkerList(Record):
 
 class EventList(Record):
     events: tuple[Event, ...]
-    last: int = Field(ge=0)  # give this as ``after`` in the next call
-    first: int = Field(default=0, ge=0)  # the oldest that is still held; before it: the history
+    last: int = Field(ge=0)  # the ``after`` of the next call
+    first: int = Field(default=0, ge=0)  # the oldest still held; see /audit for older ones
 
 
 class Problem(Record):
-    """RFC 9457, plus Paceline's own fields."""
+    """An RFC 9457 problem document with Paceline's own fields."""
 
     type: str = "about:blank"
     title: Text

@@ -1,6 +1,6 @@
-"""The end of a run as one record: what `paceline demo --json` prints and Prefect's page shows.
+"""Records that commands print with --json: demo, plan, simulate, publish, distribute, status, …
 
-``python -m paceline.schemas.json_schemas`` writes its JSON schema to docs/schemas/.
+``python -m paceline.schemas.json_schemas docs/schemas`` writes their JSON schemas.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from paceline.schemas.training import GateDecision, Interval
 class StageLine(Record):
     stage: str
     seconds: float = Field(ge=0)
-    already_done: bool  # the ledger had it: nothing was done again
+    already_done: bool  # found in the ledger: not run again
 
 
 class Movement(Record):
-    """One relay of one version to its targets."""
+    """Distribution of one version to its targets."""
 
     deployment_id: str
     topology: str
-    epoch: int  # 1 where nothing had to be re-planned
+    epoch: int  # 1: never re-planned
     workers: int  # complete, with a receipt
-    verified: int  # read their own copy again, every byte
+    verified: int  # workers that read every byte of their copy again
     seconds: float  # accepted plan to last verified rename
     predicted_seconds: float
     bound_seconds: float
@@ -41,7 +41,7 @@ class Movement(Record):
     bytes_reused: int
     cross_rack_bytes: int
     already_done: bool
-    slow: tuple[str, ...] = ()  # workers that were fed at the tail, in the end
+    slow: tuple[str, ...] = ()  # workers at the tail of the line at the end
     quarantined: tuple[str, ...] = ()
 
 
@@ -88,11 +88,11 @@ class RegistryFigures(Record):
 
 
 class RunSummary(Record):
-    """One run from a bucket to a promoted model on every node."""
+    """Result of a whole run, from a bucket to a promoted model on every node."""
 
     status: Literal["complete"]
     run_id: str
-    already_done: bool  # no stage that the ledger keeps was done again
+    already_done: bool  # the ledger had every stage
     stages: tuple[StageLine, ...]
     model: ModelFigures
     data: DataFigures
@@ -103,7 +103,7 @@ class RunSummary(Record):
     gate: GateDecision
     registry: RegistryFigures
     links: dict[str, str]
-    notes: tuple[str, ...]  # what went wrong and was absorbed, what the policy excepts
+    notes: tuple[str, ...]  # problems that were recovered from, and policy exceptions
     ready_seconds: float | None = None  # demo only: until every server was ready
     total_seconds: float | None = None  # demo only
 
@@ -118,23 +118,23 @@ class ProblemFigures(Record):
 
 
 class Failed(Record):
-    """What every command prints with --json when it fails."""
+    """Output of every failed command with --json."""
 
     status: Literal["failed"]
     error: ProblemFigures
 
 
-# Forecasts, before a byte moves: what `plan` and `simulate` print with --json.
+# Forecasts: output of `plan` and `simulate` with --json.
 
 
 class PlanRow(Record):
-    """What one topology would take. Reference rows are schemes that Paceline does not use."""
+    """Forecast of one topology; reference rows are schemes that Paceline does not use."""
 
     topology: str
     reference: bool = False
     predicted_seconds: float = Field(ge=0)
     ratio: float = Field(ge=0)  # predicted / bound
-    expected_seconds: float = Field(default=0.0, ge=0)  # with the deaths that `auto` counts on
+    expected_seconds: float = Field(default=0.0, ge=0)  # with the worker deaths that `auto` assumes
     cross_rack_bytes: int = Field(ge=0)
     origin_bytes: int = Field(ge=0)
     depth: int = Field(ge=1)  # longest path from the origin, in hops
@@ -142,7 +142,7 @@ class PlanRow(Record):
 
 
 class PlanTable(Record):
-    """Every topology for one fleet and model; ``chosen`` is what `auto` takes."""
+    """Forecast of every topology for one fleet and model; `auto` selects ``chosen``."""
 
     size_bytes: int = Field(ge=0)
     workers: int = Field(ge=1)
@@ -158,7 +158,7 @@ class PlanTable(Record):
 
 
 class SimulationReport(Record):
-    """What one simulated deployment took; the same seed gives the same report to the byte."""
+    """Result of one simulated deployment; the same seed gives the same report to the byte."""
 
     seconds: float = Field(ge=0)  # accepted plan to the last survivor's verified rename
     bound_seconds: float = Field(ge=0)
@@ -174,11 +174,11 @@ class SimulationReport(Record):
     cross_rack_bytes: int = Field(ge=0)
     corrupt_pieces: int = Field(ge=0)
     killed: tuple[str, ...] = ()
-    violations: tuple[str, ...] = ()  # invariants that did not hold; empty when all is well
-    events: int = Field(ge=0)  # how many events the sessions were told
+    violations: tuple[str, ...] = ()  # violated invariants
+    events: int = Field(ge=0)  # number of events that the sessions handled
 
 
-# What `paceline publish URL` and `paceline distribute --into` print with --json.
+# Output of `paceline publish URL` and `paceline distribute --into` with --json.
 
 
 class Published(Record):
@@ -195,14 +195,14 @@ class Published(Record):
     pieces: int = Field(ge=1)
     chunk_size: int = Field(ge=1)
     piece_size: int = Field(ge=1)
-    uploaded_files: int = Field(ge=0)  # 0: everything was there already
-    resumed_bytes: int = Field(ge=0)  # of parts that an attempt which died had uploaded
+    uploaded_files: int = Field(ge=0)  # 0: all were stored already
+    resumed_bytes: int = Field(ge=0)  # of parts uploaded by an earlier, interrupted attempt
     signed_by: Sha256 | None = None  # public key
     seconds: float = Field(ge=0)
 
 
 class Distribution(Record):
-    """One model on every worker of one machine, brought there without a server."""
+    """Distribution of one model to all workers of one machine, without a coordinator."""
 
     status: Literal["complete"] = "complete"
     deployment_id: str
@@ -210,8 +210,8 @@ class Distribution(Record):
     version: Name
     manifest_digest: Sha256
     source_url: str
-    topology: Topology  # what `auto` took
-    epochs: int = Field(ge=1)  # 1: nothing had to be planned anew
+    topology: Topology  # as chosen by `auto`
+    epochs: int = Field(ge=1)  # 1: never re-planned
     workers: int = Field(ge=1)
     workers_complete: int = Field(ge=1)
     workers_failed: dict[str, Failure]
@@ -222,44 +222,44 @@ class Distribution(Record):
     bound_seconds: float | None = None
     ratio: float | None = None  # seconds / bound_seconds
     origin_bytes: int = Field(ge=0)  # by all workers, with origin_before_bytes
-    origin_before_bytes: int = Field(default=0, ge=0)  # by calls that it went on from, at most
+    origin_before_bytes: int = Field(default=0, ge=0)  # by earlier, resumed calls; upper bound
     origin_ratio: float = Field(ge=0)  # origin_bytes / total_bytes
     received_bytes: int = Field(ge=0)  # from peers, over all workers
-    reused_bytes: int = Field(ge=0)  # that the workers' disks held already
+    reused_bytes: int = Field(ge=0)  # already on the workers' disks
     refetched_bytes: int = Field(ge=0)
-    corrupt_from: dict[str, int]  # source → pieces of its that did not match
+    corrupt_from: dict[str, int]  # source → number of its corrupt pieces
     cross_rack_bytes: int = Field(ge=0)
     activated: bool = False
     receipts: tuple[Receipt, ...]
-    notices: tuple[str, ...] = ()  # who fell silent, and what was done about it
+    notices: tuple[str, ...] = ()  # silent workers, and the reaction
 
 
-# What `paceline checkpoints` answers.
+# Output of `paceline checkpoints`.
 
 
 class CheckpointShown(Record):
-    """A generation as its marker tells of it."""
+    """One checkpoint generation, as described by its marker."""
 
     name: str
     step: int = Field(ge=0)
     status: Literal["committed", "verified", "damaged", "rejected", "unfinished"]
     url: str
-    bytes: int | None = None  # None: no marker that could be read
+    bytes: int | None = None  # None: no readable marker
     world_size: int | None = None
     held_out_loss: float | None = None
-    why: str = ""  # it is damaged or was rejected
+    why: str = ""  # reason of damaged or rejected
 
 
 class CheckpointsShown(Record):
     """The generations of one job, newest first."""
 
     url: str
-    job_id: Name | None  # None: no marker says
+    job_id: Name | None  # None: no readable marker
     checkpoints: tuple[CheckpointShown, ...]
 
 
 class CheckpointExported(Record):
-    """A generation that was written as a standard DCP directory."""
+    """A checkpoint generation exported as a standard DCP directory."""
 
     url: str
     step: int = Field(ge=0)
@@ -270,39 +270,39 @@ class CheckpointExported(Record):
 
 
 class ModelImported(Record):
-    """A model directory that was made of a standard DCP directory."""
+    """A model directory imported from a standard DCP directory."""
 
     source: str
     directory: str
     tensors: int
-    prefix: str  # that its weights have in the DCP checkpoint
-    cast: int  # weights that had another dtype there
+    prefix: str  # of the weights' names in the DCP checkpoint
+    cast: int  # number of weights converted from another dtype
     weights_digest: str
 
 
-# What `paceline reproduce` says: what differs, and whether the same bits came out.
+# Output of `paceline reproduce`.
 
 
 class Differs(Record):
-    """One thing that is not as it was when the run was made."""
+    """One difference between the original run's environment and the present one."""
 
     what: str
     then: str
     now: str
-    decisive: bool  # it may change bits: nothing is trained unless asked to anyway
+    decisive: bool  # may change results: training is refused unless forced
     where: str = ""
-    do: str = ""  # what would make it the same
+    do: str = ""  # how to remove the difference
 
 
 class Reproduction(Record):
-    """A training job that was run again, beside the first one.
+    """Comparison of a repeated training job with the original.
 
     ``checked`` compares without running anything.
     """
 
     run_id: str
     job_id: Name
-    again_job_id: Name | None  # None where nothing was run
+    again_job_id: Name | None  # None if nothing was run
     status: Literal["identical", "different", "checked"]
     differences: tuple[Differs, ...]
     steps: int  # losses compared
@@ -319,16 +319,16 @@ class Reproduction(Record):
         return self.status == "identical"
 
 
-# How an installation does, as ``paceline status --json`` prints it: servers, replicas, fleet.
+# Output of ``paceline status --json``: servers, replicas, fleet.
 
 
 class ServiceStatus(Record):
-    """How one service does."""
+    """State of one service."""
 
     name: str
     state: Literal["waiting", "starting", "ready", "done", "restarting", "failed", "stopped"]
     pid: int = 0  # of the service's process
-    session: int = 0  # of its guard, which leads the session
+    session: int = 0  # of its guard process, the session leader
     restarts: int = 0
     ready_s: float | None = None  # from its own start
     rss_bytes: int = 0
@@ -338,7 +338,7 @@ class ServiceStatus(Record):
 
 
 class InstallationStatus(Record):
-    """How a state directory's installation does."""
+    """State of the installation in a state directory."""
 
     running: bool
     ready: bool = False
@@ -358,25 +358,25 @@ class ReplicaStatus(Record):
     url: str
     answers: bool
     leads: bool = False
-    leader_url: str | None = None  # as this replica knows it
+    leader_url: str | None = None  # as reported by this replica
     epoch: int = 0
     problem: Text = ""
 
 
 class StatusReport(InstallationStatus):
-    """The servers of this machine, and the fleet as the coordinator's replicas know it."""
+    """The servers of this machine, and the fleet as reported by the coordinator's replicas."""
 
     replicas: tuple[ReplicaStatus, ...] = ()
     leader_url: str | None = None
     workers: tuple[WorkerMoment, ...] = ()
-    deployments: tuple[DeploymentMoment, ...] = ()  # in flight and the newest, without their parts
+    deployments: tuple[DeploymentMoment, ...] = ()  # running and newest, without parts
 
 
 class Changed(Record):
-    """What ``activate``, ``rollback`` (of a deployment) and ``cancel`` did."""
+    """Result of ``activate``, ``rollback`` (of a deployment) and ``cancel``."""
 
     status: Literal["switched", "cancelled"]
     deployment_id: str
     workers: int = 0  # that switched
-    waiting: tuple[str, ...] = ()  # workers that are told when they return
+    waiting: tuple[str, ...] = ()  # workers that get the command when they return
     seconds: float = 0.0

@@ -1,10 +1,10 @@
-"""What a watcher gets: ``GET /events/stream``, one item a message, each a record of this module.
+"""Event names, and the items of the event stream ``GET /events/stream``.
 
-The fleet page and ``paceline watch`` read the same items; ``watch --json`` prints them, one
-a line, and one Outcome in the end. A connection begins with a full Moment; each later one holds
-only what changed since, so that a reader lays it over what it has. ``event`` items carry the number
-of the Event as the message's id: a reader that comes back says it as ``Last-Event-ID``, and hears
-everything after it, or in a ``missed`` item that some of it is no longer held.
+The fleet page and ``paceline watch`` read the same items; ``watch --json`` prints one per line and
+an Outcome at the end. A watcher receives a full Moment first; later ones contain only changes,
+which the reader applies to its state. ``event`` items carry the Event's number as the message id: a
+reader that reconnects sends it as ``Last-Event-ID`` and receives all later events, or a ``missed``
+item if some are no longer held.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from paceline.schemas.base import Name, Record, Text
 from paceline.schemas.plan import Topology
 from paceline.schemas.records import DeploymentStatus, Failure, WorkerStatus
 
-# Names of what happens, shared by logs, watchers, the fleet page and Prefect's events.
+# Event names, shared by logs, watchers, the fleet page and Prefect's events.
 
 
 class EventName(StrEnum):
-    """What can happen; dotted, past tense."""
+    """Names of events; dotted, past tense."""
 
     WORKER_REGISTERED = "worker.registered"
     WORKER_LOST = "worker.lost"
@@ -32,16 +32,16 @@ class EventName(StrEnum):
     DEPLOYMENT_PLANNED = "deployment.planned"
     DEPLOYMENT_REPLANNED = "deployment.replanned"
     DEPLOYMENT_STATUS_CHANGED = "deployment.status_changed"
-    DEPLOYMENT_SWITCHING = "deployment.switching"  # a quorum is ready: everybody is told
-    DEPLOYMENT_SWITCH_REFUSED = "deployment.switch_refused"  # nobody was told
-    DEPLOYMENT_SWITCH_LATE = "deployment.switch_late"  # told long ago, and no quorum has yet
+    DEPLOYMENT_SWITCHING = "deployment.switching"  # a quorum is ready: commands are sent
+    DEPLOYMENT_SWITCH_REFUSED = "deployment.switch_refused"  # no commands were sent
+    DEPLOYMENT_SWITCH_LATE = "deployment.switch_late"  # commanded long ago, without a quorum yet
     DEPLOYMENT_ACTIVATED = "deployment.activated"
     DEPLOYMENT_ROLLED_BACK = "deployment.rolled_back"
     DEPLOYMENT_FORGOTTEN = "deployment.forgotten"
     BUDGET_RAISED = "deployment.budget_raised"
     FLOW_STARTED = "deployment.flow_started"  # a Prefect flow run drives it
-    FLOW_DELAYED = "deployment.flow_delayed"  # Prefect is away: the start is tried again
-    FLOW_ENDED = "deployment.flow_ended"  # not well, while the deployment went on
+    FLOW_DELAYED = "deployment.flow_delayed"  # Prefect is unavailable: the start is retried
+    FLOW_ENDED = "deployment.flow_ended"  # failed or crashed, while the deployment continued
     WORKER_COMPLETED = "deployment.worker_completed"
     WORKER_FAILED = "deployment.worker_failed"
     SOURCE_LOST = "relay.source_lost"
@@ -58,7 +58,7 @@ class EventName(StrEnum):
 
 
 class Event(Record):
-    """One thing that happened, numbered by the coordinator that saw it."""
+    """One event, numbered by the coordinator."""
 
     seq: int = Field(ge=1)
     name: EventName
@@ -72,12 +72,12 @@ Run = tuple[int, int]  # chunks [first, last], both inclusive
 
 
 class LeaderView(Record):
-    """Which replica speaks, and who leads as far as it knows."""
+    """The responding replica, and the leader it has seen."""
 
     replica_id: str = ""
     url: str = ""
     leads: bool = True
-    leader_url: str | None = None  # None: nobody is known to lead now
+    leader_url: str | None = None  # None: no known leader
     epoch: int = Field(default=0, ge=0)
 
 
@@ -87,18 +87,18 @@ class PartMoment(Record):
     worker_id: Name
     status: WorkerStatus
     alive: bool
-    chunks: tuple[Run, ...] = ()  # held whole, in order
+    chunks: tuple[Run, ...] = ()  # complete chunks, ascending
     bytes_held: int = Field(default=0, ge=0)
     rate_bytes_s: float = Field(default=0.0, ge=0)  # over the last seconds
     upstream_worker: str | None = None  # a source key: a worker, or "origin:URL"
     standing: str = "line"
-    verified: bool = False  # it gave a receipt
+    verified: bool = False  # it sent a receipt
     activated: bool = False
     failure: Failure | None = None
 
 
 class DeploymentMoment(Record):
-    """One deployment's figures, and the parts of the workers that changed."""
+    """One deployment's figures, and the parts of workers that changed."""
 
     deployment_id: str
     model_id: Name
@@ -107,8 +107,8 @@ class DeploymentMoment(Record):
     topology: Topology
     epoch: int = Field(ge=0)
     progress: float = Field(ge=0, le=1)  # share of bytes held by living targets
-    rate_bytes_s: float = Field(default=0.0, ge=0)  # what all targets together gain
-    eta_s: float | None = None  # until the last living target has everything; None: unknown
+    rate_bytes_s: float = Field(default=0.0, ge=0)  # sum over all targets
+    eta_s: float | None = None  # until the last living target is complete; None: unknown
     workers: int = Field(ge=0)
     workers_complete: int = Field(ge=0)
     workers_failed: tuple[Name, ...] = ()
@@ -141,7 +141,7 @@ class WorkerMoment(Record):
 
 
 class Moment(Record):
-    """How things stand now: all of it (``full``), or what changed since the Moment before."""
+    """State of the fleet: everything (``full``), or the changes since the previous Moment."""
 
     kind: Literal["moment"] = "moment"
     at: float  # seconds since the Unix epoch
@@ -149,18 +149,18 @@ class Moment(Record):
     leader: LeaderView
     deployments: tuple[DeploymentMoment, ...] = ()
     workers: tuple[WorkerMoment, ...] = ()
-    gone: tuple[str, ...] = ()  # deployments that are shown no longer
+    gone: tuple[str, ...] = ()  # deployments no longer shown
 
 
 class Happened(Record):
-    """Something happened; the numbers of events have no gaps over the whole installation."""
+    """An event; event numbers have no gaps over the whole installation."""
 
     kind: Literal["event"] = "event"
     event: Event
 
 
 class Missed(Record):
-    """Events after ``after`` and before ``first`` are held no longer: read the audit history."""
+    """Events between ``after`` and ``first`` are no longer held; the audit history has them."""
 
     kind: Literal["missed"] = "missed"
     after: int = Field(ge=0)
@@ -168,14 +168,14 @@ class Missed(Record):
 
 
 class Dropped(Record):
-    """The connection ends now, and why; the reader may come back with ``Last-Event-ID``."""
+    """The connection ends, with the reason; the reader may resume with ``Last-Event-ID``."""
 
     kind: Literal["dropped"] = "dropped"
     reason: Text
 
 
 class Outcome(Record):
-    """How what was watched ended: the last line of ``paceline watch --json``."""
+    """Final state of a watched deployment: the last line of ``paceline watch --json``."""
 
     kind: Literal["outcome"] = "outcome"
     deployment_id: str
@@ -202,7 +202,7 @@ class WatchLine(
 
 
 def runs_of(chunks: tuple[int, ...]) -> tuple[Run, ...]:
-    """Return ascending chunk ids as runs of neighbours."""
+    """Return ascending chunk ids as runs of consecutive ids."""
     runs: list[Run] = []
     for chunk in chunks:
         if runs and chunk == runs[-1][1] + 1:

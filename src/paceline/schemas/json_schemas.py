@@ -1,6 +1,6 @@
-"""JSON schemas of what programs read.
+"""Write the JSON schemas of commands' output and of stored records.
 
-``python -m paceline.schemas.json_schemas DIR`` writes them.
+Run: ``python -m paceline.schemas.json_schemas docs/schemas``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
 
 
 def schema_text(name: str) -> str:
-    """Return the JSON schema of ``name`` as docs/schemas keeps it."""
+    """Return the text of docs/schemas/``name``.json."""
     schema = SCHEMAS[name].model_json_schema(mode="serialization")
     return json.dumps(schema, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 

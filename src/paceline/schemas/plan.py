@@ -1,7 +1,8 @@
-"""Who feeds whom: a plan gives every worker lanes; a lane takes chunk ranges from one source.
+"""Distribution plans: each worker has lanes; a lane reads a range of chunks from one source.
 
-The relay executes lanes and knows no topology; planners in ``paceline.plan`` differ only in the
-lanes they make. Failing, straggling, joining and leaving are a new plan with a higher epoch.
+The relay executes lanes and does not depend on topologies; planners in ``paceline.plan`` differ
+only in the lanes they create. A failed, slow, new or leaving worker causes a new plan with a higher
+epoch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ PLAN_VERSION = 1
 
 
 class Topology(StrEnum):
-    """The shapes a planner can make; ``auto`` asks it to take the cheapest, no plan says it."""
+    """Topologies of a plan; ``auto`` requests the cheapest and does not occur in a plan."""
 
     DIRECT = "direct"
     CHAIN = "chain"
@@ -28,7 +29,7 @@ class Topology(StrEnum):
 
 
 class Labels(Record):
-    """Where a worker stands; planners cross racks as rarely as they can."""
+    """Location of a worker; planners avoid traffic between racks."""
 
     host: Text = Field(default="", max_length=255)
     rack: Text = Field(default="", max_length=255)
@@ -36,7 +37,7 @@ class Labels(Record):
 
 
 class Source(Record):
-    """Somewhere to pull pieces from: another worker, or the origin (S3 or a path)."""
+    """A source of pieces: another worker, or the origin (S3 or a path)."""
 
     kind: Literal["worker", "origin"]
     worker_id: Name | None = None  # kind == "worker"
@@ -45,37 +46,38 @@ class Source(Record):
 
     @property
     def key(self) -> str:
-        """Return what identifies this source within one plan."""
+        """Return the identifier of this source within one plan."""
         return self.worker_id or f"origin:{self.url}"
 
 
 class Lane(Record):
-    """Take chunks ``[first_chunk, last_chunk]`` from ``source``; when it fails, from ``spares``."""
+    """Read chunks ``[first_chunk, last_chunk]`` from ``source``; if it fails, from ``spares``."""
 
     source: Source
-    spares: tuple[Source, ...] = ()  # in the order to try; the origin, if named, comes last
+    spares: tuple[Source, ...] = ()  # in order of preference; the origin, if any, is last
     first_chunk: int = Field(ge=0)
     last_chunk: int = Field(ge=0)  # inclusive
-    expected_bytes_s: float = Field(default=0.0, ge=0)  # what the plan counts on; 0: unknown
+    expected_bytes_s: float = Field(default=0.0, ge=0)  # the plan's estimate; 0: unknown
 
 
 class WorkerLanes(Record):
-    """One worker's part of a plan: what an agent fetches after a beat told it of a new epoch."""
+    """One worker's part of a plan; agents fetch it when a heartbeat answer has a new epoch."""
 
     deployment_id: str
     epoch: int = Field(ge=1)
     manifest_digest: Sha256
     worker_id: Name
     lanes: tuple[Lane, ...]
-    origin_budget_bytes: int = Field(ge=0)  # this worker's share of the origin fuse, beyond
-    # what its process had told when that was granted; None: beyond what it has read when it hears
+    origin_budget_bytes: int = Field(ge=0)  # this worker's share of the origin budget, beyond
+    # the bytes its process had reported when it was granted; None: beyond those it has read when
+    # it receives these lanes
     origin_counted_bytes: int | None = Field(default=None, ge=0)
-    origin_tell_bytes: int = Field(default=0, ge=0)  # so much read is told at once; 0: with beats
-    piece_deadline_s: float = Field(gt=0)  # a source silent for longer is lost
+    origin_tell_bytes: int = Field(default=0, ge=0)  # so many are reported at once; 0: with beats
+    piece_deadline_s: float = Field(gt=0)  # a source without a piece for longer is lost
 
     @property
     def origin_lanes(self) -> tuple[Lane, ...]:
-        """Return what this worker begins at the origin; whoever has any is a seed."""
+        """Return the lanes whose source is the origin; a worker with any is a seed."""
         return tuple(lane for lane in self.lanes if lane.source.kind == "origin")
 
 
@@ -90,11 +92,11 @@ class Plan(Record):
     seed: int = 0
     workers: tuple[WorkerLanes, ...]
     predicted_seconds: float = Field(ge=0)
-    bound_seconds: float = Field(ge=0)  # nobody can be faster: size / link
+    bound_seconds: float = Field(ge=0)  # lower bound: size / link
     cross_rack_bytes: int = Field(ge=0)
     origin_bytes: int = Field(ge=0)
     depth: int = Field(ge=1)  # longest path from the origin, in hops
 
     def lanes_of(self, worker_id: str) -> WorkerLanes | None:
-        """Return the lanes of ``worker_id``, or None where it has no part in the plan."""
+        """Return the lanes of ``worker_id``, or None if it has no part in the plan."""
         return next((each for each in self.workers if each.worker_id == worker_id), None)

@@ -1,4 +1,4 @@
-"""What the coordinator keeps: deployments, workers and their states (MISSION.md A8)."""
+"""Records that the coordinator stores: deployments, workers, receipts, stages (MISSION.md A8)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from paceline.schemas.plan import Labels, Topology
 
 
 class DeploymentStatus(StrEnum):
-    """Where a deployment stands."""
+    """State of a deployment."""
 
     INIT = "init"  # until every target has acknowledged manifest and readiness
-    DOWNLOADING = "downloading"  # the head of the line reads the origin, nobody holds all of it
+    DOWNLOADING = "downloading"  # the head of the line reads the origin; no worker is complete
     DISTRIBUTING = "distributing"  # the origin is read; pieces still travel
-    VERIFYING = "verifying"  # every piece has arrived somewhere it was wanted; workers confirm
+    VERIFYING = "verifying"  # every piece has arrived; workers verify
     COMPLETE = "complete"
     FAILED = "failed"
     STALLED = "stalled"
@@ -24,12 +24,12 @@ class DeploymentStatus(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Return whether nothing changes any more."""
+        """Return whether the status is final."""
         return self in (type(self).COMPLETE, type(self).FAILED, type(self).CANCELLED)
 
 
 class WorkerStatus(StrEnum):
-    """Where a worker stands in a deployment (or, without one, in the fleet)."""
+    """State of a worker in a deployment (or, without one, in the fleet)."""
 
     IDLE = "idle"
     RECEIVING = "receiving"
@@ -39,14 +39,14 @@ class WorkerStatus(StrEnum):
 
 
 class Failure(Record):
-    """Why a worker (or a whole deployment) failed, as people and programs read it."""
+    """Reason why a worker or a whole deployment failed."""
 
     code: Text = Field(max_length=100)  # name of the error class
     message: Text = Field(max_length=2000)
 
 
 class Receipt(Record):
-    """A worker's word that it verified the whole model and shows it at its final path."""
+    """A worker's confirmation that it verified the whole model and published it at ``path``."""
 
     deployment_id: str
     worker_id: Name
@@ -60,7 +60,7 @@ class Receipt(Record):
     origin_bytes: Count  # from the source
     reused_bytes: Count  # already on this disk
     reused_pieces: Count
-    refetched_bytes: Count  # received a second time: lost or corrupt the first
+    refetched_bytes: Count  # received again after loss or corruption
     sent_bytes: Count  # to peers
     corrupt_pieces: Count
     seconds: float = Field(ge=0)  # from its first lanes to the rename
@@ -79,11 +79,11 @@ class WorkerProgress(Record):
     failure: Failure | None = None
     receipt: Receipt | None = None
     activated: bool = False
-    standing: str = Field(default="line", max_length=20)  # or tail, quarantined: see the planner's
+    standing: str = Field(default="line", max_length=20)  # or "tail", "quarantined": plan.inputs
 
 
 class Deployment(Record):
-    """One model version on its way to a set of workers."""
+    """Distribution of one model version to a set of workers."""
 
     deployment_id: str
     model_id: Name
@@ -98,7 +98,7 @@ class Deployment(Record):
     topology: Topology
     epoch: int = Field(ge=0)
     max_failed: float = Field(ge=0, le=1)  # share of targets that may die
-    started_at: float  # seconds since the Unix epoch, for people; deadlines never use it
+    started_at: float  # seconds since the Unix epoch, for display; not used by deadlines
     completed_at: float | None = None
     seconds: float | None = None  # accepted plan to last verified rename, by the monotonic clock
     predicted_seconds: float = 0.0
@@ -106,12 +106,12 @@ class Deployment(Record):
     origin_bytes: int = 0
     failure: Failure | None = None
     flow_run_id: Text | None = None  # of the Prefect flow run that drives it
-    flow_wanted: bool = False  # the coordinator starts that flow run (or has)
+    flow_wanted: bool = False  # the coordinator starts (or started) that flow run
     run_id: Text | None = None
 
 
 class Worker(Record):
-    """One agent as the fleet knows it."""
+    """One registered agent."""
 
     worker_id: Name
     hostname: Text = Field(max_length=255)
@@ -119,17 +119,17 @@ class Worker(Record):
     address: Text = Field(max_length=300)  # peer port, "host:port"
     available_storage: int = Field(ge=0)  # bytes
     link_mbit: float = Field(gt=0)
-    incarnation: int = Field(ge=1)  # higher with each restart of the same worker
+    incarnation: int = Field(ge=1)  # increases with each restart of the worker
     alive: bool = True
     last_heartbeat: float = 0.0  # seconds since the Unix epoch
     bandwidth_in: float = 0.0  # bytes per second
     bandwidth_out: float = 0.0
     pid: int = 0
-    process: Text = ""  # what it calls its process; "": pid and address have to do
+    process: Text = ""  # random id of its process; "": use pid and address
 
 
 class StageRecord(Record):
-    """The ledger's line: this stage, given these inputs, gave this output."""
+    """One ledger entry: the output of a stage for given inputs."""
 
     stage: Name
     input_digest: Sha256

@@ -1,4 +1,4 @@
-"""What crosses to and from a training job: the job, what ranks say, what came out."""
+"""Records of training and evaluation: job, rank events, results, gate decision, evidence."""
 
 from __future__ import annotations
 
@@ -11,40 +11,39 @@ from paceline.schemas.base import Name, Record, Sha256
 
 
 def _unset(value: object) -> bool:
-    """Return whether a field that an older record lacks stays unwritten, so that the record keeps
-    its bytes and its digest."""
+    """Return whether to omit the field, so that an older record keeps its bytes and digest."""
     return value is None
 
 
 class TaskSize(Record):
-    """What a codeRef's task is built for: the profile's model as the job began."""
+    """Size of the task for a ``code_ref``: the profile's model at the start of the job."""
 
-    context: int = Field(ge=1)  # tokens of a row
+    context: int = Field(ge=1)  # tokens per row
     parameters: int = Field(ge=1)
 
 
 class TrainJob(Record):
-    """Everything a rank needs to know; the same JSON goes to every rank of the gang."""
+    """Input of a training job; every rank of the gang receives the same JSON."""
 
     job_id: Name
     run_id: str
-    state_dir: str  # where the rank finds runtime.json
+    state_dir: str  # contains runtime.json
     model_id: Name
     version: Name  # the base: loaded from the rank's own node, <store>/models/<model_id>/<version>
     manifest_digest: Sha256
     snapshot_url: str
     snapshot_digest: Sha256
     purpose: str
-    checkpoint_url: str  # s3://bucket/prefix; this job's generations live below it
+    checkpoint_url: str  # s3://bucket/prefix of this job's generations
     settings: TrainingSettings
     labels: Literal["true", "shuffled"] = "true"  # "shuffled" is the control that must not pass
     deterministic: bool = True
     data: DataSettings = DataSettings()  # how samples become batches
-    task: TaskSize | None = None  # of a codeRef, which no base model says it of
-    data_readers: int = Field(default=1, ge=1)  # shares of a batch as the job began: `data.columns`
-    skip_batches: tuple[int, ...] = ()  # global batches that made training go wrong: passed over
-    failures: int = 0  # of this job before the attempt,
-    running_s: float = 0.0  # in so many seconds: what an `auto` checkpoint interval is made from
+    task: TaskSize | None = None  # of a ``code_ref`` without a base model
+    data_readers: int = Field(default=1, ge=1)  # `data.columns` at the job's start
+    skip_batches: tuple[int, ...] = ()  # global batches to skip, because they spoiled training
+    failures: int = 0  # of this job before the attempt
+    running_s: float = 0.0  # time in which they occurred; for an `auto` interval
 
 
 class RankEvent(Record):
@@ -60,7 +59,7 @@ class RankEvent(Record):
 
 
 class Restart(Record):
-    """A gang that was stopped and started again."""
+    """One restart of a gang."""
 
     attempt: int
     failed_rank: int | None
@@ -68,21 +67,21 @@ class Restart(Record):
     reason: str
     resumed_step: int
     lost_steps: int
-    seconds: float  # failure seen to first new step
+    seconds: float  # from failure detected to the first new step
     kind: Literal["failed", "hung", "lost", "preempted", "bad-step", "returned"] = "failed"
-    ranks: int = 0  # of the gang that went on
-    stacks_url: str = ""  # where every rank was when the gang hung
+    ranks: int = 0  # of the gang that continued
+    stacks_url: str = ""  # stack traces of all ranks when the gang hung
 
 
 class TimeLedger(Record):
-    """Where the time of a job went; the accounts sum to ``wall_s``."""
+    """Breakdown of a job's time; the accounts sum to ``wall_s``."""
 
     start_s: float  # to the first step
     productive_s: float
     data_wait_s: float
     checkpoint_stall_s: float
-    lost_work_s: float  # steps made again because no checkpoint held them
-    detection_s: float  # from the last step to the failure being noticed
+    lost_work_s: float  # steps repeated because no checkpoint had them
+    detection_s: float  # from the last step to the detection of the failure
     restart_s: float  # from then to the next step
     finish_s: float  # from the last step to the stored result
     wall_s: float
@@ -92,7 +91,7 @@ class TimeLedger(Record):
 
 
 class Failures(Record):
-    """What failed how often in one job."""
+    """Failure counts of one job."""
 
     job: int = 0
     hosts: dict[str, int] = {}
@@ -108,7 +107,7 @@ class CheckpointRef(Record):
 
 
 class TrainResult(Record):
-    """What a finished job left behind."""
+    """Result of a finished training job."""
 
     job_id: Name
     steps: int
@@ -134,14 +133,14 @@ class TrainResult(Record):
     held_out: dict[str, float] = {}  # the last evaluation
     ledger: TimeLedger | None = None
     failures: Failures = Failures()
-    # what it was learned from; None in a result of an older version
+    # inputs of the training; None in a result of an older version
     snapshot_url: str | None = Field(default=None, exclude_if=_unset)
     snapshot_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
     base_manifest_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
 
     @property
     def passed_over(self) -> list[str]:
-        """Return a line for each shard or sample in quarantine: its name, shortened, and why."""
+        """Return a line per shard or sample in quarantine: its shortened name and the reason."""
         found = []
         for name in self.quarantined_shards:
             shard, mark, row = name.partition("#")
@@ -165,7 +164,7 @@ class TrainingData(Record):
 
 
 class EvaluationSpec(Record):
-    """What an evaluation process is told."""
+    """Input of an evaluation process."""
 
     run_id: str
     state_dir: str
@@ -185,7 +184,7 @@ class Interval(Record):
 
 
 class ModelScore(Record):
-    """How one model does on the held-out split."""
+    """Scores of one model on the held-out split."""
 
     name: str
     kind: Literal["transformer", "ngram", "compressor"]
@@ -216,17 +215,17 @@ class EvaluationReport(Record):
     bytes: int
     scores: tuple[ModelScore, ...]
     slices: tuple[dict[str, object], ...] = ()
-    failures: dict[str, str] = {}  # name of a model without a score → why it has none
+    failures: dict[str, str] = {}  # model without a score → reason
     seconds: float
     overlaps: tuple[Overlap, ...] | None = Field(default=None, exclude_if=_unset)
 
     def score(self, name: str) -> ModelScore | None:
-        """Return the score of the model called ``name``, or None where it was not evaluated."""
+        """Return the score of the model ``name``, or None if it was not evaluated."""
         return next((each for each in self.scores if each.name == name), None)
 
 
 class Evaluation(Record):
-    """What an evaluation recorded: its report, and what the report is about."""
+    """A recorded evaluation: its report and the inputs of the report."""
 
     model_id: Name
     base_version: str
@@ -251,7 +250,7 @@ class GateCheck(Record):
 
 
 class GateDecision(Record):
-    """Whether the candidate earned promotion, and each reason."""
+    """Whether the candidate passed the promotion gate, and each check."""
 
     passed: bool
     checks: tuple[GateCheck, ...]
@@ -267,7 +266,7 @@ class GateDecision(Record):
 
 
 class Evidence(Record):
-    """What is bound to a promoted version: everything needed to trust or reproduce it."""
+    """Evidence bound to a registered version: what is needed to trust or reproduce it."""
 
     run_id: str
     model_id: Name

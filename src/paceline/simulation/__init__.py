@@ -1,8 +1,8 @@
-"""A deployment under a virtual clock and network: what it will take, and what failures cost.
+"""Simulates a deployment under a virtual clock and network: its duration and the cost of failures.
 
 It runs the production planner, sessions and coordinator, and has no recovery logic of its own:
-whatever happens after a fault was decided there. Here are only what they stand on: links, disks,
-processes, time, and what goes wrong.
+those decide everything that happens after a fault. This package models only what they run on:
+links, disks, processes, time and faults.
 """
 
 from paceline.simulation.scenario import Fault, Scenario, Timing, read_faults

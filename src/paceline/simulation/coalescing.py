@@ -1,7 +1,8 @@
-"""Gathering pieces: how many a session is told of at once, and which of them will be corrupt.
+"""Coalescing of pieces: how many are reported to a session at once, and which arrive corrupt.
 
-Positions are exact, but a session is told of up to ``coalesce`` pieces at a time. In an extent of n
-pieces Binomial(n, q) arrive corrupt, as one run. With ``coalesce`` 1 each piece is on its own.
+Positions are exact, but up to ``coalesce`` pieces are reported to a session in one event. In an
+extent of n pieces Binomial(n, q) arrive corrupt, as one run. With ``coalesce`` 1 each piece is
+reported by itself. ``PaidRepairs`` sends the repairs of coalesced corrupt pieces.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from paceline.relay.protocol.limits import PieceMap
 from paceline.simulation.hosts import Flow, Host
 from paceline.simulation.network import Clock, Network
 
-AWAY_EXTENTS = 128  # of the longest extent, on a spare: whether to go back is judged by pieces
-LEAST_EXTENTS = 8  # extents shrink towards a host's end, to this part of the longest
+AWAY_EXTENTS = (
+    128  # on a spare source, extents are this part of the longest: failback is judged by pieces
+)
+LEAST_EXTENTS = 8  # extents shrink as a host nears completion, to this part of the longest
 EARLIEST, LATEST = 0.1, 0.65  # corrupt runs lie in this part of their extent
-MARKS = 8  # of an extent, at which they end: everywhere at the same pieces
-MUCH_CORRUPT = 0.05  # beyond it, rejections are not gathered
+MARKS = 8  # of an extent: corrupt runs end at them, at the same pieces on every host
+MUCH_CORRUPT = 0.05  # beyond this share, rejections are not coalesced
 
 
 class Gathering:
-    """Fixes the extents of flows; ``corrupt`` is the share of all transfers that arrive so."""
+    """Chooses the extents of flows; ``corrupt`` is the share of all transfers that are corrupt."""
 
     def __init__(
         self, *, pieces: int, piece_bytes: int, coalesce: int, corrupt: float, seed: int
@@ -36,20 +39,18 @@ class Gathering:
 
     @property
     def exact(self) -> bool:
-        """Return whether nothing is gathered."""
+        """Return whether every piece is reported by itself."""
         return self.longest == 1
 
     def is_usual(self, flow: Flow) -> bool:
-        """Return whether what arrives corrupt does so by the share of all transfers, and not
-        because its source corrupts.
-        """
+        """Return whether corruption follows the share of all transfers, not a corrupting source."""
         return flow.source.corrupts <= self._corrupt
 
     def next_extent(self, flow: Flow) -> None:
-        """Fix where the session is told next, and what of it will be corrupt."""
+        """Choose where the next report to the session ends, and which of its pieces are corrupt."""
         share = max(self._corrupt, flow.source.corrupts)
         drawn = flow.drawn
-        if drawn.first <= flow.base < drawn.stop:  # a repair came between
+        if drawn.first <= flow.base < drawn.stop:  # a repair interrupted it
             flow.extent_stop = min(drawn.stop, flow.stop)
             flow.bad = flow.drawn_bad
             if flow.bad is not None and flow.bad.stop <= flow.base:
@@ -64,22 +65,22 @@ class Gathering:
                 flow.drawn_pieces = flow.bad.size if flow.bad is not None else 0
 
     def draw(self, flow: Flow, run: Extent) -> Extent | None:
-        """Return what of a repair arrives corrupt again: its first pieces, or None."""
+        """Return the part of a repair that arrives corrupt again: its first pieces, or None."""
         share = max(self._corrupt, flow.source.corrupts)
         bad = int(self._random.binomial(run.size, share)) if share > 0 else 0
         return Extent(run.first, run.first + bad) if bad else None
 
     def mark(self, flow: Flow) -> int:
-        """Return how many pieces of the present extent are between two marks, 0 for none."""
+        """Return the number of pieces between two marks of the current extent, or 0."""
         return (flow.extent_stop - flow.drawn.first) // MARKS
 
     def after(self, flow: Flow, bad: Extent) -> int:
-        """Return up to where to look once ``bad`` is repaired: everywhere at the same pieces."""
+        """Return the mark up to which to process pieces once ``bad`` is repaired."""
         grain = _between_marks(flow.extent_stop - flow.drawn.first)
         return -(-bad.stop // grain) * grain
 
     def unspread(self, flow: Flow, reached: int) -> int:
-        """Return how many more corrupt pieces would have come by now, had they been spread."""
+        """Return how many more pieces would be corrupt so far, were they spread evenly."""
         drawn = flow.drawn
         if not flow.drawn_pieces or not drawn.first <= reached <= drawn.stop:
             return 0
@@ -91,11 +92,12 @@ class Gathering:
         bad = int(self._random.binomial(stop - first, share))
         if not bad:
             return None
-        # After some that are good, or the source would look bad; and not too near the end: it is
-        # repaired when others report the extent.
+        # After some good pieces, otherwise the source looks bad; and not too near the end, because
+        # the run is repaired when others report the extent.
         room = stop - first - bad
         at = first + int((EARLIEST + self._random.random() * (LATEST - EARLIEST)) * (room + 1))
-        # Whoever is above has to be looked at up to their end: mostly somebody has done so before.
+        # Flows upstream must be processed up to the run's end. Where runs end at common marks,
+        # another flow has mostly caused that already.
         grain = _between_marks(stop - first)
         marked = -(-(at + bad) // grain) * grain
         at = marked - bad if marked < stop else at
@@ -106,7 +108,7 @@ class Gathering:
             return 1
         if corrupt > MUCH_CORRUPT:
             return max(1, min(self.longest, int(1 / corrupt)))
-        if flow.source.is_origin:  # its window is some seconds long, and is asked for in halves
+        if flow.source.is_origin:  # its window is some seconds long, and is requested in halves
             return max(1, self.longest // AWAY_EXTENTS)
         planned = flow.reader.lane_sources
         if 0 < flow.lane <= len(planned) and planned[flow.lane - 1] != flow.key:
@@ -115,30 +117,33 @@ class Gathering:
         least = max(1, self.longest // LEAST_EXTENTS)
         longest = least
         while longest * 2 <= min(self.longest, left // 3):
-            longest *= 2  # powers of two: an extent's edges are everywhere the same pieces
+            longest *= 2  # powers of two: an extent's edges are the same pieces on every host
         return longest
 
 
 def _between_marks(pieces: int) -> int:
-    """Return how many pieces are from mark to mark in an extent of so many: a power of two."""
+    """Return the distance of marks in an extent of ``pieces`` pieces: a power of two."""
     return 1 << max(0, (pieces // MARKS).bit_length() - 1)
 
 
-# Repairs for which the NICs gave up their share all along: on a clock, not in the network.
+# Paid repairs run on the clock, not in the network.
 #
-# Where pieces are gathered, every NIC gives up what its corrupt pieces take (``Simulation``), and
-# what was refused passes beside it: at the link's rate, one run after the other. So a repair shares
-# a link with nobody and changes nobody's rate; as a flow it cost the whole fleet a new division of
-# every link, twice. What its source is still to get (it repairs the same pieces, or whoever is
-# above does) is sent all the same and is here when the source has it: two lumps overlap where
-# single pieces would not, and such waits must not add up along a line.
+# Where pieces are coalesced, every NIC's capacity is reduced from the start by what its corrupt
+# pieces take (``Simulation``), and rejected runs are sent outside the network: at the link's rate,
+# one run after the other. So a repair shares no link and changes no other rate; as a flow, each
+# repair caused all rates of the fleet to be computed again, twice. Pieces that the source itself is
+# still receiving (it repairs the same pieces, or a host upstream does) are sent all the same and
+# are counted once the source has them: two runs overlap where single pieces would not, and such
+# waits must not add up along a chain of hosts.
 
-PAID = -2  # instead of a lane's number
+PAID = -2  # in place of a lane number
 
 
 class PaidRepairs:
-    """Sends what PAID flows want. ``look`` brings the reader up to date about what is around a run,
-    ``arrive`` takes pieces off the wire up to one of them, ``more`` has a flow looked at again.
+    """Sends the pieces that PAID flows want.
+
+    ``look`` processes what the reader has received around a run, ``arrive`` processes a flow's
+    pieces up to a given one, ``more`` schedules a flow's next step.
     """
 
     def __init__(
@@ -161,9 +166,7 @@ class PaidRepairs:
         self._more = more
 
     def send(self, flow: Flow) -> None:
-        """Begin with the first run that the source has or was promised, if nothing is on its way
-        yet.
-        """
+        """Send the first run that the source has or has requested, unless one is under way."""
         source, reader = flow.source, flow.reader
         if flow.paid_run is not None or not source.serves or not reader.serves:
             return
@@ -182,20 +185,20 @@ class PaidRepairs:
 
     @staticmethod
     def _unsent(flow: Flow) -> Iterator[Extent]:
-        """Yield what was not sent yet; what is owed comes by itself."""
+        """Yield wanted runs that were not sent yet, without those that are owed."""
         for wanted in list(flow.wanted):
             yield from list(flow.owed.gaps(wanted))
 
     def _sent(self, flow: Flow, run: Extent, took_s: float) -> None:
         flow.paid_run = None
         if not flow.open or not flow.source.serves or not flow.reader.serves:
-            return  # its reader hears of that
+            return  # its reader gets a failure event
         network, slot = self._network, flow.slot
         network.carried[slot] += self._pieces.bytes_of(run)
         network.busy_s[slot] += took_s
         network.moved_s[slot] = self._clock.now_s
         self._look(flow, run)
-        for part in list(flow.wanted.common(run)):  # the rest has come another way
+        for part in list(flow.wanted.common(run)):  # the rest arrived from another flow
             flow.base, flow.stop = part
             flow.bad = self._gathering.draw(flow, part)
             self._arrive(flow, part.stop)
@@ -203,5 +206,5 @@ class PaidRepairs:
 
 
 def _is_coming(host: Host, run: Extent) -> bool:
-    """Return whether ``host`` has asked somebody for pieces of ``run``."""
+    """Return whether ``host`` has requested pieces of ``run`` from a source."""
     return any(next(feed.wanted.common(run), None) is not None for feed in host.feeds.values())

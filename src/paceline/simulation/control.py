@@ -1,7 +1,7 @@
-"""The simulated control plane: the production coordinator, and agents that register and beat.
+"""The simulated control plane: the production coordinator, and agents that register and heartbeat.
 
-Calls are messages to ``CoordinatorState`` under the virtual clock; what it answers is done, nothing
-else. Lanes, losses, replans and receipts all come from there.
+Calls are messages to ``CoordinatorState`` under the virtual clock; agents do only what it answers.
+It alone decides on lanes, losses and replans.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from paceline.simulation.streams import Streams
 
 DEPLOYMENT = "simulated"
 SOURCE_URL = "s3://simulated/model"
-CHUNKS_TOLD = 1_000  # workers up to which beats list chunks: at 10,000 they cost more than the rest
+CHUNKS_TOLD = 1_000  # largest fleet whose beats list chunks: at 10,000 they cost more than the rest
 
 
 class Control:
@@ -53,8 +53,10 @@ class Control:
         self._random = Random(f"{scenario.seed}/beats")
         self._numbers = {name: number for number, name in enumerate(streams.hosts)}
         self._receipts: dict[str, Receipt] = {}
-        self._rounds: dict[str, int] = {}  # of each agent's loop; an older one ends
-        self._beaten: dict[str, float] = {}  # when each beat last
+        self._rounds: dict[
+            str, int
+        ] = {}  # generation of each agent's heartbeat loop; loops of older generations end
+        self._beaten: dict[str, float] = {}  # time of each agent's last heartbeat
         self.calls = 0
         streams.disk.on_published = self._published
         streams.on_news = self._news
@@ -65,11 +67,13 @@ class Control:
         return self.state.run(DEPLOYMENT).deployment
 
     def start(self) -> None:
-        """Register everybody, accept the deployment, and begin to beat."""
+        """Register all workers, create the deployment, and start the heartbeats."""
         scenario, hosts = self._scenario, self._streams.hosts
         for host in hosts.values():
             self._register(host)
-        for host in hosts.values():  # they have been up for a while: the whole fleet is known
+        for (
+            host
+        ) in hosts.values():  # they have run for a while: the coordinator has the whole fleet
             self._ask(Beat(beat=self._beat_of(host)))
         call = CreateDeployment(
             model_id=self._manifest.model_id,
@@ -81,24 +85,24 @@ class Control:
             seed=scenario.seed,
         )
         self._ask(Create(deployment_id=DEPLOYMENT, call=call, manifest=self._manifest))
-        # Everybody is idle and holds the line, so everybody hears of the plan at once; the
-        # coordinator answers one after the other.
+        # Every agent is idle with an open long poll, so all get the plan at once; the coordinator
+        # answers them one after the other.
         order = list(hosts.values())
         self._random.shuffle(order)
         for turn, host in enumerate(order):
             serving_s = turn / scenario.timing.calls_per_second
             self.resume(host, scenario.timing.call_s + serving_s)
-        # A large fleet's coordinator has more to look at; it looks less often.
+        # A tick of a large fleet's coordinator is more work, so it ticks less often.
         self._tick_s = max(scenario.timing.tick_s, len(hosts) / 10_000)
         self._streams.clock.after(self._tick_s, self._tick)
 
     def resume(self, host: Host, delay_s: float = 0.0) -> None:
-        """Begin an agent's loop (again)."""
+        """Start or restart an agent's heartbeat loop."""
         this = self._rounds[host.name] = self._rounds.get(host.name, 0) + 1
         self._streams.clock.after(delay_s, lambda: self._beat(host, this))
 
     def restart(self, host: Host) -> None:
-        """Start a killed process again, with what its disk has."""
+        """Restart a killed process with the pieces on its disk."""
         host.alive, host.frozen = True, False
         host.lanes, host.published_s = None, None
         self._receipts.pop(host.name, None)
@@ -107,7 +111,7 @@ class Control:
         self.resume(host)
 
     def _max_failed(self) -> float:
-        """Return a quorum that the deaths of this scenario leave standing."""
+        """Return a failure limit that the deaths of this scenario do not exceed."""
         scenario = self._scenario
         deaths = round(scenario.fail * scenario.workers) + len(scenario.faults)
         return min(1.0, max(0.05, deaths / scenario.workers))
@@ -150,7 +154,7 @@ class Control:
         answer = self._ask(Beat(beat=self._beat_of(host)))
         assert isinstance(answer, HeartbeatAnswer)
         wait_s = answer.next_beat_s
-        if not answer.go_on:  # it was thought lost: it comes back as a new incarnation
+        if not answer.go_on:  # the coordinator counts it as lost: it registers as a new incarnation
             host.incarnation += 1
             try:
                 self._register(host)
@@ -168,20 +172,20 @@ class Control:
         self._streams.clock.after(wait_s, lambda: self._beat(host, this))
 
     def _tell_soon(self, host: Host, this: int) -> None:
-        """Have a seed beat as soon as it has much to tell, whenever its next beat is due."""
+        """Move a seed's heartbeat forward to when it has enough origin bytes to report."""
         soon_s = self._telling_s(host)
         if soon_s < self._scenario.coordinator.beat_s and self._rounds[host.name] == this:
             self.resume(host, soon_s)
 
     def _news(self, host: Host) -> None:
-        """Have an agent beat at once: it lost a source, has failed or has the whole version."""
+        """Send a heartbeat soon: the agent lost a source, failed or has the whole version."""
         if host.serves and host.name in self._rounds:
             now_s = self._streams.clock.now_s
             due_s = self._beaten.get(host.name, now_s) + NEWS_S
             self.resume(host, max(0.0, due_s - now_s))
 
     def _telling_s(self, host: Host) -> float:
-        """Return how soon a seed will have read as much as it is to tell of at once."""
+        """Return in how many seconds a seed will have read ``origin_tell_bytes``; inf for never."""
         lanes = host.lanes
         if lanes is None or not lanes.origin_tell_bytes or host.complete:
             return inf
@@ -203,17 +207,19 @@ class Control:
             return
         try:
             lanes = self._ask(FetchLanes(deployment_id=DEPLOYMENT, worker_id=host.name))
-        except PacelineError:  # cancelled, failed or not planned for: the next beat tells more
+        except (
+            PacelineError
+        ):  # cancelled, failed or not planned for: the next heartbeat's answer decides
             return
         assert isinstance(lanes, WorkerLanes)
         if host.session is not None:
             lost = host.session.progress().lost_sources
             self._streams.assign(host, lanes)
             self._tell_soon(host, this)
-            if lost:  # with these lanes it has lost nobody
+            if lost:  # with the new lanes no source is lost
                 self._news(host)
             return
-        host.lanes = lanes  # being prepared
+        host.lanes = lanes  # preparation begins
 
         def prepared() -> None:
             if host.serves and self._rounds[host.name] == this and host.session is None:
@@ -242,7 +248,7 @@ class Control:
         progress = session.progress()
         status = progress.status
         if status is WorkerStatus.COMPLETE and receipt is None:
-            status = WorkerStatus.RECEIVING  # it publishes
+            status = WorkerStatus.RECEIVING  # still publishing
         failure = progress.failure
         if failure is None and host.error is not None and status is WorkerStatus.FAILED:
             failure = as_failure(host.error)

@@ -1,6 +1,7 @@
-"""A simulated host and the streams between hosts: state, and nothing that decides.
+"""State of simulated hosts, of the flows between them, and the simulated disk. No decisions.
 
-A host's pieces are what really is on it; what its session was told may lag behind by an extent.
+A host's pieces are what it really holds; reports to its session may lag behind by an extent. On the
+disk, pieces become durable in groups, and a whole version is published.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paceline.simulation.scenario import Timing
 
 @dataclass(eq=False, slots=True)
 class Tally:
-    """What passed over one edge on streams that are closed, and what its reader judged."""
+    """Counts of one edge's closed streams: bytes, busy time, good and corrupt pieces."""
 
     bytes: float = 0.0
     busy_s: float = 0.0
@@ -30,7 +31,7 @@ class Tally:
 
 @dataclass(eq=False, slots=True)
 class Host:
-    """A worker, or the origin (which has no session and everything)."""
+    """A worker, or the origin (which has all pieces and no session)."""
 
     name: str
     rack: str
@@ -38,35 +39,43 @@ class Host:
     nic_out: int
     uplink_in: int = 0
     uplink_out: int = 0
-    repairs_bytes_s: float = 0.0  # of gathered repairs, whose time the NIC has given up; 0: none,
-    repaired_s: float = 0.0  # and when those that are on their way will be here
+    repairs_bytes_s: float = 0.0  # rate of paid repairs (see coalescing); 0: none,
+    repaired_s: float = 0.0  # and when those under way will have arrived
     session: RelaySession | None = None
     lanes: WorkerLanes | None = None
     have: Extents = field(default_factory=Extents)  # verified
     durable: Extents = field(default_factory=Extents)
-    paid: Extents = field(default_factory=Extents)  # came corrupt, and pass as such repairs
-    # What it pulls, by source key and lane: a stream that serves two lanes takes turns.
+    paid: Extents = field(
+        default_factory=Extents
+    )  # arrived corrupt; requested again as paid repairs
+    # What it pulls, by source key and lane: a stream that serves two lanes alternates.
     feeds: dict[tuple[str, int], Flow] = field(default_factory=dict)
     lane_starts: list[int] = field(default_factory=list)  # first piece of each lane,
-    lane_sources: list[str] = field(default_factory=list)  # and whom the plan names for it
-    readers: dict[Flow, None] = field(default_factory=dict)  # who pulls from it
-    waiting: dict[Flow, None] = field(default_factory=dict)  # of these, those it has nothing for
+    lane_sources: list[str] = field(
+        default_factory=list
+    )  # and the source that the plan names for it
+    readers: dict[Flow, None] = field(default_factory=dict)  # flows that pull from it
+    waiting: dict[Flow, None] = field(
+        default_factory=dict
+    )  # of these, those for which it has no piece yet
     edges: dict[tuple[str, str], Tally] = field(default_factory=dict)
     alive: bool = True
     frozen: bool = False
     frozen_s: float = 0.0  # since when
-    slept: bool = False  # until the coordinator was heard since
-    missed: list[SessionEvent] = field(default_factory=list)  # what came while it was frozen
+    slept: bool = False  # True after a long freeze, until the coordinator confirmed its lanes
+    missed: list[SessionEvent] = field(
+        default_factory=list
+    )  # events that arrived while it was frozen
     corrupts: float = 0.0  # share of the pieces it sends
     incarnation: int = 1
     origin_bytes: float = 0.0
     corrupt_pieces: int = 0
-    begun_s: float = 0.0  # of the present incarnation's first lanes
+    begun_s: float = 0.0  # when the current session began
     complete: bool = False
     published_s: float | None = None
     error: PacelineError | None = None
-    told_s: float = 0.0  # when its session was told something last
-    timer_s: float | None = None  # when its session is to be asked for its deadline next
+    told_s: float = 0.0  # time of the last event to its session
+    timer_s: float | None = None  # when to check its session's deadline next
     commit_s: float | None = None
 
     @property
@@ -76,11 +85,11 @@ class Host:
 
     @property
     def serves(self) -> bool:
-        """Return whether it answers at all."""
+        """Return whether its process runs and responds."""
         return self.alive and not self.frozen
 
     def edge(self, source: str, reader: str) -> Tally:
-        """Return the count of one edge."""
+        """Return the counts of one edge, created where missing."""
         known = self.edges.get((source, reader))
         if known is None:
             known = self.edges[source, reader] = Tally()
@@ -93,9 +102,7 @@ NOTHING = Extent(0, 0)
 
 @dataclass(eq=False, slots=True)
 class Flow:
-    """One lane's part of one stream: what its reader still wants of its source, and the run that is
-    on its way.
-    """
+    """One lane's part of a stream: the pieces that its reader still wants, and the current run."""
 
     slot: int
     reader: Host
@@ -106,29 +113,29 @@ class Flow:
     crosses: bool
     wanted: Extents = field(default_factory=Extents)
     moving: bool = False
-    parked: bool = False  # in the middle of a run for which the source has no more yet
-    base: int = 0  # pieces before it have arrived, in the present run
-    stop: int = 0  # of the present run
-    cut: int | None = None  # the present run ends here: the source lacks what follows
+    parked: bool = False  # stopped within a run, because the source has no further pieces yet
+    base: int = 0  # pieces of the current run before it have arrived
+    stop: int = 0  # end of the current run
+    cut: int | None = None  # the current run ends here: the source lacks what follows
     extent_stop: int = 0
-    bad: Extent | None = None  # pieces of the present extent that will not match their digests
-    drawn: Extent = NOTHING  # the extent for which that was decided last
-    drawn_bad: Extent | None = None  # what of it is still to come
-    drawn_pieces: int = 0  # how many were corrupt
-    gone: Extent | None = None  # refused ahead of its turn: what comes before was not kept yet
-    paid_run: Extent | None = None  # what of a paid repair is on its way
-    owed: Extents = field(default_factory=Extents)  # passed by: its source had not repaired them
+    bad: Extent | None = None  # pieces of the current extent that will not match their digests
+    drawn: Extent = NOTHING  # the extent for which ``bad`` was drawn last
+    drawn_bad: Extent | None = None  # its corrupt pieces that have not arrived yet
+    drawn_pieces: int = 0  # how many pieces of it were drawn as corrupt
+    gone: Extent | None = None  # rejected before the pieces ahead of it were recorded
+    paid_run: Extent | None = None  # the run of a paid repair that is under way
+    owed: Extents = field(default_factory=Extents)  # skipped: its source had not repaired them yet
     leader: Flow | None = None
     followers: dict[Flow, None] = field(default_factory=dict)
     unreported: list[Extent] = field(default_factory=list)
-    told: bool = False  # whether its reader's session has heard of good pieces from it
-    late: bool = False  # its extent is over; it is reported when what is owed has come
+    told: bool = False  # whether good pieces from it were reported to its reader's session
+    late: bool = False  # its extent has ended; it is reported once the owed pieces arrive
     open: bool = False
     closed: bool = False
 
 
 def tallies_of(host: Host, running: dict[tuple[str, str], Tally]) -> tuple[EdgeTally, ...]:
-    """Return the counts that a host reports: of closed streams, and ``running`` of open ones."""
+    """Return the counts that a host reports: of closed streams plus ``running`` of open ones."""
     made = []
     for source, reader in {**host.edges, **running}:
         closed = host.edges.get((source, reader), NONE)
@@ -147,14 +154,11 @@ def tallies_of(host: Host, running: dict[tuple[str, str], Tally]) -> tuple[EdgeT
 
 
 NONE = Tally()
-MOST_EDGES = 512  # what a beat may carry
-
-
-# The simulated disk: pieces become durable in groups, and a whole version is published.
+MOST_EDGES = 512  # limit of one heartbeat
 
 
 class Disk:
-    """Every host's disk. ``on_published`` is called when a version stands at its final path."""
+    """Every host's disk. ``on_published`` is called when a version is at its final path."""
 
     def __init__(
         self, clock: Clock, pieces: int, timing: Timing, tell: Callable[[Host, SessionEvent], None]
@@ -167,7 +171,7 @@ class Disk:
         self._tell = tell
 
     def commit_soon(self, host: Host) -> None:
-        """Make what is verified durable with the next group, or now when nothing is missing."""
+        """Schedule the next group commit of verified pieces, without delay for a full version."""
         full = host.have.count == self._pieces
         group_s = 0.0 if full else self._timing.group_s
         due_s = self._clock.now_s + group_s + self._timing.commit_s
@@ -186,7 +190,7 @@ class Disk:
         self._clock.at(due_s, commit)
 
     def completed(self, host: Host) -> None:
-        """Publish what the session says is complete."""
+        """Publish the version that the session reports as complete."""
         if host.durable.count != self._pieces:
             lacking = self._pieces - host.durable.count
             self.violations.append(f"I1 {host.name} published with {lacking} pieces missing")
@@ -194,7 +198,7 @@ class Disk:
         self.publish_soon(host)
 
     def publish_soon(self, host: Host) -> None:
-        """Show the version at its final path after the time that this takes."""
+        """Mark the version as published after ``publish_s``."""
         session = host.session
 
         def published() -> None:

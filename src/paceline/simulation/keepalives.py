@@ -1,7 +1,7 @@
-"""Signs of life: what keepalives and arriving bytes tell sessions of their sources.
+"""Keepalives: events that report to sessions which of their sources are alive and sending.
 
-While bytes flow a session is told so once, until further notice; that spares a large fleet most of
-its events.
+While bytes flow a session gets one such event, valid until further notice; that saves most of the
+events of a large fleet.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from paceline.simulation.hosts import Flow, Host
 from paceline.simulation.network import Clock
 from paceline.simulation.runs import Runs
 
-WATCH_S = 0.25  # a stream that has not moved for so long says that it waits, like the real one
+WATCH_S = 0.25  # a stream without progress for so long reports that it waits, as in production
 
 
 class Keepalives:
-    """Watches every flow. ``network.noted`` marks those whose sessions know that they move,
-    ``network.idle`` those of which nothing is asked.
+    """Watches every flow.
+
+    ``network.noted`` marks flows that were reported to their sessions as moving, ``network.idle``
+    those without requested pieces.
     """
 
     def __init__(
@@ -41,25 +43,22 @@ class Keepalives:
         self._tell = tell
 
     def is_vouched(self, flow: Flow) -> bool:
-        """Return whether the reader's session was told that bytes move until further notice."""
+        """Return whether the flow was reported as moving until further notice."""
         return bool(self._network.noted[flow.slot])
 
     def silence(self, flow: Flow) -> None:
-        """Take back what was vouched for: from now on nothing is heard."""
+        """Withdraw a report of movement, because the flow delivers nothing from now on."""
         if self._network.noted[flow.slot]:
             self._network.noted[flow.slot] = False
             self._tell(flow.reader, SourceAlive(flow.key, flow.number))
 
     def watch(self) -> None:
-        """Say who lives and who sends, as keepalives and arriving bytes do.
-
-        While bytes flow a session is told so once, until further notice.
-        """
+        """Report to each session which sources are alive and which send, every WATCH_S."""
         going = self._network.moved_since(self._clock.now_s - WATCH_S)
         network = self._network
         slots = np.flatnonzero(network.used & ~network.idle & ~(going & network.noted))
         streams: dict[tuple[Host, str, int], None] = {}
-        # Those ahead first: what is flushed takes everybody above along.
+        # Furthest positions first: flushing a flow also processes the flows upstream of it.
         slots = slots[np.argsort(-self._network.pos[slots], kind="stable")]
         for slot in slots.tolist():
             flow = self._runs.by_slot.get(slot)
@@ -68,19 +67,19 @@ class Keepalives:
             if flow.wanted:
                 streams[flow.reader, flow.key, flow.number] = None
             else:
-                network.idle[slot] = True  # until it is asked for something
+                network.idle[slot] = True  # until pieces are requested from it
         for host, key, number in streams:
             flows = [f for f in host.feeds.values() if f.key == key and f.number == number]
             asked = [f for f in flows if f.wanted]
             if not asked or not host.serves or not asked[0].source.serves:
                 continue
-            # A repair that waits for its source's own is nothing that the stream says.
+            # A paid repair that waits for its source's own repair does not count.
             lanes = [f for f in asked if f.lane != PAID] or asked
             self._vouch(flows, key, number, [bool(going[f.slot]) for f in lanes])
         self._clock.after(WATCH_S, self.watch)
 
     def assure(self) -> None:
-        """Say again of slow streams that they move, before sessions think that all is lost."""
+        """Repeat the report for slow streams before their sessions time out."""
         every_s = self._limits.give_up_s / 4
         for host in self._hosts.values():
             if host.session is None or self._clock.now_s - host.told_s < every_s:
@@ -95,7 +94,7 @@ class Keepalives:
     def _vouch(self, flows: list[Flow], key: str, number: int, moving: list[bool]) -> None:
         host = flows[0].reader
         if all(moving) and any(self._network.noted[flow.slot] for flow in flows):
-            for flow in flows:  # its session knows, and that holds for what has begun since
+            for flow in flows:  # already reported; the report also covers flows that began since
                 self._network.noted[flow.slot] = True
             return
         if all(moving):

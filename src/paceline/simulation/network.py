@@ -1,9 +1,9 @@
-"""The network as numbers: where each flow is, how fast it goes, and when something happens next.
+"""The network as a fluid model: position and rate of each flow, the next change, and the clock.
 
-A *flow* carries consecutive bytes of the model from a source to a reader. It may take what its
-source has (``static``) and what the source itself is receiving: ``lag`` bytes behind the flow that
-brings it there (its *leader*). So it is *free*, it *follows*, or it *waits* until the edge has come
-to it. Between two changes all of this is linear in time. It knows no pieces, sessions or faults.
+A *flow* carries consecutive bytes of the model from a source to a reader. It may read what its
+source has (``static``) and what the source itself is receiving, ``lag`` bytes behind the flow that
+delivers it there (its *leader*). So a flow is *free*, it *follows*, or it *waits* until the edge
+reaches it. Between two changes all of this is linear in time. No pieces, sessions or faults here.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-# Max-min fair rates of flows over shared links: what a second of virtual network looks like.
+# Max-min fair rates of flows over shared links.
 #
 # Progressive filling (Bertsekas and Gallager, Data Networks, 6.5), with one addition: a flow that
 # has caught up with the growing edge of what its source receives *follows* that flow and is never
-# faster. Only numbers: it knows no workers, pieces or time.
+# faster.
 #
 # Instead of one bottleneck a round, every resource that is a bottleneck among its neighbours
 # freezes its flows at once; thousands of workers take a handful of rounds.
@@ -27,16 +27,16 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-ROUNDS = 64  # then whoever is left gets the share it has for certain: safe, a little slow
+ROUNDS = 64  # after that, remaining flows get a safe share, which may be a little low
 _TINY = 1e-9
 
 
 def max_min_rates(capacity: Floats, uses: Ints, leader: Ints, stopped: Flags) -> Floats:
     """Return each flow's rate.
 
-    ``capacity[r]`` is what resource r carries (inf: no limit), ``uses[:, f]`` are the resources of
-    flow f (name one without a limit where it has fewer), ``leader[f]`` is the flow it follows or
-    -1 (no cycles), and ``stopped[f]`` flows carry nothing.
+    ``capacity[r]`` is the capacity of resource r (inf: no limit), ``uses[:, f]`` are the resources
+    of flow f (fill up with one without a limit), ``leader[f]`` is the flow that it follows or -1
+    (no cycles), and flows with ``stopped[f]`` carry nothing.
     """
     flows = uses.shape[1]
     rate = np.zeros(flows)
@@ -54,7 +54,7 @@ def max_min_rates(capacity: Floats, uses: Ints, leader: Ints, stopped: Flags) ->
         share[used] = np.maximum(residual[used], 0.0) / count[used]
         own = share[mine].min(axis=0)
         above, fixed = _along_paths(jumps, frozen, rate, live, own)
-        # Nobody is faster than its path to the root allows; where that is settled, so is it.
+        # No flow is faster than its path to the root; where the path is frozen, so is the flow.
         wish = np.minimum(above, fixed)
         lowest = np.full(residual.size, np.inf)
         for row in mine:
@@ -72,7 +72,7 @@ def max_min_rates(capacity: Floats, uses: Ints, leader: Ints, stopped: Flags) ->
 
 
 def _jump_tables(leader: Ints) -> list[Ints]:
-    """Return for 1, 2, 4, … steps up who is there; ``len(leader)`` stands above every root."""
+    """Return each flow's ancestor 1, 2, 4, … steps up; ``len(leader)`` where there is none."""
     if not (leader >= 0).any():
         return []
     end = leader.size
@@ -87,8 +87,9 @@ def _jump_tables(leader: Ints) -> list[Ints]:
 def _along_paths(
     jumps: list[Ints], frozen: Flags, rate: Floats, live: Ints, own: Floats
 ) -> tuple[Floats, Floats]:
-    """Return, for each live flow, the least share of the live and the least rate of the settled
-    flows on its path to the root, itself included.
+    """Return two minima over each live flow's path to the root, itself included.
+
+    The first is the least share of the live flows, the second the least rate of the frozen ones.
     """
     if not jumps:
         return own, np.full(own.size, np.inf)
@@ -102,7 +103,7 @@ def _along_paths(
     return above[live], fixed[live]
 
 
-MOST_MORE = 64.0  # times its own share, that a flow may carry when others leave it theirs
+MOST_MORE = 64.0  # a flow may use at most this multiple of its share of what others leave unused
 NEAR = 1e-3  # bytes: positions closer than this are the same
 _FLOATS = ("pos", "stop", "static", "edge", "rate", "lag", "carried", "busy_s", "moved_s", "over")
 USES = 4  # NIC in, NIC out, uplink out, uplink in
@@ -113,14 +114,16 @@ class Network:
 
     pos: Floats
     stop: Floats  # end of the present run of wanted bytes
-    static: Floats  # up to here the source has it
-    edge: Floats  # next position that somebody must be told of
+    static: Floats  # the source has everything before it
+    edge: Floats  # next position to report to the caller
     rate: Floats
     lag: Floats
-    carried: Floats  # bytes, and in how much time with something to send: what edge tallies count
+    carried: (
+        Floats  # bytes carried, and the time with something to send: the counts of edge tallies
+    )
     busy_s: Floats
     moved_s: Floats  # when it last moved
-    over: Floats  # bytes it had time for in this step beyond the end of its run
+    over: Floats  # bytes that it could have carried in this step beyond the end of its run
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -134,33 +137,36 @@ class Network:
         self.moving: Flags = np.zeros(self._size, np.bool_)
         self.parked: Flags = np.zeros(self._size, np.bool_)
         self.used: Flags = np.zeros(self._size, np.bool_)  # slots that hold a flow
-        self.noted: Flags = np.zeros(self._size, np.bool_)  # marks of the caller's
+        self.noted: Flags = np.zeros(self._size, np.bool_)  # set by the caller, like ``idle``
         self.idle: Flags = np.zeros(self._size, np.bool_)
         self._unused = list(range(self._size - 1, -1, -1))
         self._dirty = True
-        self._slots: Ints = np.zeros(0, np.int64)  # of the flows that move, as of the last look
-        self._potential: Floats = np.zeros(0)  # what each one's connection could carry
+        self._slots: Ints = np.zeros(
+            0, np.int64
+        )  # of the flows that move, as of the last ``_share_out``
+        self._potential: Floats = np.zeros(0)  # what each flow's connection could carry
         self._state: NDArray[np.int8] = np.zeros(0, np.int8)
 
     # ── resources and flows ──────────────────────────────────────────────────────────────────────
 
     def resource(self, bytes_s: float) -> int:
-        """Add something that carries ``bytes_s`` and return its number."""
+        """Add a resource that carries ``bytes_s`` and return its number."""
         self._capacity.append(bytes_s)
         return len(self._capacity) - 1
 
     def limit(self, resource: int, bytes_s: float) -> None:
-        """Give a resource another capacity."""
+        """Set a resource's capacity."""
         self._capacity[resource] = bytes_s
         self._dirty = True
 
     def capacity(self, resource: int) -> float:
-        """Return what a resource carries, in bytes/s."""
+        """Return a resource's capacity in bytes/s."""
         return self._capacity[resource]
 
     def add(self, uses: tuple[int, ...], lag: float, pair: int = 0) -> int:
-        """Add a flow that does not move yet and return its slot; flows of one ``pair`` of hosts
-        share a connection.
+        """Add a flow that does not move yet and return its slot.
+
+        Flows of one ``pair`` of hosts share a connection.
         """
         if not self._unused:
             self._grow()
@@ -176,13 +182,13 @@ class Network:
         return slot
 
     def remove(self, slot: int) -> None:
-        """Forget a flow."""
+        """Remove a flow and free its slot."""
         self.halt(slot)
         self.used[slot] = False
         self._unused.append(slot)
 
     def start(self, slot: int, at: float, stop: float, static: float, leader: int) -> None:
-        """Set a flow going over ``[at, stop)``, with what its last run left of the step."""
+        """Start a flow over ``[at, stop)``, with the time that its last run left of the step."""
         limit = static if leader < 0 else max(static, self.pos[leader] - self.lag[slot])
         spent = max(0.0, min(self.over[slot], stop - at, limit - at))
         self.over[slot] -= spent
@@ -195,28 +201,28 @@ class Network:
         self._dirty = True
 
     def park(self, slot: int) -> None:
-        """Let a flow that has run dry stand, with whoever follows it, until there is more."""
+        """Pause a flow whose source has no more bytes, and with it the flows that follow it."""
         self.parked[slot] = True
 
     def resume(self, slot: int, static: float, leader: int) -> None:
-        """Let a parked flow go on: its source has more, or is being sent it."""
+        """Continue a parked flow: its source has more bytes, or is receiving them."""
         self.static[slot] = max(self.static[slot], static)
         self.leader[slot] = leader
         self.parked[slot] = False
         self._dirty = True
 
     def extend(self, slot: int, stop: float) -> None:
-        """Let a flow go on beyond its stop, or stop it earlier."""
+        """Move the end of a flow's run."""
         self.stop[slot] = stop
 
     def let_go(self, slot: int, static: float) -> None:
-        """Have a flow follow nobody any more; its source has everything up to ``static``."""
+        """Detach a flow from its leader; its source has everything up to ``static``."""
         self.static[slot] = max(self.static[slot], static)
         self.leader[slot] = -1
         self._dirty = True
 
     def halt(self, slot: int) -> None:
-        """Stop a flow where it is."""
+        """Stop a flow at its position."""
         if self.moving[slot]:
             self.moving[slot] = False
             self.rate[slot] = 0.0
@@ -241,7 +247,7 @@ class Network:
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
 
     def next_s(self) -> float:
-        """Return when a flow next reaches an edge, a stop, or what it follows; inf for never."""
+        """Return when a flow next reaches an edge, a stop or its leader; inf for never."""
         if self._dirty:
             self._share_out()
         slots = self._slots
@@ -253,22 +259,23 @@ class Network:
         edge = np.where(led, self.pos[leader] - self.lag[slots], -np.inf)
         static = self.static[slots]
         with np.errstate(divide="ignore", invalid="ignore"):
-            # An edge, or the stop.
+            # A flow reaches its edge or stop.
             todo = np.minimum(self.edge[slots], self.stop[slots]) - pos
             wait_s = np.where(rate > 0, np.maximum(todo, 0.0) / rate, np.inf)
-            # Free ones run dry, or catch up with what they follow.
+            # Free flows reach the end of what the source has, or catch up with their leader.
             room = np.maximum(edge, static) - pos
             closing = rate - np.where(edge >= static, ahead, 0.0)
             free = (self._state == FREE) & (closing > 0)
             wait_s = np.where(free, np.minimum(wait_s, room / closing), wait_s)
-            # Waiting ones begin when the edge is there.
+            # Waiting flows begin when the edge reaches them.
             waits = (self._state == WAITING) & (ahead > 0)
             wait_s = np.where(waits, (pos - edge) / ahead, wait_s)
         return float(self.now_s + max(0.0, wait_s.min()))
 
     def advance(self, to_s: float) -> Ints:
-        """Go on to ``to_s``; return the slots that are at an edge, a stop, or have run dry, those
-        ahead first.
+        """Advance to ``to_s`` and return the slots that need attention, furthest positions first.
+
+        Those are at an edge, at a stop, or at the end of what their source has.
         """
         if self._dirty:
             self._share_out()
@@ -294,17 +301,17 @@ class Network:
         more = self._left_over(slots, own, np.maximum(most - before, 0.0), step_s)
         wish = before + own if more is None else before + own + more
         self.pos[slots] = np.minimum(wish, np.maximum(most, before))
-        # A step may be longer than it takes to catch up, or to begin: settle who is led, from the
-        # front to the back, until nothing changes.
-        # Whoever leads and is at its end leaves what follows the rest of the step, too: ``far`` is
-        # where it would be by now, did its run go on.
+        # A step may be longer than it takes to catch up, or to begin: correct the flows that have a
+        # leader, from the front to the back, until nothing changes.
+        # Behind a leader that is at the end of its run, followers use the rest of the step, too:
+        # ``far`` is where the leader would be by now if its run went on.
         far = self.pos.copy()
         far[slots] = np.where(self.pos[slots] >= stop - NEAR, np.maximum(wish, before), far[slots])
         mine, lead, limit_lag = slots[led], leader[led], lag[led]
         floor, ends, since = static[led], stop[led], before[led]
         waiting = self._state[led] == WAITING
         while mine.size:
-            # Nobody goes back, not even where a new leader is behind.
+            # No flow moves back, not even where a new leader is behind it.
             reach = np.minimum(far[lead] - limit_lag, self.pos[lead])
             limit = np.minimum(np.maximum(reach, floor), ends)
             limit = np.maximum(limit, since)
@@ -335,10 +342,10 @@ class Network:
             self._dirty = True
 
     def _left_over(self, slots: Ints, own: Floats, room: Floats, step_s: float) -> Floats | None:
-        """Return what each flow may carry beyond its ``own`` share, because others came to their
-        end within the step; None where none did.
+        """Return what each flow may carry beyond its ``own`` share; None for nothing.
 
-        Without this a repair of one piece costs its neighbours half of a step.
+        There is more where other flows ended within the step. Without this a repair of one piece
+        costs its neighbours half of a step.
         """
         ended = room < own - NEAR
         if not ended.any():
@@ -357,7 +364,7 @@ class Network:
         return np.minimum(more, room - carried)
 
     def _still_over(self, slots: Ints, over: Floats, moved: Floats, step_s: float) -> Floats:
-        """Return what is left of ``over`` on every link of a flow, after others took from it."""
+        """Return the part of ``over`` that every link of a flow still had free in this step."""
         uses = self.uses[:, slots]
         left, owed = np.asarray(self._capacity) * step_s, np.zeros(len(self._capacity))
         for row in uses:
@@ -369,13 +376,13 @@ class Network:
         return unused
 
     def _behind(self, wrong: Flags, mine: Ints, lead: Ints) -> bool:
-        """Return whether one of those that were set right leads another."""
+        """Return whether one of the flows corrected in this round leads another flow."""
         right = np.zeros(self._size, np.bool_)
         right[mine[wrong]] = True
         return bool(right[lead].any())
 
     def moved_since(self, since_s: float) -> Flags:
-        """Return for each slot whether its flow is under way and has moved since then."""
+        """Return for each slot whether its flow is moving and has moved since ``since_s``."""
         return self.moving & (self.moved_s > since_s)
 
     # ── rates ────────────────────────────────────────────────────────────────────────────────────
@@ -388,12 +395,12 @@ class Network:
         state[room <= NEAR] = FOLLOWING
         state[room < -NEAR] = WAITING
         state[(leader < 0) & (room <= NEAR)] = WAITING
-        # At the static edge with the leader still behind it: it waits too.
+        # At the static edge with the leader still behind it: such a flow waits, too.
         state[(state == FOLLOWING) & (edge < self.static[slots] - NEAR)] = WAITING
         return state
 
     def _share_out(self) -> None:
-        """Compute every rate anew."""
+        """Recompute every rate."""
         self._dirty = False
         slots = self._slots = np.flatnonzero(self.moving)
         if not slots.size:
@@ -421,11 +428,8 @@ class Network:
 FREE, FOLLOWING, WAITING = 0, 1, 2
 
 
-# A virtual clock, and what is to happen when.
-
-
 class Clock:
-    """Time passes only when somebody says so; what is due at one time happens in its order."""
+    """A virtual clock with scheduled callbacks; callbacks due at one time run in FIFO order."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -433,21 +437,21 @@ class Clock:
         self._order = 0
 
     def at(self, when_s: float, what: Callable[[], None]) -> None:
-        """Do ``what`` at a virtual time."""
+        """Schedule ``what`` at a virtual time."""
         self._order += 1
         heapq.heappush(self._heap, (max(when_s, self.now_s), self._order, what))
 
     def after(self, delay_s: float, what: Callable[[], None]) -> None:
-        """Do ``what`` after a virtual while."""
+        """Schedule ``what`` after ``delay_s`` of virtual time."""
         self.at(self.now_s + delay_s, what)
 
     @property
     def next_s(self) -> float:
-        """Return when something is due next; inf for never."""
+        """Return when the next callback is due; inf for never."""
         return self._heap[0][0] if self._heap else float("inf")
 
     def happen(self, until_s: float, then: Callable[[], None]) -> None:
-        """Do everything that is due by then, and ``then`` after each."""
+        """Run every callback due by ``until_s``, and ``then`` after each."""
         while self._heap and self._heap[0][0] <= until_s:
             at_s, _, what = heapq.heappop(self._heap)
             self.now_s = max(self.now_s, at_s)

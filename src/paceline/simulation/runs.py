@@ -1,10 +1,10 @@
-"""What is on its way between hosts: which pieces a source sends next, and what arrives.
+"""Transfers between hosts: which pieces a source sends next, and what arrives.
 
-A source sends the first asked piece that it has, or that is on its way to it. What has arrived is
-kept where it matches its digest, and is refused where not; whoever waited for it learns. A session
-is told at the ends of extents (``gathering``), and at once where somebody must know.
+A source sends the first requested piece that it has or is receiving. Pieces that match their
+digests are kept, others are rejected; flows that waited for a kept piece start. Arrivals are
+reported to a session at the ends of extents (see coalescing), and at once where that matters.
 
-It decides nothing after a fault: which pieces are asked of whom is what sessions say.
+Nothing is decided here after a fault: sessions decide which pieces to request from which source.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from paceline.simulation.coalescing import PAID, Gathering, PaidRepairs
 from paceline.simulation.hosts import Disk, Flow, Host
 from paceline.simulation.network import NEAR, Clock, Network
 
-ASIDE = -1  # instead of a lane's number: a repair, or what was passed by
+ASIDE = -1  # in place of a lane number: a repair, or pieces that were skipped
 
 
 class Runs:
-    """Every flow, and the run of pieces that each is carrying. ``lag_bytes`` is how far behind its
-    source's own reading a reader is, beyond a piece.
+    """Every flow, and the run of pieces that each is carrying.
+
+    ``lag_bytes`` is how far a reader is behind its source's own position, in addition to one piece.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Runs:
         tell: Callable[[Host, SessionEvent], None],
         settled: Callable[[], None],
     ) -> None:
-        """``settled`` does whatever follows from what has happened so far."""
+        """``settled`` is called to process all consequences of what has happened so far."""
         self.network = network
         self.by_slot: dict[int, Flow] = {}
         self.cross_rack_bytes = 0.0
@@ -67,10 +68,10 @@ class Runs:
             more=self._repaired,
         )
 
-    # ── what streams ask for ─────────────────────────────────────────────────────────────────────
+    # ── requests of streams ──────────────────────────────────────────────────────────────────────
 
     def start_soon(self, *flows: Flow) -> None:
-        """Have these begin, or go on, when what happens now is done."""
+        """Start or continue these flows when the current event is processed."""
         self._to_start.extend(flows)
 
     @property
@@ -79,16 +80,14 @@ class Runs:
         return bool(self._to_start or self._to_report)
 
     def settle(self) -> None:
-        """Report what is to be reported, and start what is to be started."""
+        """Process pending reports and pending starts."""
         while self._to_report:
             self.report(self._to_report.popleft())
         while self._to_start:
             self._select(self._to_start.popleft())
 
     def share_of_corrupt(self, flow: Flow, reached: int) -> int:
-        """Return how many more corrupt pieces would have come by now, had they been spread, where
-        everything before piece ``reached`` has arrived.
-        """
+        """Return how many more pieces before ``reached`` would be corrupt, were they spread."""
         return self._gathering.unspread(flow, reached)
 
     def open(self, host: Host, far: Host, key: str, number: int, lane: int) -> Flow:
@@ -108,12 +107,12 @@ class Runs:
         return flow
 
     def want(self, flow: Flow, run: Extent) -> None:
-        """Ask for pieces; whoever asks has the flow looked at."""
+        """Request pieces; the caller then starts or extends the flow."""
         flow.wanted.add(run)
         self.network.idle[flow.slot] = False
 
     def close(self, flow: Flow) -> None:
-        """Drop a stream: what arrived is reported, what was on its way is lost."""
+        """Drop a stream: what arrived is reported, what was under way is lost."""
         if flow.closed:
             return
         self._arrive(flow, self.reached(flow))
@@ -139,7 +138,7 @@ class Runs:
             del flow.reader.feeds[flow.key, flow.lane]
 
     def extend(self, flow: Flow) -> None:
-        """Let a flow run on into what was asked for since."""
+        """Extend a flow's run by pieces that were requested since it began."""
         run = next((r for r in flow.wanted if r.first <= flow.stop <= r.stop), None)
         if run is None or run.stop <= flow.stop:
             return
@@ -148,15 +147,16 @@ class Runs:
             self.network.extend(flow.slot, self._offset(flow.stop))
 
     def hear(self, flow: Flow, extent: Extent) -> None:
-        """Have the session told as soon as ``extent`` is here, not when an extent ends: it tells by
-        a single piece how far a source is.
+        """Report ``extent`` as soon as it arrives, before the current extent ends.
+
+        A session requests a single piece to find out how far a source is.
         """
         if self.reached(flow) >= extent.stop:
             self.flush([flow])
         elif flow.base <= extent.first and extent.stop < flow.extent_stop:
             bad = flow.bad
             if bad is not None and bad.first >= extent.stop:
-                bad = flow.bad = None  # it comes with the rest of what was drawn
+                bad = flow.bad = None  # it arrives with the rest of the drawn extent
             flow.extent_stop = extent.stop if bad is None else max(extent.stop, bad.stop)
             edge = flow.extent_stop if bad is None else bad.stop
             self.network.edge[flow.slot] = self._offset(edge)
@@ -167,7 +167,7 @@ class Runs:
             self.report(flow)
 
     def report(self, flow: Flow) -> None:
-        """Tell the session what arrived since it was told last."""
+        """Report to the session what arrived since the last report."""
         flow.late = False
         if not flow.unreported:
             return
@@ -179,13 +179,13 @@ class Runs:
     # ── runs ─────────────────────────────────────────────────────────────────────────────────────
 
     def _select(self, flow: Flow) -> None:
-        """Begin with the first asked piece that the source has, or that is on its way to it."""
+        """Start with the first requested piece that the source has or is receiving."""
         source = flow.source
         if flow.closed or not flow.open:
             return
         if not flow.wanted:
             if flow.parked:
-                self.halt(flow)  # what it stands before has come another way
+                self.halt(flow)  # the piece that it waits for arrived from another flow
             return
         if flow.lane == PAID:
             self._repairs.send(flow)
@@ -196,7 +196,9 @@ class Runs:
             return
         if not source.serves or not flow.reader.serves:
             return
-        found: tuple[int, int, int] | None = None  # first, stop of what is there, stop of the run
+        found: tuple[int, int, int] | None = (
+            None  # first, stop of what the source has, stop of the run
+        )
         for run in flow.wanted:
             there = next(source.have.common(run), None)
             if there is not None:
@@ -220,7 +222,7 @@ class Runs:
             return
         source.waiting.pop(flow, None)
         first, has, stop = found
-        if leader is None:  # what the source has beyond the present request may be asked for next
+        if leader is None:  # what the source has beyond this request may be requested next
             has = next(source.have.common(Extent(first, self._pieces.count))).stop
         flow.base, flow.stop, flow.cut = first, stop, None
         flow.moving = True
@@ -239,7 +241,7 @@ class Runs:
         self._to_start.extend(flow.reader.waiting)
 
     def _resume(self, flow: Flow) -> None:
-        """Let a flow go on where it ran dry, if its source has more or is being sent it."""
+        """Continue a parked flow if its source has more pieces or is receiving them."""
         source, piece = flow.source, self.reached(flow)
         has, leader = piece, None
         there = next(source.have.common(Extent(piece, self._pieces.count)), None)
@@ -250,7 +252,7 @@ class Runs:
                 leader = other
         if leader is None and has == piece:
             if there is not None and next(flow.wanted.common(there), None) is not None:
-                self.halt(flow)  # it goes on elsewhere
+                self.halt(flow)  # it continues at other pieces
                 self._to_start.append(flow)
             return
         flow.parked = False
@@ -262,7 +264,7 @@ class Runs:
         self.network.resume(flow.slot, self._offset(has), slot)
 
     def halt(self, flow: Flow) -> None:
-        """End the present run where it is; whoever followed has what arrived."""
+        """End the current run at its position; followers may read what has arrived."""
         if not flow.moving:
             return
         flow.moving = flow.parked = False
@@ -283,7 +285,7 @@ class Runs:
         self.network.edge[flow.slot] = self._offset(edge)
 
     def _repaired(self, flow: Flow) -> None:
-        """Report a paid repair with what came around it, as one run, and go on with the next."""
+        """Report a paid repair together with the pieces around it, and start the next."""
         if flow.unreported:
             lane = bisect_right(flow.reader.lane_starts, flow.unreported[0].first)
             around = flow.reader.feeds.get((flow.key, lane))
@@ -296,13 +298,13 @@ class Runs:
     # ── what arrives ─────────────────────────────────────────────────────────────────────────────
 
     def crossed(self, flow: Flow) -> None:
-        """A flow is at an edge, at its run's end, or has caught up with a source that waits."""
+        """Process a flow at an edge, at its run's end, or at the end of what its source has."""
         at = float(self.network.pos[flow.slot])
         reached = self.reached(flow)
         ended = at >= self.network.stop[flow.slot] - NEAR
         dry = flow.leader is None and at >= self.network.static[flow.slot] - NEAR
-        # A step ends somewhere, edges are everywhere the same: the little beyond one is taken with
-        # what follows, or everybody above would be looked at for it.
+        # Steps end anywhere, but edges are the same pieces on every host: the few pieces beyond an
+        # edge are processed with what follows, otherwise all flows upstream had to be processed.
         edge = reached if ended or dry else self._edge(flow, reached)
         bad = flow.bad
         if bad is not None and edge == bad.stop and not (ended or dry) and self._may_skip(flow):
@@ -314,7 +316,9 @@ class Runs:
             if ended or flow.late or not flow.owed.count or not whole:
                 self.report(flow)
             else:
-                flow.late = True  # until what was passed by is here as well: one run, not three
+                flow.late = (
+                    True  # until the skipped pieces have arrived as well: one run, not three
+                )
             self._settled()
             if not flow.moving:
                 return
@@ -339,13 +343,13 @@ class Runs:
             self.network.edge[flow.slot] = self._offset(flow.extent_stop)
 
     def _edge(self, flow: Flow, reached: int) -> int:
-        """Return the edge that a flow has just passed, or ``reached`` where that is well behind."""
+        """Return the edge that a flow has just passed, or ``reached`` where it is far behind."""
         bad, stop = flow.bad, flow.extent_stop
         edge = bad.stop if bad is not None and bad.stop <= reached < stop else stop
         return edge if 0 <= reached - edge < self._gathering.mark(flow) else reached
 
     def reached(self, flow: Flow) -> int:
-        """Return before which piece everything of the present run has arrived."""
+        """Return the first piece of the current run that has not arrived."""
         if not flow.moving:
             return flow.base
         at = self.network.pos.item(flow.slot) + NEAR
@@ -354,7 +358,7 @@ class Runs:
         return max(flow.base, int(at // self._piece_bytes))
 
     def partial(self, flow: Flow) -> float:
-        """Return how much of the present run is here beyond what has been taken off the wire."""
+        """Return how many bytes of the current run have arrived but are not processed."""
         if flow.stop <= flow.base:
             return 0.0
         return max(0.0, float(self.network.pos[flow.slot]) - flow.base * self._piece_bytes)
@@ -363,12 +367,12 @@ class Runs:
         return min(piece * self._piece_bytes, self._size)
 
     def _arrive(self, flow: Flow, upto: int) -> None:
-        """Take pieces off the wire: keep those that match their digests, refuse the others."""
+        """Process arrived pieces: keep those that match their digests, reject the others."""
         upto = min(upto, flow.stop)
         while flow.base < upto:
             bad, gone = flow.bad, flow.gone
             if gone is not None and gone.first < upto:
-                self._keep_above(flow, upto)  # all of it at one go
+                self._keep_above(flow, upto)  # all of it at once
                 if flow.base < gone.first:
                     self._keep(flow, gone.first)
                 flow.base, flow.gone = max(flow.base, gone.stop), None
@@ -384,17 +388,17 @@ class Runs:
                 flow.bad = left
 
     def _keep_above(self, flow: Flow, upto: int) -> None:
-        """Take off the wire what whoever is above has received up to a piece."""
+        """Process what the flows upstream have received up to a piece."""
         behind: list[Flow] = []
         ahead = flow.leader
         while ahead is not None and ahead.base < upto:
             behind.append(ahead)
             ahead = ahead.leader
-        for other in reversed(behind):  # no recursion: a line may have ten thousand hops
+        for other in reversed(behind):  # no recursion: a chain may have ten thousand hops
             self._arrive(other, min(upto, self.reached(other)))
 
     def _keep(self, flow: Flow, upto: int) -> None:
-        self._keep_above(flow, upto)  # what is on its way to the source counts there first
+        self._keep_above(flow, upto)  # pieces on their way to the source are counted there first
         run = Extent(flow.base, upto)
         flow.base = upto
         self._count(flow, run)
@@ -411,24 +415,26 @@ class Runs:
         reader.edge(flow.key, reader.name).pieces += upto - run.first
 
     def _is_paid(self, flow: Flow) -> bool:
-        """Return whether what comes corrupt passes as a paid repair."""
+        """Return whether corrupt pieces of this flow are repaired by a paid repair."""
         return flow.reader.repairs_bytes_s > 0 and self._gathering.is_usual(flow)
 
     def _may_skip(self, flow: Flow) -> bool:
-        """Return whether nobody minds if what came before is kept and reported later: the origin's
-        reading is counted, and a new source that was heard of for corrupt pieces alone looks bad.
+        """Return whether the pieces before a corrupt run may be kept and reported later.
+
+        Not for the origin, whose reads are counted, and not for a new source, which would look bad
+        with corrupt pieces alone.
         """
         return self._is_paid(flow) and not flow.source.is_origin and flow.told
 
     def _refuse_ahead(self, flow: Flow, bad: Extent) -> None:
-        """Refuse pieces before those ahead of them are kept: with the repair, as one run."""
+        """Reject pieces before those ahead are kept; those follow with the repair, as one run."""
         flow.bad, flow.gone = None, bad
         if flow.drawn_bad == bad:
             flow.drawn_bad = None
         self._reject(flow, bad)
 
     def _look_around(self, repair: Flow, run: Extent) -> None:
-        """Keep what came around ``run``, which is here now, with everybody above."""
+        """Process what arrived around ``run``, and what the flows upstream have received."""
         for flow in list(repair.reader.feeds.values()):
             same = flow.key == repair.key and flow.number == repair.number
             if same and flow.moving and flow.base < run.stop <= (reached := self.reached(flow)):
@@ -436,7 +442,7 @@ class Runs:
 
     def _refuse(self, flow: Flow, rotten: Extent) -> None:
         if not self._may_skip(flow):
-            self.report(flow)  # what came before it counts when the source is judged
+            self.report(flow)  # earlier good pieces count when the session judges the source
         flow.base = rotten.stop
         self._reject(flow, rotten)
 
@@ -448,7 +454,7 @@ class Runs:
             reader.paid.add(rotten)
         reader.corrupt_pieces += rotten.size
         reader.edge(flow.key, reader.name).corrupt += rotten.size
-        if self._gathering.exact:  # nobody has begun with it: whoever follows passes it by
+        if self._gathering.exact:  # no follower has begun with it: they skip it
             for other in flow.followers:
                 if other.base <= rotten.first < other.stop:
                     other.cut = rotten.first
@@ -462,7 +468,7 @@ class Runs:
             flow.reader.origin_bytes += self._pieces.bytes_of(run)
 
     def _take(self, flow: Flow, run: Extent) -> None:
-        """These pieces are at the reader now, and verified; whoever waits there for them learns."""
+        """Record verified pieces at the reader, and wake the flows that wait for them there."""
         todo = [(flow, run)]
         while todo:
             flow, run = todo.pop()
@@ -470,7 +476,7 @@ class Runs:
             if not flow.reader.have.add(run):
                 continue
             for other in flow.reader.readers:
-                if other.owed.count:  # it was sent something in their place
+                if other.owed.count:  # they were skipped: other pieces were sent in their place
                     owed = list(other.owed.common(run))
                     for each in owed:
                         other.owed.remove(each)
@@ -484,7 +490,7 @@ class Runs:
             self._gained(flow.reader, run)
 
     def _gained(self, host: Host, run: Extent) -> None:
-        """Wake up who waited for these pieces; where they were passed by they are sent first."""
+        """Start flows that wait for these pieces; send them aside to flows that skipped them."""
         for flow in host.waiting:
             if next(flow.wanted.common(run), None) is not None:
                 self._to_start.append(flow)
@@ -498,7 +504,7 @@ class Runs:
                 self._aside(flow, each)
 
     def _aside(self, flow: Flow, extent: Extent) -> None:
-        """Send pieces that were passed by, in turns with what is on its way."""
+        """Send skipped pieces in a side flow, in parallel to the current run."""
         reader = flow.reader
         aside = reader.feeds.get((flow.key, ASIDE))
         if aside is None or aside.number != flow.number:
@@ -509,8 +515,9 @@ class Runs:
 
 
 def _follows(flow: Flow, other: Flow) -> bool:
-    """Return whether ``flow`` has what it carries from ``other``, over whatever is between: across
-    a change of plans workers may wait for each other in a ring.
+    """Return whether ``flow`` follows ``other``, directly or over flows between them.
+
+    Across a change of plans workers may wait for each other in a ring.
     """
     ahead: Flow | None = flow if other.followers else None
     while ahead is not None:

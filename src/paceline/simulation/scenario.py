@@ -1,4 +1,4 @@
-"""What is simulated: the fleet, the model, the times that software takes, what goes wrong."""
+"""Inputs of a simulation: the fleet, the model, the delays of software and disks, the faults."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from paceline.manifest.sizes import choose_sizes
 from paceline.schemas.base import Record
 from paceline.schemas.plan import Labels, Topology
 
-# What goes wrong, when and where: seeded, or as somebody observed it on real machines.
+# Faults are seeded, or read from a schedule file, for example one recorded on real machines.
 #
 # A schedule file is a JSON list of objects: ``{"at_s": 12.5, "worker": "node-3", "kind": "kill"}``.
 #
 # kind     what happens
-# kill     the process dies; its peers see a reset at once (restart_s: it comes back after so long)
-# silence  the host is gone without a word: nothing arrives, nothing is refused
-# freeze   the process stops for ``for_s`` seconds and goes on (0: it never does, like silence)
+# kill     the process dies; its peers see a reset at once (restart_s: it restarts after so long)
+# silence  the host vanishes: it sends and receives nothing, and its peers see no reset
+# freeze   the process stops for ``for_s`` seconds and continues (0: it never does, like silence)
 # rate     its link carries ``value`` Mbit/s from then on
-# corrupt  the share ``value`` of the pieces that it sends from then on are corrupt
+# corrupt  the share ``value`` of the pieces that it sends from then on is corrupt
 
 Kind = Literal["kill", "silence", "freeze", "rate", "corrupt"]
 KINDS = get_args(Kind)
@@ -45,7 +45,7 @@ class _Line(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One thing that goes wrong, ``at_s`` seconds after the plan was accepted."""
+    """One fault, ``at_s`` seconds after the plan was accepted."""
 
     at_s: float
     worker: str
@@ -74,7 +74,7 @@ def read_faults(path: Path) -> tuple[Fault, ...]:
 
 
 def _said(error: Exception) -> str:
-    """Return what is wrong, in one line: of a bad line which one, which of its fields, and why."""
+    """Return one line that names the bad fault, its field and the reason."""
     if not isinstance(error, ValidationError):
         return " ".join(str(error).split())
     first = error.errors(include_url=False)[0]
@@ -86,7 +86,7 @@ def _said(error: Exception) -> str:
 def seeded_deaths(
     names: list[str], *, share: float, silent: float, within_s: float, random: Random
 ) -> list[Fault]:
-    """Return the deaths of ``share`` of the workers, uniformly over ``within_s``."""
+    """Return kill and silence faults for ``share`` of the workers, uniform over ``within_s``."""
     victims = random.sample(names, min(len(names) - 1, round(share * len(names))))
     return [
         Fault(
@@ -98,7 +98,7 @@ def seeded_deaths(
     ]
 
 
-MOST_WORKERS = 20_000  # what one deployment may have
+MOST_WORKERS = 20_000  # limit of one deployment
 MBIT = 1e6 / 8  # bytes a second
 BEATS_PER_SECOND = 1000.0
 USUAL_RACK = 32  # workers
@@ -106,18 +106,18 @@ USUAL_RACK = 32  # workers
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What software and disks add to the network, in seconds; measured on agents over loopback."""
+    """Delays that software and disks add, in seconds; measured on agents over loopback."""
 
-    latency_s: float = 0.0005  # until a reset is seen
+    latency_s: float = 0.0005  # until a peer sees a reset
     connect_s: float = 0.002  # a new stream: connection, handshake, first request
     hop_s: float = 0.001  # from a piece's last byte to its first byte on the next hop
     group_s: float = 1.0  # verified pieces become durable together,
-    commit_s: float = 0.02  # after an fsync of so long
+    commit_s: float = 0.02  # after an fsync of this length
     publish_s: float = 0.02  # fsync and rename of a whole version
     call_s: float = 0.005  # one REST call,
-    calls_per_second: float = 1000.0  # when everybody asks for lanes at once
+    calls_per_second: float = 1000.0  # when all workers request lanes at once
     prepare_s: float = 0.01  # opening and preallocating the files
-    tick_s: float = 0.15  # the coordinator looks at its clock
+    tick_s: float = 0.15  # interval of the coordinator's ticks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,15 +137,15 @@ class Scenario:
     hash_mbit: float | None = None
     seed: int = 0
     fail: float = 0.0  # share of workers that die for good, uniformly over the transfer
-    silent: float = 0.2  # share of these that die without a word
+    silent: float = 0.2  # share of these that die without a reset (fault kind ``silence``)
     corrupt: float = 0.0  # share of transfers of pieces that arrive corrupt
     straggle: float = 0.0  # share of workers whose link is slow from the beginning,
     straggle_rate: float = 0.2  # at this share of its rate
     faults: tuple[Fault, ...] = ()
     timing: Timing = Timing()
     patience: Patience | None = None  # None: the default, with a beat that grows with the fleet
-    coalesce_pieces: int = 0  # pieces a session is told of at once; 0: by the fleet's size
-    step_s: float = -1.0  # the network is looked at no more often; negative: by the fleet's size
+    coalesce_pieces: int = 0  # pieces reported to a session at once; 0: by the fleet's size
+    step_s: float = -1.0  # least interval of network updates; negative: by the fleet's size
 
     def __post_init__(self) -> None:
         _between("workers", self.workers, 1, MOST_WORKERS)
@@ -167,9 +167,9 @@ class Scenario:
 
     @property
     def coordinator(self) -> Patience:
-        """Return how patient the coordinator is.
+        """Return the coordinator's timeouts and limits.
 
-        A thousand beats a second are less than half of what one core of it was measured to take.
+        A thousand heartbeats a second are less than half of what one core was measured to handle.
         """
         if self.patience is not None:
             return self.patience
@@ -177,23 +177,23 @@ class Scenario:
         return Patience(
             beats_per_second=BEATS_PER_SECOND,
             deadline_s=600.0 + seconds,
-            external_mbit=self.external_mbit,  # plans count on the network that there is
+            external_mbit=self.external_mbit,  # plans use the simulated network's figures
             oversubscription=self.oversubscription,
         )
 
     @property
     def link_bytes_s(self) -> float:
-        """Return what one NIC carries each way."""
+        """Return the capacity of one NIC each way."""
         return self.link_mbit * MBIT
 
     @property
     def external_bytes_s(self) -> float:
-        """Return what the origin gives."""
+        """Return the rate of the origin."""
         return (self.external_mbit or self.link_mbit) * MBIT
 
     @property
     def bound_s(self) -> float:
-        """Return before when nobody can finish."""
+        """Return the least time in which any worker can finish."""
         return self.size_bytes / min(self.link_bytes_s, self.external_bytes_s)
 
     def name(self, number: int) -> str:
@@ -210,7 +210,7 @@ class Scenario:
         return min(self.racks or -(-self.workers // USUAL_RACK), self.workers)
 
     def labels(self, number: int) -> Labels:
-        """Return where a worker stands: racks are filled evenly, one after the other."""
+        """Return a worker's host and rack; racks are filled evenly, one after the other."""
         rack = number * self.rack_count // self.workers
         name = f"rack-{rack}" if self.rack_count > 1 else ""
         return Labels(host=self.name(number), rack=name)
@@ -227,7 +227,7 @@ class Scenario:
 
 
 def paper_manifest(size_bytes: int, piece_bytes: int, chunk_bytes: int) -> Manifest:
-    """Return the manifest of one file that nobody ever reads: its digests are made up."""
+    """Return the manifest of one file that is never read; its digests are made up."""
     pieces = tuple(
         hashlib.sha256(b"%d" % piece).hexdigest() for piece in range(-(-size_bytes // piece_bytes))
     )

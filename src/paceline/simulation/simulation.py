@@ -1,7 +1,7 @@
-"""One deployment under the virtual clock, from the accepted plan to the last survivor's rename.
+"""Simulates one deployment, from the accepted plan to the last survivor's rename.
 
 ``simulate(scenario)`` returns the same report for the same scenario, to the byte. Invariants are
-checked while it runs and at its end; what did not hold is listed.
+checked during the run and at its end; the report lists violations.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from paceline.simulation.hosts import ORIGIN_RACK, Host
 from paceline.simulation.scenario import MBIT, Fault, Scenario, seeded_deaths
 from paceline.simulation.streams import Streams
 
-EXACT_EVENTS = 60_000  # arrivals of pieces that are simulated one by one
-REPORTS_PER_WORKER = 64  # otherwise: of arrivals, to each session; fewer in a large fleet,
+EXACT_EVENTS = 60_000  # up to this many arrivals, pieces are simulated one by one
+REPORTS_PER_WORKER = 64  # otherwise: reports of arrivals to each session; fewer in a large fleet,
 LEAST_REPORTS = 24
-MANY_REPORTS = 120_000  # where this is what they all get together
-COMMITS = 100  # groups of pieces made durable, in all, where pieces are gathered
-EXACT_WORKERS = 40  # up to which every change of rates is followed at once
-# Beyond: how finely the network is looked at, as a share of the bound, by worker and in all. At
-# 500 GB and 10 Gbps that is 10 ms for 100 workers, 50 ms for 1,000 and 0.24 s for 10,000.
+MANY_REPORTS = 120_000  # where this is the total of all sessions
+COMMITS = 100  # group commits over the whole transfer, where pieces are coalesced
+EXACT_WORKERS = 40  # up to this many, every change of rates is followed at once
+# Beyond: the network's time step as a share of the bound, per worker, with its least and greatest
+# value. At 500 GB and 10 Gbps that is 10 ms for 100 workers, 50 ms for 1,000 and 0.24 s for 10,000.
 STEP_SHARE = 1.25e-7
 LEAST_STEP_SHARE, MOST_STEP_SHARE = 2.5e-5, 6e-4
-SETTLED_WORKERS = 256  # up to which the coordinator's verdict is waited for
-FINISHING_S = 120.0  # I7: after the last fault, beyond what the transfer itself takes
+SETTLED_WORKERS = 256  # up to this many, the run waits for the coordinator's final status
+FINISHING_S = 120.0  # I7: after the last fault, in addition to the transfer's own time
 MOST_VIOLATIONS = 50
 
 
 def simulate(scenario: Scenario) -> SimulationReport:
-    """Return what ``scenario`` comes to."""
+    """Return the report of simulating ``scenario``."""
     return Simulation(scenario).run()
 
 
 class Simulation:
-    """See the module's docstring; tests look inside."""
+    """One simulation of a scenario; tests inspect its state."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -74,7 +74,7 @@ class Simulation:
         self.faults = self._schedule()
         self._gone: set[str] = set()  # for good
         self._left = scenario.workers
-        self._kept = 1.0  # of every NIC, after what sharing links costs
+        self._kept = 1.0  # share of every NIC's rate that is left after the reductions below
         if coalesce > 1 and 0 < scenario.corrupt <= MUCH_CORRUPT:
             self._pay_repairs()
         self._published_of = self.streams.disk.on_published
@@ -83,8 +83,7 @@ class Simulation:
     def run(self) -> SimulationReport:
         """Run to the end and report."""
         collecting = gc.isenabled()
-        # Looking for cycles after every thousand records took a third of the time, and there are
-        # none: a test says so.
+        # Garbage collection took a third of the time, and there are no cycles (a test checks this).
         gc.disable()
         try:
             return self._run()
@@ -210,8 +209,9 @@ class Simulation:
         )
 
     def _share_links(self, topology: Topology) -> None:
-        """Take from every NIC what sharing its links was measured to cost: the fluid model divides
-        a link without loss, and hosts do not.
+        """Reduce every NIC's rate by the measured cost of sharing a link.
+
+        The fluid model divides a link without loss; real hosts do not.
         """
         kept = 1 / (1 + SHARING.get(topology, 0.0))
         self._kept *= kept
@@ -220,10 +220,10 @@ class Simulation:
                 self.streams.slow_down(host, kept)
 
     def _pay_repairs(self) -> None:
-        """Take from every NIC what it spends on pieces that come corrupt, all along.
+        """Reduce every NIC's rate by its corrupt pieces, from the start.
 
-        Gathered, an extent's corrupt pieces come in one run, and all are asked again at one go.
-        Such lumps, met one after the other down a deep tree, cost four times what single pieces do.
+        Coalesced, an extent's corrupt pieces arrive as one run and are requested again at once.
+        Such runs, one after the other down a deep tree, cost four times as much as single pieces.
         """
         streams, share = self.streams, 1 - self.scenario.corrupt
         self._kept = share
@@ -274,13 +274,13 @@ class Simulation:
         if host.published_s is None:
             self._left -= 1
 
-    # ── judging ──────────────────────────────────────────────────────────────────────────────────
+    # ── checks ───────────────────────────────────────────────────────────────────────────────────
 
     def _survivors(self) -> list[Host]:
         return [host for host in self.streams.hosts.values() if host.name not in self._gone]
 
     def _broken(self) -> list[str]:
-        """Return what does not hold at the end."""
+        """Return the invariants that are violated at the end."""
         found = []
         pieces = self.manifest.piece_count
         for host in self._survivors():
@@ -295,8 +295,9 @@ class Simulation:
         return found
 
     def _fuse(self) -> list[str]:
-        """Return whether the origin was read too much; before all else, of which there may be more
-        than a report names.
+        """Return a violation where the origin was read too much.
+
+        It is listed first, because a report may not have room for all violations.
         """
         read = sum(host.origin_bytes for host in self.streams.hosts.values())
         fuse = origin_cap_bytes(self.manifest.total_size)
@@ -305,7 +306,7 @@ class Simulation:
         return [f"I6 {read:.0f} bytes read from the origin, at most {fuse} may be"]
 
     def _unfinished(self) -> list[str]:
-        """Let the coordinator notice that all is done, and return what it says otherwise."""
+        """Wait for the coordinator's final status; return a violation where it is not complete."""
         patience = self.scenario.coordinator
         late_s = self.streams.clock.now_s + 2 * patience.lost_s + patience.return_grace_s + 10.0
         self.streams.run(late_s, lambda: self.control.deployment.status.is_final)

@@ -1,9 +1,9 @@
-"""The simulated data plane: what sessions ask for becomes flows, what arrives becomes events.
+"""The simulated data plane: requests of sessions become flows, arrivals become events.
 
-Each session is the production ``RelaySession``. Here is only what sockets, disks and servers do: a
-server sends the first asked piece that it has (``runs``), a piece may be passed on once it is
-verified and becomes durable with others (``disk``), a reset is seen at once and silence is not
-(``keepalives``). After a fault nothing here decides anything.
+Each session is the production ``RelaySession``. This module does only what sockets, disks and
+servers do: a server sends the first requested piece that it has (``runs``), a piece may be passed
+on once it is verified and becomes durable with others (``Disk``), peers see a reset at once but
+must detect silence (``keepalives``). Nothing is decided here after a fault.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from paceline.simulation.scenario import Timing
 
 
 class Streams:
-    """Hosts, their sessions and the streams between them. ``step_s`` is how finely it looks."""
+    """Hosts, their sessions and the streams between them; ``step_s`` is the least time step."""
 
     def __init__(
         self,
@@ -62,8 +62,10 @@ class Streams:
         self.network = Network()
         self.hosts: dict[str, Host] = {}
         self.origin: Host | None = None
-        self.events = 0  # that sessions were told
-        self.on_news: Callable[[Host], None] = lambda _host: None  # what its agent tells at once
+        self.events = 0  # sent to sessions
+        self.on_news: Callable[[Host], None] = lambda _host: (
+            None
+        )  # a host's agent must report at once
         self._asked_twice: list[str] = []
         self._pieces = PieceMap(manifest)
         self._limits = limits
@@ -93,24 +95,24 @@ class Streams:
 
     @property
     def violations(self) -> list[str]:
-        """Return what must never happen and did."""
+        """Return the violations found so far."""
         return [*self.disk.violations, *self._asked_twice]
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
 
     def run(self, until_s: float, done: Callable[[], bool]) -> None:
-        """Let time pass until ``done()``, or until there is nothing left to happen before then."""
+        """Advance time until ``done()``, or until no event is left before ``until_s``."""
         self._settle()
         clock, network, runs = self.clock, self.network, self.runs
         while not done():
             next_s = network.now_s + self._step_s
-            if clock.next_s > next_s:  # otherwise a step as always; when a flow is due is no matter
+            if clock.next_s > next_s:  # otherwise the usual step: a flow's due time does not matter
                 next_s = max(next_s, min(network.next_s(), clock.next_s))
             if next_s > until_s:
                 clock.now_s = until_s
                 return
-            # Within a step, one thing leads to another at its own time: a reset costs a
-            # connection, and not three steps.
+            # Within a step, callbacks run at their own times: a reset costs one connection setup,
+            # not three steps.
             clock.happen(float(np.nextafter(next_s, 0.0)), self._settle)
             clock.now_s = next_s
             for slot in network.advance(next_s).tolist():
@@ -121,7 +123,7 @@ class Streams:
             clock.happen(next_s, self._settle)
 
     def _settle(self) -> None:
-        """Tell sessions what happened and do what they ask, until nobody has anything to say."""
+        """Pass events to sessions and execute their actions, until there are none left."""
         while self._inbox or self.runs.unsettled:
             self.runs.settle()
             if self._inbox:
@@ -129,13 +131,13 @@ class Streams:
                 if host.session is session and host.alive:
                     self._handle(host, session, event)
 
-    # ── what the control plane and faults do ─────────────────────────────────────────────────────
+    # ── calls of the control plane and of faults ─────────────────────────────────────────────────
 
     def begin(self, host: Host) -> None:
-        """Give a host a session, with what its disk holds."""
+        """Create a host's session with the pieces on its disk."""
         host.have = host.durable.copy()
         host.begun_s, host.complete, host.error = self.clock.now_s, False, None
-        host.commit_s = None  # what was due had no session, or one that is gone
+        host.commit_s = None  # a pending commit belonged to no session, or to an ended one
         host.session = RelaySession(
             worker_id=host.name,
             manifest=self.manifest,
@@ -146,7 +148,7 @@ class Streams:
         )
 
     def tell(self, host: Host, event: SessionEvent) -> None:
-        """Tell a session something, after everything that arrived before."""
+        """Queue an event for a host's session; a frozen host gets it when it thaws."""
         if host.session is None:
             return
         if host.frozen:
@@ -155,7 +157,7 @@ class Streams:
             self._inbox.append((host, host.session, event))
 
     def assign(self, host: Host, given: WorkerLanes) -> None:
-        """Hand a worker its lanes."""
+        """Pass a worker's lanes to its session."""
         host.lanes = given
         chunks = self._pieces.chunks
         lanes = sorted(given.lanes, key=lambda lane: lane.first_chunk)
@@ -165,14 +167,14 @@ class Streams:
         self.tell(host, LanesAssigned(given, origin_read_bytes=self.origin_bytes(host)))
 
     def origin_bytes(self, host: Host) -> int:
-        """Return what a host has read from the origin, as its sockets count it: to the byte."""
+        """Return the bytes that a host has read from the origin, as its sockets count them."""
         going = sum(
             self.runs.partial(each) for each in host.feeds.values() if each.source.is_origin
         )
         return round(host.origin_bytes + going)
 
     def kill(self, host: Host) -> None:
-        """End a process: its peers see a reset, its disk keeps what was durable."""
+        """End a process: its peers see a reset, its disk keeps the durable pieces."""
         self._silence(host)
         for flow in list(host.readers):
             flow.open = False
@@ -186,12 +188,12 @@ class Streams:
         host.have = host.durable.copy()
 
     def freeze(self, host: Host) -> None:
-        """Stop a process without a word."""
+        """Stop a process without a reset."""
         self._silence(host)
         host.frozen, host.frozen_s = True, self.clock.now_s
 
     def thaw(self, host: Host) -> None:
-        """Let a frozen process go on where it stopped."""
+        """Continue a frozen process where it stopped."""
         if not host.frozen:
             return
         host.frozen = False
@@ -207,25 +209,25 @@ class Streams:
             self.tell(host, event)
 
     def confirm(self, host: Host) -> None:
-        """Let a host that had stood still hear that its lanes stand."""
+        """Confirm to a host that had been frozen that its lanes are valid."""
         if host.slept:
             host.slept = False
             self.tell(host, Confirmed())
 
     def limit(self, host: Host, bytes_s: float) -> None:
-        """Give a host's NIC another rate, both ways."""
+        """Set the rate of a host's NIC, both ways."""
         self.network.limit(host.nic_in, bytes_s)
         self.network.limit(host.nic_out, bytes_s)
 
     def slow_down(self, host: Host, share: float) -> None:
-        """Leave a host's NIC ``share`` of what it carries."""
+        """Reduce the rate of a host's NIC to ``share`` of its present rate."""
         for nic in (host.nic_in, host.nic_out):
             self.network.limit(nic, self.network.capacity(nic) * share)
 
     def running(self, host: Host) -> dict[tuple[str, str], Tally]:
-        """Return what is to be added to a host's counts for its open streams.
+        """Return the counts of a host's open streams, to be added to its counts.
 
-        Corrupt pieces come in one run an extent here: they are counted as if they were spread.
+        Corrupt pieces arrive as one run per extent here, but are counted as if they were spread.
         """
         runs, sums = self.runs, dict[tuple[str, str], Tally]()
         for flow in host.readers:
@@ -298,7 +300,7 @@ class Streams:
         if source.kind == "origin" and extent.first > host.lane_starts[lane - 1]:
             flow = self._going_on(host, source.key, number, extent) or flow
         if flow is not None and flow.number == number and _has_passed(flow, extent):
-            # A repair: it takes turns with what is on its way, unless that was paid for before.
+            # A repair: it runs in parallel to the current run, unless it is a paid one.
             lane = PAID if host.paid.covers(extent) else ASIDE
             flow = host.feeds.get((source.key, lane))
         if flow is None or flow.number != number:
@@ -306,7 +308,7 @@ class Streams:
         lacking = list(host.have.gaps(extent))
         if (again := extent.size - sum(run.size for run in lacking)) and not host.frozen:
             self._asked_again(host, extent, again)
-            self.runs.flush(host.feeds.values())  # it is here: the session was not told yet
+            self.runs.flush(host.feeds.values())  # these arrived, but were not reported yet
         for run in lacking:
             self.runs.want(flow, run)
         if flow.moving:
@@ -317,10 +319,10 @@ class Streams:
             self.runs.start_soon(flow)
 
     def _going_on(self, host: Host, key: str, number: int, extent: Extent) -> Flow | None:
-        """Return what of the stream brings the piece before ``extent``, if it is still to come.
+        """Return the stream's flow that will deliver the piece before ``extent``, or None.
 
-        It was asked for as another lane, of older lanes. A stream brings what it is asked for in
-        its order; beside it, in turns, a seed read a window ahead of everybody who reads from it.
+        That piece was requested under another lane, of older lanes. A stream delivers requests in
+        order; as a parallel flow, a seed read a window ahead of all its readers.
         """
         before = Extent(extent.first - 1, extent.first)
         for flow in host.feeds.values():
@@ -331,7 +333,7 @@ class Streams:
 
     def _asked_again(self, host: Host, extent: Extent, again: int) -> None:
         told = host.session.progress().pieces_verified if host.session else 0
-        if told >= host.have.count:  # it knew of every one of them
+        if told >= host.have.count:  # every one of them was reported to the session
             self._asked_twice.append(f"{host.name} asked again for {again} pieces of {extent}")
 
     def _open(self, host: Host, source: Source, number: int, lane: int) -> Flow:
@@ -360,10 +362,10 @@ class Streams:
         self.clock.after(self._timing.latency_s, failed)
 
     def _silence(self, host: Host) -> None:
-        """Nothing leaves or reaches a host any more; what arrived by now is reported."""
+        """Stop all flows from and to a host, and report what has arrived by now."""
         flows = [*host.readers, *host.feeds.values()]
-        # Of every lane before anything else: who reads several from here would take those that it
-        # was told of last for standing still, and ask elsewhere for what it has.
+        # Report every lane first: otherwise a reader of several lanes would take those reported
+        # last as stalled, and request pieces elsewhere that it already has.
         self.runs.flush(flows)
         for flow in flows:
             self.runs.halt(flow)
@@ -372,7 +374,7 @@ class Streams:
 
 
 def _has_passed(flow: Flow, extent: Extent) -> bool:
-    """Return whether ``flow`` has brought these pieces already, corrupt."""
+    """Return whether ``flow`` has already delivered these pieces, corrupt."""
     gone = flow.gone
     ahead = gone is not None and gone.first <= extent.first and extent.stop <= gone.stop
     return ahead or extent.stop <= flow.base

@@ -1,8 +1,7 @@
 """Object storage: the one package that talks to S3; models, data and checkpoints go through it.
 
-``DiskStore`` has the same methods for directories of a local or shared disk.
-
-It knows buckets, keys and ranges. It does not know what a model, a piece or a checkpoint is.
+``DiskStore`` has the same methods for directories of a local or shared disk. The package works on
+buckets, keys and ranges, and does not depend on models, pieces or checkpoints.
 """
 
 from paceline.storage.disk import DiskStore, open_store

@@ -1,4 +1,4 @@
-"""boto3 clients, configured once: timeouts, bounded retries, no silent environment.
+"""boto3 clients with explicit configuration, translation of their errors, and the retry budget.
 
 Importing boto3 takes about half a second, so it happens at the first call, never at import.
 """
@@ -26,13 +26,13 @@ from paceline.errors import (
 )
 
 CONNECT_TIMEOUT_S = 5.0
-READ_TIMEOUT_S = 20.0  # twice within the budget of objects.patience
-HASTE_S = 4.0  # the same for a first try that another one follows: a healthy server answers sooner
+READ_TIMEOUT_S = 20.0  # twice within the retry budget
+HASTE_S = 4.0  # both timeouts of a first try that is repeated: a healthy server answers sooner
 MAX_ATTEMPTS = 3  # the first try included; botocore's standard mode jitters its backoff
 POOL = 32
 
 _creating = threading.Lock()  # creating botocore sessions is not thread-safe
-_sessions: list[Any] = []  # one for all: another client of it takes 5 ms and 0.4 MB
+_sessions: list[Any] = []  # one for all: another client of a session takes 5 ms and 0.4 MB
 
 
 def make_client(
@@ -40,7 +40,7 @@ def make_client(
 ) -> Any:
     """Return a thread-safe S3 client for ``endpoint_url`` with exactly these credentials.
 
-    A ``hasty`` one tries once, and waits HASTE_S for each answer and each read.
+    A ``hasty`` one tries once, and waits ``HASTE_S`` for each answer and each read.
     """
     import boto3
     from botocore.config import Config
@@ -73,7 +73,7 @@ def make_client(
         )
 
 
-# Botocore's errors in Paceline's words; knows error codes, does no I/O of its own.
+# Translation of botocore's errors into PacelineErrors.
 
 _MISSING = {"NoSuchBucket", "NoSuchKey", "NotFound", "404", "NoSuchUpload", "NoSuchVersion"}
 _DENIED = {
@@ -90,7 +90,7 @@ _CHANGED = {"PreconditionFailed", "412", "InvalidRange", "416"}
 _FULL = {"InsufficientStorage", "QuotaExceeded", "507"}
 _BUSY = {
     *("SlowDown", "RequestTimeout", "Throttling", "TooManyRequests", "429", "InternalError"),
-    "ConditionalRequestConflict",  # of two conditional writes at once: the next try decides
+    "ConditionalRequestConflict",  # two conditional writes at once: the next try decides
 }
 _CORRUPT = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch", "IncompleteBody"}
 
@@ -99,7 +99,9 @@ _CHECK_SERVER = "Check that the S3 server runs and answers there, then try again
 
 @contextmanager
 def translated(endpoint_url: str, url: str) -> Iterator[None]:
-    """Raise whatever botocore or the socket raises inside as a PacelineError, chained."""
+    """Translate the errors of botocore and sockets inside the context into PacelineErrors,
+    chained.
+    """
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
@@ -130,7 +132,7 @@ def translated(endpoint_url: str, url: str) -> Iterator[None]:
 
 
 def from_client_error(response: dict[str, object], endpoint_url: str, url: str) -> PacelineError:
-    """Return the error that an S3 error ``response`` means."""
+    """Return the PacelineError for an S3 error ``response``."""
     details = response.get("Error")
     code = str(details.get("Code", "")) if isinstance(details, dict) else ""
     meta = response.get("ResponseMetadata")
@@ -161,7 +163,7 @@ def from_client_error(response: dict[str, object], endpoint_url: str, url: str) 
         return StorageFull("S3 has no room", got=got, where=where, do="Free space or raise quota.")
     if code in _CORRUPT:
         return CorruptData("S3 received other bytes than were sent", got=got, where=where)
-    if known & _BUSY or (status >= 500 and status != 501):  # 501: it never will
+    if known & _BUSY or (status >= 500 and status != 501):  # 501: not implemented, permanent
         return ServiceUnavailable("S3 cannot serve now", got=got, where=where, do=_CHECK_SERVER)
     return PermanentError("S3 refused the request", got=got, where=where)
 
@@ -196,25 +198,25 @@ def _unavailable(error: BaseException, endpoint_url: str, url: str) -> ServiceUn
     )
 
 
-# How long a failing S3 server is tried again: jittered waits within a budget, then the error.
+# The retry budget of a failing S3 server: jittered waits within a time budget, then the error.
 #
-# Botocore tries each request a few times by itself; this is the longer breath around it, for bodies
-# that break off and servers that say "slow down". Progress fills the budget up again.
+# Botocore retries each request a few times by itself; this is the longer loop around it, for bodies
+# that break off and servers that answer "slow down". Progress resets the budget.
 
 ATTEMPTS = 8
-BUDGET_S = 45.0  # below the relay's own deadline for an origin, so that the error is told in words
+BUDGET_S = 45.0  # below the relay's deadline for an origin, so that this error is reported
 BACKOFF_S = 0.1  # doubles with each attempt, times a jitter of 0.5 to 1.5
 BACKOFF_MAX_S = 5.0
 
 
 class Patience:
-    """Counts the failures of one transfer since it last moved a byte."""
+    """Counts the failures of one transfer since its last progress."""
 
     def __init__(self) -> None:
         self.progressed()
 
     def progressed(self) -> None:
-        """Take note that bytes moved."""
+        """Reset the budget: bytes arrived."""
         self._failures = 0
         self._since = time.monotonic()
 

@@ -1,10 +1,10 @@
-# ruff: noqa: ARG002 - what a disk has no use for is part of the methods all the same
-"""``DiskStore``: what ``ObjectStore`` does, in directories of a local or shared disk.
+# ruff: noqa: ARG002 - unused arguments belong to the interface of ObjectStore
+"""``DiskStore``: the interface of ``ObjectStore`` in directories of a local or shared disk.
 
-URLs are ``file:///absolute/path``. An object appears under its name whole and durable, or not at
+URLs are ``file:///absolute/path``. An object appears under its name complete and durable, or not at
 all: written beside it under a hidden name, synced, renamed, its directory synced. Hidden names are
-never listed. There are no versions and no digests; an object's ``etag`` is its size and the time of
-its last change.
+never listed. There are no versions and no digests; an object's ``etag`` is its size and
+modification time.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class DiskStore(ObjectStore):
         return SCHEME + quote(str(Path(path).absolute()))
 
     def warm_up(self) -> None:
-        """Do nothing: there is no client to make."""
+        """Do nothing: there is no client to create."""
 
     def ensure_bucket(self, bucket: str) -> None:
-        """Do nothing: directories are made as they are needed."""
+        """Do nothing: directories are created when needed."""
 
     def head(
         self,
@@ -101,10 +101,10 @@ class DiskStore(ObjectStore):
             return _info(url, path.stat())
 
     def require_answer(self, url: str, on_failed: Failed) -> None:
-        """Do nothing: a disk answers, or its errors do."""
+        """Do nothing: a disk answers or raises."""
 
     def holds(self, url: str, size: int, sha256: str) -> bool:
-        """Return False: no digest is kept beside a file, so nothing is known of what it holds."""
+        """Return False: no digest is stored beside a file, so its content cannot be checked."""
         self.path_of(url)
         return False
 
@@ -123,7 +123,7 @@ class DiskStore(ObjectStore):
         return data
 
     def put_bytes(self, url: str, data: bytes) -> ObjectInfo:
-        """Write ``data`` as one object and return what is there now."""
+        """Write ``data`` as one object and return its info."""
         return self._put(url, lambda descriptor: _write(descriptor, memoryview(data)))
 
     def put_if_absent(self, url: str, data: bytes) -> bool:
@@ -144,8 +144,8 @@ class DiskStore(ObjectStore):
         on_bytes: Callable[[int], None] = lambda _count: None,
         check: Callable[[], None] = lambda: None,
     ) -> ObjectInfo:
-        """Write the file as one object. ``sha256`` is not kept; nothing is once it is stopped, or
-        where ``check``, called when all of it was read, raises.
+        """Write the file as one object. ``sha256`` is not stored; no object appears once it is
+        stopped, or where ``check``, called when all of it was read, raises.
         """
         source = Path(path)
         if not source.is_file():
@@ -167,7 +167,7 @@ class DiskStore(ObjectStore):
         return info
 
     def download_file(self, url: str, path: Path | str) -> ObjectInfo:
-        """Write the object to ``path``, replaced at once when complete."""
+        """Write the object to ``path``, which is replaced atomically when complete."""
         self.head(url)
         self.upload_file(self.path_of(url), self.url_of(path))
         return self.head(url)
@@ -184,9 +184,9 @@ class DiskStore(ObjectStore):
         on_socket: Callable[[socket.socket], None] | None = None,
         on_failed: Failed | None = None,
     ) -> Iterator[int]:
-        """Do what ``read_range_into`` does, and yield how much of ``view`` is there as it comes.
+        """As ``read_range_into``, and yield how much of ``view`` is filled after each step.
 
-        Raises SourceChanged where the object is another one by now, or shorter.
+        Raises SourceChanged where the object was replaced, or is shorter.
         """
         path = self.path_of(url)
         target = view.cast("B")
@@ -218,7 +218,7 @@ class DiskStore(ObjectStore):
                 names[:] = [name for name in names if not name.startswith(".")]
                 for name in files:
                     path = Path(directory) / name
-                    # What is deleted while we look was not there.
+                    # A file that is deleted during the walk is left out.
                     with contextlib.suppress(FileNotFoundError):
                         if not name.startswith("."):
                             found.append(_info(self.url_of(path), path.stat()))
@@ -254,7 +254,7 @@ class DiskStore(ObjectStore):
         return len(found)
 
     def abort_uploads(self, prefix_url: str, older_than_s: float = 0.0) -> int:
-        """Remove what writes that died left below ``prefix_url``, and return how many."""
+        """Remove what interrupted writes left below ``prefix_url``, and return how many."""
         top = self.path_of(prefix_url.rstrip("/"))
         before = time.time() - older_than_s
         removed = 0
@@ -324,10 +324,10 @@ def _translated(url: str) -> Iterator[None]:
 
 
 def open_store(runtime: Runtime) -> ObjectStore:
-    """Return the installation's S3, or this machine's disk where it has no S3 server.
+    """Return the installation's S3 store, or this machine's disk where it has no S3 server.
 
-    Where the server is somebody else's, its credentials are never written down with the runtime:
-    they are the environment's, as the profile names them. Raises AccessDenied without.
+    The credentials of an external server are never stored with the runtime: they come from the
+    environment variables that the profile names. Raises AccessDenied without them.
     """
     if not runtime.endpoints.s3_url:
         return DiskStore()

@@ -1,7 +1,7 @@
-"""Reading part of an object into memory that the caller owns, pinned to one content.
+"""Reads part of an object into memory that the caller owns, pinned to one content.
 
-What has arrived is told as it arrives, so that it can be verified and forwarded before the range is
-complete. A read that breaks off goes on where it stopped; an object that was replaced is an error,
+Arrived bytes are yielded at once, so that they can be verified and forwarded before the range is
+complete. A read that breaks off resumes where it stopped; an object that was replaced is an error,
 never a mix. Some servers ignore ``If-Match`` (rclone among them), so the answer's ETag and total
 size are compared here as well.
 """
@@ -20,7 +20,7 @@ from paceline.errors import PermanentError, ServiceUnavailable, SourceChanged
 from paceline.storage.client import Patience, translated
 from paceline.storage.url import parse_url
 
-# A step is what comes in about STEP_S. urllib3 copies each read once: larger steps leave the
+# A step is about what arrives in STEP_S. urllib3 copies each read once: larger steps exceed the CPU
 # cache; smaller ones cost calls.
 LEAST_STEP = 32 * 1024
 MOST_STEP = 256 * 1024
@@ -33,12 +33,12 @@ _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
 
 @dataclass(frozen=True, slots=True)
 class PinnedObject:
-    """One content of one object: what a read must find, or raise SourceChanged."""
+    """One content of one object: a read finds it or raises SourceChanged."""
 
     url: str
-    etag: str | None  # None: not checked; what is read has a digest of its own
+    etag: str | None  # None: not checked; the caller checks a digest
     size: int | None  # None: not checked
-    version_id: str | None = None  # a bucket with versioning keeps this content to the end
+    version_id: str | None = None  # a bucket with versioning keeps this content readable
 
 
 def stream_range(
@@ -50,14 +50,14 @@ def stream_range(
     on_socket: Callable[[socket.socket], None] | None = None,
     on_failed: Failed | None = None,
 ) -> Iterator[int]:
-    """Fill ``view`` with the object's bytes from ``offset`` on, and yield how many bytes of it are
-    there after every step (and after every failed attempt, so that a caller can stop).
-    ``on_socket`` is given the connection of each answer before its body is read; ``on_failed``
-    hears of each failed attempt. The first of ``clients`` is asked while bytes come, the second
-    after an attempt that failed.
+    """Fill ``view`` with the object's bytes from ``offset`` on, and yield the number of bytes there
+    after every step (and after every failed attempt, so that a caller can stop). ``on_socket``
+    receives the connection of each answer before its body is read; ``on_failed`` receives each
+    failed attempt. The first of ``clients`` is used while bytes arrive, the second after a failed
+    attempt.
 
     Raises SourceChanged, SourceMissing, AccessDenied at once; ServiceUnavailable when the server
-    gave no byte for as long as ``Patience`` allows.
+    sent no byte for as long as ``Patience`` allows.
     """
     target = view.cast("B")
     patience = Patience()
@@ -88,7 +88,7 @@ def _one_answer(
     done: int,
     on_socket: Callable[[socket.socket], None] | None,
 ) -> Iterator[int]:
-    """Ask for what is missing and yield as it arrives; raises where the answer ends too early."""
+    """Request what is missing and yield as it arrives; raises where the answer ends too early."""
     with translated(endpoint_url, pinned.url):
         answer = _request(client, pinned, offset + done, len(target) - done)
     body = answer["Body"]
@@ -111,7 +111,7 @@ def _one_answer(
                 )
             done += got
             yield done
-            took_s = time.monotonic() - began_s  # the caller's time too, and it may rest
+            took_s = time.monotonic() - began_s  # includes the caller's time and pauses
             if took_s < STEP_S / 2:
                 step = min(2 * step, MOST_STEP)
             elif took_s > 2 * STEP_S:
@@ -119,7 +119,7 @@ def _one_answer(
 
 
 def _socket_of(body: Any) -> socket.socket | None:
-    """Return the connection of an answer's body, where this urllib3 shows it."""
+    """Return the connection of an answer's body, where this urllib3 exposes it."""
     connection = getattr(getattr(body, "_raw_stream", None), "connection", None)
     found = getattr(connection, "sock", None)
     return found if isinstance(found, socket.socket) else None
@@ -150,7 +150,7 @@ def _check(answer: dict[str, Any], pinned: PinnedObject, offset: int, length: in
         raise changed(f"ETag {got_etag}", f"ETag {pinned.etag}")
     got_range = str(answer.get("ContentRange", ""))
     match = _CONTENT_RANGE.fullmatch(got_range)
-    if match is None:  # a server that ignores Range would send the object from its start
+    if match is None:  # a server that ignores Range sends the object from its start
         whole = int(answer.get("ContentLength", -1))
         if offset == 0 and whole == length and pinned.size in (None, whole):
             return

@@ -1,7 +1,7 @@
-"""``ObjectStore``: what Paceline needs of S3, with Paceline's errors.
+"""``ObjectStore``: the S3 operations that Paceline needs, with Paceline's errors.
 
-Safe for many threads at once; one boto3 client a store. Deliberately no caching, no digests (the
-manifest's business) and no knowledge of what is stored.
+Safe for many threads at once; one or two boto3 clients a store. Deliberately no caching, no digests
+(the manifest's business) and no dependence on what is stored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MIB = 1024 * 1024
 PART_BYTES = 16 * MIB
 PARALLEL = 4  # parts of one transfer at once
 _NO_CONDITION = ("NotImplemented", "InvalidArgument", "InvalidRequest", "HTTP 501", "HTTP 400")
-SILENT_ATTEMPTS = 3  # of a server that says nothing before anything moves
+SILENT_ATTEMPTS = 3  # of a server that does not answer before anything moves
 
 
 class ObjectStore:
@@ -56,9 +56,9 @@ class ObjectStore:
         self._lock = threading.Lock()
         self._made: Any = None
         self._made_hasty: Any = None
-        self.has_conditional_writes: bool | None = None  # None: not known yet
+        self.has_conditional_writes: bool | None = None  # None: not probed yet
         self.uploaded_files = 0
-        self.reused_bytes = 0  # of uploads that went on with what an earlier attempt left
+        self.reused_bytes = 0  # of uploads that resumed an earlier attempt
 
     @classmethod
     def from_runtime(cls, runtime: Runtime) -> ObjectStore:
@@ -71,7 +71,7 @@ class ObjectStore:
 
     @classmethod
     def from_access(cls, access: ObjectAccess) -> ObjectStore:
-        """Return the store that a profile and the environment name (``profile.object_access``)."""
+        """Return the store that a profile and the environment name (``config.object_access``)."""
         return cls(
             endpoint_url=access.endpoint_url,
             access_key=access.access_key,
@@ -97,7 +97,7 @@ class ObjectStore:
             return self._made_hasty
 
     def warm_up(self) -> None:
-        """Make the clients now (0.4 s and 25 MB), so that nobody waits for them later."""
+        """Create the clients now (0.4 s and 25 MB) instead of at the first request."""
         _ = self._client, self._hasty
 
     def ensure_bucket(self, bucket: str) -> None:
@@ -119,7 +119,8 @@ class ObjectStore:
     def head(self, url: str, on_failed: Failed | None = None) -> ObjectInfo:
         """Return size and ETag of the object; raises SourceMissing where there is none.
 
-        With ``on_failed`` a server that says nothing is asked again sooner; see ``stream_range``.
+        With ``on_failed`` a server that does not answer is tried again sooner; see
+        ``stream_range``.
         """
         bucket, key = _object(url)
         if on_failed is not None:
@@ -134,8 +135,9 @@ class ObjectStore:
             return _info(url, self._client.head_object(Bucket=bucket, Key=key), "ContentLength")
 
     def require_answer(self, url: str, on_failed: Failed) -> None:
-        """Raise ServiceUnavailable where the server says nothing at all about the object, several
-        times in a row; ``on_failed`` hears of each. Whatever else it says is for who asks next.
+        """Raise ServiceUnavailable where the server sends no answer at all about the object,
+        several times in a row; ``on_failed`` receives each. Other errors are left to the next
+        request.
         """
         from botocore.exceptions import ConnectTimeoutError, ReadTimeoutError
 
@@ -172,7 +174,7 @@ class ObjectStore:
 
     def get_bytes(self, url: str, max_bytes: int = 64 * MIB) -> bytes:
         """Return the whole object; raises InvalidInput where it is larger than ``max_bytes``, and
-        SourceMissing, which says whether it is the object or its bucket.
+        SourceMissing, which names the object or its bucket as missing.
         """
         try:
             info = self.head(url)
@@ -191,7 +193,7 @@ class ObjectStore:
         return bytes(data)
 
     def put_bytes(self, url: str, data: bytes) -> ObjectInfo:
-        """Write ``data`` as one object and return what is there now."""
+        """Write ``data`` as one object and return its info."""
         bucket, key = _object(url)
         with translated(self.endpoint_url, url):
             self._client.put_object(Bucket=bucket, Key=key, Body=data)
@@ -199,10 +201,10 @@ class ObjectStore:
 
     def put_if_absent(self, url: str, data: bytes) -> bool | None:
         """Write ``data`` unless an object is there, and return whether it was written; of several
-        writers at once one writes. False may be our own write, whose answer was lost.
+        concurrent writers one succeeds. False may be our own write, whose answer was lost.
 
-        None where the server has no conditional writes (it refuses them, or takes a second one as
-        well): what is there then is not known.
+        None where the server has no conditional writes (it refuses them, or accepts a second one as
+        well): the content is then unknown.
         """
         bucket, key = _object(url)
         patience = Patience()
@@ -221,9 +223,8 @@ class ObjectStore:
 
         try:
             written = self.has_conditional_writes is not False and put()
-            if (
-                self.has_conditional_writes is None
-            ):  # many servers ignore a condition that they do not know
+            # Many servers ignore a condition that they do not support.
+            if self.has_conditional_writes is None:
                 self.has_conditional_writes = not (written and put())
         except PermanentError as error:
             if not str(error.got).startswith(_NO_CONDITION):
@@ -260,10 +261,10 @@ class ObjectStore:
         on_socket: Callable[[socket.socket], None] | None = None,
         on_failed: Failed | None = None,
     ) -> Iterator[int]:
-        """Do what ``read_range_into`` does, and yield how much of ``view`` is there as it comes.
+        """As ``read_range_into``, and yield how much of ``view`` is filled after each step.
 
-        With ``on_failed``, who hears of each attempt that failed, a server that says nothing is
-        left after HASTE_S for a new connection, which is given more time.
+        With ``on_failed``, which receives each failed attempt, a server that does not answer is
+        left after ``HASTE_S`` for a new connection with longer timeouts.
         """
         _object(url)
         pinned = PinnedObject(url, etag, size, version_id)
@@ -280,12 +281,13 @@ class ObjectStore:
         on_bytes: Callable[[int], None] = lambda _count: None,
         check: Callable[[], None] = lambda: None,
     ) -> ObjectInfo:
-        """Write the file as one object, in parallel parts where it is large, going on with the
-        parts that an attempt which died left there. ``sha256`` is kept beside it (see ``holds``).
+        """Write the file as one object, in parallel parts where it is large, resuming with the
+        parts that an interrupted attempt left there. ``sha256`` is stored in its metadata (see
+        ``holds``).
 
-        Where somebody sets ``stopping`` it ends soon, by Cancelled, and its parts stay.
-        ``on_bytes`` hears of each part that S3 has, from the thread that brought it. ``check`` is
-        called once all is read; where it raises, no object appears.
+        Once ``stopping`` is set it ends soon, by Cancelled, and its parts stay. ``on_bytes`` is
+        called for each part that S3 has received, from the thread that sent it. ``check`` is called
+        once all is read; where it raises, no object appears.
         """
         _object(url)
         source = _regular(Path(path))
@@ -298,13 +300,15 @@ class ObjectStore:
         return self._written(url, size)
 
     def holds(self, url: str, size: int, sha256: str) -> bool:
-        """Return whether the object is there, whole, uploaded as content of this digest."""
+        """Return whether the object is there, complete, uploaded with this digest."""
         bucket, key = _object(url)
         uploader = Uploader(self._client, self.endpoint_url)
         return uploader.holds({"Bucket": bucket, "Key": key}, url, size, sha256)
 
     def abort_uploads(self, prefix_url: str, older_than_s: float = 0.0) -> int:
-        """Drop the unfinished uploads below ``prefix_url`` that are older, and return how many."""
+        """Abort the unfinished uploads below ``prefix_url`` older than ``older_than_s``, and return
+        how many.
+        """
         bucket, prefix = _object(prefix_url)
         prefix = f"{prefix.rstrip('/')}/"
         uploader = Uploader(self._client, self.endpoint_url)
@@ -317,7 +321,7 @@ class ObjectStore:
         return len(found)
 
     def download_file(self, url: str, path: Path | str) -> ObjectInfo:
-        """Write the object to ``path`` (replaced at once, when complete) by parallel ranges."""
+        """Write the object to ``path`` (replaced atomically, when complete) by parallel ranges."""
         target = Path(path)
         info = self.head(url)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.part")
@@ -376,7 +380,7 @@ class ObjectStore:
             return
 
     def delete_prefix(self, url: str) -> int:
-        """Delete every object below ``url`` (as ``list`` sees it) and return how many."""
+        """Delete every object below ``url`` (as ``list`` returns them) and return how many."""
         _object(url)  # a whole bucket is never a prefix
         found = self.list(url)
         with ThreadPoolExecutor(PARALLEL) as pool:
@@ -384,7 +388,9 @@ class ObjectStore:
         return len(found)
 
     def _require_bucket(self, url: str, missing: SourceMissing) -> None:
-        """Raise SourceMissing where the object is ``missing`` because there is no such bucket."""
+        """Raise SourceMissing naming the bucket where the object is ``missing`` because its bucket
+        is.
+        """
         bucket, _ = parse_url(url)
         try:
             with translated(self.endpoint_url, url):
@@ -394,7 +400,7 @@ class ObjectStore:
                 "bucket does not exist", got=bucket, where=missing.where, do=missing.do
             ) from missing
         except PacelineError:
-            return  # who may read objects may not always ask for their bucket
+            return  # permission to read objects does not include head_bucket everywhere
 
     def _written(self, url: str, size: int) -> ObjectInfo:
         info = self.head(url)

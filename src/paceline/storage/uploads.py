@@ -1,9 +1,9 @@
-"""One file to one object, in parts where it is large; what an earlier attempt left is gone on with.
+"""Uploads one file as one object, in parts where it is large; resumes what an earlier attempt left.
 
-A part that S3 holds counts as uploaded when its size and its MD5 (the ETag that S3 gives it) are
-those of the file; where a server's ETags are no MD5 (server-side encryption by key) parts are sent
-again, which is slower and as safe. Every body carries its Content-MD5, so that what was damaged on
-the way is refused. A file that is there already is known by the SHA-256 in its metadata.
+A part in S3 counts as uploaded when its size and its MD5 (the ETag that S3 gives it) are those of
+the file; where a server's ETags are no MD5 (server-side encryption by key) parts are sent again,
+which is slower and as safe. Every body carries its Content-MD5, so that a body damaged in transit
+is refused. A file that is there already is recognised by the SHA-256 in its metadata.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MIB = 1024 * 1024
 PART_BYTES = 16 * MIB
 MOST_PARTS = 9_000  # S3 allows 10,000
 PARALLEL = 4  # parts of one file at once
-ATTEMPTS = 3  # uploads of one file that somebody else ends before they are whole
+ATTEMPTS = 3  # uploads of one file that another process ends before they are complete
 DIGEST_KEY = "paceline-sha256"  # in the object's metadata
 BLOCK = 1 * MIB
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A multipart upload that somebody began and nobody ended."""
+    """A multipart upload that was begun and neither completed nor aborted."""
 
     key: str
     upload_id: str
@@ -53,7 +53,7 @@ class Upload:
 class Uploader:
     """Uploads files for one ObjectStore; ``client`` is its boto3 client.
 
-    ``stopping``, once set, ends uploads by Cancelled wherever they are; their parts stay.
+    ``stopping``, once set, ends all uploads by Cancelled; their parts stay in S3.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Uploader:
     ) -> None:
         self._client = client
         self._endpoint_url = endpoint_url
-        self._on_bytes = on_bytes  # that S3 has by now
+        self._on_bytes = on_bytes  # called with the bytes that S3 has received
         self._stopping = stopping or threading.Event()
-        self._failed = threading.Event()  # ours alone: others go on, and say why they end
+        self._failed = threading.Event()  # of this file only: the other files continue
 
     def _ends(self) -> bool:
         return self._stopping.is_set() or self._failed.is_set()
@@ -77,7 +77,7 @@ class Uploader:
     ) -> int:
         """Write the file as one object and return how many bytes of it were there already.
 
-        ``check`` is called when all of it was read and nothing appears yet, and may raise.
+        ``check`` is called when all of it was read and before the object appears; it may raise.
         """
         bucket, key = parse_url(url)
         where = {"Bucket": bucket, "Key": key}
@@ -88,7 +88,7 @@ class Uploader:
             if size <= 2 * PART_BYTES:
                 with _Slice(descriptor, 0, size, path, self._ends) as body:
                     md5 = body.md5()
-                    check()  # what changes from here on is not what its Content-MD5 says
+                    check()  # a later change fails the Content-MD5
                     self._patiently(
                         url,
                         lambda: self._client.put_object(
@@ -102,7 +102,8 @@ class Uploader:
                 try:
                     return self._in_parts(*parts, resume=not attempt)
                 except _Unusable:
-                    # Two that upload the same file share one upload: it ends with the first of them
+                    # Two processes that upload the same file share one upload: it ends with the
+                    # first of them.
                     if sha256 and self.holds(where, url, size, sha256):
                         self._on_bytes(size)
                         return size
@@ -128,12 +129,12 @@ class Uploader:
                         Upload(each["Key"], each["UploadId"], each["Initiated"])
                         for each in page.get("Uploads") or ()
                     ]
-        except SourceMissing:  # rclone says so where there are none
+        except SourceMissing:  # rclone answers so where there are none
             return []
         return sorted(found, key=lambda upload: upload.began, reverse=True)
 
     def abort(self, bucket: str, upload: Upload) -> None:
-        """Drop an unfinished upload and its parts; one that is gone is no error."""
+        """Abort an unfinished upload and delete its parts; a missing one is no error."""
         url = f"s3://{bucket}/{upload.key}"
         try:
             with translated(self._endpoint_url, url):
@@ -195,10 +196,10 @@ class Uploader:
                 pool.shutdown(wait=True, cancel_futures=True)
                 self.abort(where["Bucket"], Upload(where["Key"], upload_id, datetime.now(UTC)))
                 raise
-            except SourceMissing as error:  # somebody else ended or aborted this upload
+            except SourceMissing as error:  # another process ended or aborted this upload
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise _Unusable from error
-            except BaseException:  # what is uploaded stays, for the next attempt to go on with
+            except BaseException:  # uploaded parts stay, for the next attempt to resume
                 self._failed.set()
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
@@ -213,11 +214,11 @@ class Uploader:
             if not str(error.got).startswith("InvalidPart"):
                 raise
             self.abort(where["Bucket"], Upload(where["Key"], upload_id, datetime.now(UTC)))
-            raise _Unusable from error  # so some say of one that has ended
+            raise _Unusable from error  # some servers answer so for an upload that has ended
         return sum(lengths[number] for number, _, known in done if known)
 
     def holds(self, where: dict[str, str], url: str, size: int, sha256: str) -> bool:
-        """Return whether the object is there, whole, as content of this digest."""
+        """Return whether the object is there, complete, with this digest in its metadata."""
         try:
             with translated(self._endpoint_url, url):
                 answer = self._client.head_object(**where)
@@ -229,7 +230,7 @@ class Uploader:
     def _resume(
         self, where: dict[str, str], url: str, lengths: dict[int, int]
     ) -> tuple[str | None, dict[int, str]]:
-        """Return the newest unfinished upload that was cut as this one, and its parts' ETags."""
+        """Return the newest unfinished upload with the same part sizes, and its parts' ETags."""
         bucket, key = where["Bucket"], where["Key"]
         for upload in self.unfinished(bucket, key):
             if upload.key != key:
@@ -258,17 +259,17 @@ class Uploader:
                 with translated(self._endpoint_url, url):
                     return request()
             except ServiceUnavailable as error:
-                if self._ends():  # botocore calls a body that ends by Cancelled so
+                if self._ends():  # botocore reports Cancelled from a body as this error
                     raise Cancelled("the upload was stopped", where=url) from error
                 patience.failed(error)
 
 
 class _Unusable(Exception):
-    """An unfinished upload cannot be gone on with: other bytes, or it ended meanwhile."""
+    """An unfinished upload cannot be resumed: other bytes, or it ended meanwhile."""
 
 
 class _Slice(io.RawIOBase):
-    """Part of an open file as a body of its own; never more than a block of it in memory."""
+    """Part of an open file as a request body; at most a block of it in memory."""
 
     def __init__(
         self, descriptor: int, offset: int, length: int, path: Path, ends: Callable[[], bool]
@@ -315,7 +316,7 @@ class _Slice(io.RawIOBase):
         return got
 
     def md5(self) -> bytes:
-        """Return the MD5 that S3 compares a body with; not a digest that anything trusts."""
+        """Return the MD5 that S3 compares a body with; not trusted as a digest."""
         digest = hashlib.md5(usedforsecurity=False)
         buffer = memoryview(bytearray(min(BLOCK, max(1, self._length))))
         self.seek(0)

@@ -1,4 +1,4 @@
-"""How objects are named: ``s3://bucket/key``. Knows no server and does no I/O."""
+"""Names of objects: ``s3://bucket/key``. No I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What the store says about one object; ``etag`` pins its content, unquoted."""
+    """The store's metadata of one object; ``etag`` (unquoted) pins its content."""
 
     url: str
     size: int
@@ -26,7 +26,8 @@ class ObjectInfo:
 def parse_url(url: str) -> tuple[str, str]:
     """Return the bucket and key of ``s3://bucket/key``; the key may be empty.
 
-    Raises InvalidInput for another scheme, a bad bucket name, or a key that hides a path trick.
+    Raises InvalidInput for another scheme, a bad bucket name, or a key with a relative or empty
+    component or a control character.
     """
 
     def bad(what: str, got: object) -> InvalidInput:

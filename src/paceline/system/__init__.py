@@ -1,1 +1,1 @@
-"""What every component needs of the operating system: durable files, processes, addresses."""
+"""Operating system helpers: durable and private files, signals by pid, loopback addresses."""

@@ -1,4 +1,4 @@
-"""Which addresses only this machine can reach."""
+"""Recognise loopback addresses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches ``host``; a name beside localhost does not count."""
+    """Return whether ``host`` is loopback; of names, only ``localhost`` is accepted."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

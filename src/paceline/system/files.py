@@ -1,7 +1,7 @@
-"""Files that outlast a power loss, and files that only their owner can read.
+"""Write files that survive a power loss, and files that only their owner can read.
 
-A file is written beside its place, synced, renamed and its directory synced. Knows nothing of what
-is written.
+A file is written under a temporary name in its directory, synced and renamed; then the directory is
+synced. Does not depend on the files' content.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def write_durably(path: Path, content: bytes, mode: int = PRIVATE) -> None:
-    """Replace ``path`` by ``content``: whole or not at all, also after a power loss.
+    """Replace ``path`` with ``content`` atomically and durably.
 
     ``mode`` is narrowed by the umask. A symlink at ``path`` is replaced, never followed.
     """
@@ -36,14 +36,14 @@ def write_durably(path: Path, content: bytes, mode: int = PRIVATE) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write ``content`` durably, so that only the owner can read it."""
+    """Replace ``path`` with ``content`` durably; only the owner can read it."""
     write_durably(path, content, PRIVATE)
 
 
 def create_durably(path: Path, content: bytes, mode: int = PRIVATE) -> None:
     """Write ``content`` into the new file ``path`` and sync it, but not its directory.
 
-    Raises FileExistsError where anything has that name, a dangling symlink included.
+    Raises FileExistsError if the name exists, also as a dangling symlink.
     """
     descriptor = os.open(path, _NEW, mode)
     try:
@@ -57,7 +57,7 @@ def create_durably(path: Path, content: bytes, mode: int = PRIVATE) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in ``path`` durable."""
+    """Make the directory entries in ``path`` durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -66,7 +66,7 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directories(directory: Path, mode: int = 0o777) -> None:
-    """Make ``directory`` and its parents with ``mode``, each new name durable."""
+    """Create ``directory`` and missing parents with ``mode``, durably."""
     missing = []
     while not directory.is_dir():
         missing.append(directory)
@@ -77,14 +77,14 @@ def make_directories(directory: Path, mode: int = 0o777) -> None:
 
 
 def sync_directories(root: Path, files: Iterable[str]) -> None:
-    """Make durable every directory from the parents of ``files`` (relative) up to ``root``."""
+    """Sync every directory from the parents of ``files`` (relative) up to ``root``."""
     between = {parent for file in files for parent in PurePosixPath(file).parents}
     for directory in sorted({root, *(root / each for each in between)}, reverse=True):
         sync_directory(directory)
 
 
 def sync_tree(root: Path) -> None:
-    """Make every file and directory below ``root``, and ``root``, durable."""
+    """Sync ``root`` and every file and directory below it."""
     for directory, _, names in os.walk(root, topdown=False):
         for name in names:
             path = Path(directory, name)
@@ -99,9 +99,9 @@ def sync_tree(root: Path) -> None:
 
 
 def own_directory(path: Path, most: int = PRIVATE_DIRECTORY) -> None:
-    """Make ``path`` a directory of ours without permissions beyond ``most``, tightened if it is.
+    """Create ``path`` if missing, and remove its permissions beyond ``most``.
 
-    Raises AccessDenied where it belongs to another user.
+    Raises AccessDenied if it belongs to another user.
     """
     owner = narrow_directory(path, most)
     if owner != os.geteuid():
@@ -115,8 +115,10 @@ def own_directory(path: Path, most: int = PRIVATE_DIRECTORY) -> None:
 
 
 def narrow_directory(path: Path, most: int) -> int:
-    """Make ``path`` where it is missing, take permissions beyond ``most`` where it is ours, and
-    return its owner (of a mounted volume, another one).
+    """Create ``path`` if missing and return its owner's uid.
+
+    Permissions beyond ``most`` are removed if this user owns it (a mounted volume may have another
+    owner).
     """
     make_directories(path, most)
     found = path.stat()
@@ -126,9 +128,9 @@ def narrow_directory(path: Path, most: int) -> int:
 
 
 def ensure_private(path: Path) -> None:
-    """Make the file ``path`` where it is missing; take the permissions of others where it is ours.
+    """Create the file ``path`` if missing; remove group and other permissions if this user owns it.
 
-    For what a library opens by name afterwards (a database, a log).
+    For files that a library opens by name afterwards (a database, a log).
     """
     with _opened(path) as descriptor:
         found = os.fstat(descriptor)

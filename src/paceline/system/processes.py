@@ -1,8 +1,7 @@
-"""Signals to a process that another process named by its pid.
+"""Send signals by pid without hitting an unrelated process.
 
-A pid is given to a new process sooner or later. Here a signal goes through a descriptor of the
-process (pidfd), and only if that process holds a file open that an innocent one would not: the
-lock of its state directory or store.
+The kernel reuses pids. Here a signal goes through a process descriptor (pidfd), and only if that
+process has a given file open, such as the lock of its state directory or store.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from pathlib import Path
 
 
 class Holder:
-    """The process with ``pid`` that has ``path`` open; it stays the same process."""
+    """A process, identified by a pidfd, that had a given file open."""
 
     def __init__(self, pid: int, descriptor: int) -> None:
         self.pid, self._descriptor = pid, descriptor
 
     def send(self, number: signal.Signals) -> bool:
-        """Send a signal and return whether the process was there to take it."""
+        """Send a signal and return whether the process still existed."""
         try:
             signal.pidfd_send_signal(self._descriptor, number)
         except ProcessLookupError:
@@ -31,7 +30,7 @@ class Holder:
 
 @contextlib.contextmanager
 def holder_of(path: Path, pid: int) -> Iterator[Holder | None]:
-    """Yield the process ``pid`` if it has ``path`` open, else None: it is gone, or another one."""
+    """Yield process ``pid`` if it has ``path`` open, else None (it ended or the pid was reused)."""
     try:
         descriptor = os.pidfd_open(pid) if 0 < pid < 2**31 else -1
     except ProcessLookupError:
@@ -39,7 +38,7 @@ def holder_of(path: Path, pid: int) -> Iterator[Holder | None]:
     if descriptor < 0:
         yield None
         return
-    try:  # the descriptor came first: if the pid is used again after it, the signal fails
+    try:  # the pidfd was opened before the check: if the pid is reused later, the signal fails
         yield Holder(pid, descriptor) if _has_open(pid, path) else None
     finally:
         os.close(descriptor)

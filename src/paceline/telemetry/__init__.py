@@ -1,6 +1,6 @@
-"""What people and monitors look at: metrics, what watchers get, and the fleet page.
+"""Prometheus metrics, the Moments of the event stream, and the HTML pages.
 
-It knows the records of the wire, and not where they come from.
+Works on the records of ``schemas`` and does not depend on the coordinator.
 """
 
 from paceline.telemetry.metrics import FleetMetrics, Snapshot

@@ -1,7 +1,7 @@
-"""Prometheus metrics of the control plane: every name stands here and nowhere else.
+"""Prometheus metrics of the control plane; the only module with their names.
 
-They are computed from one snapshot at each scrape, so nothing is counted twice and nothing keeps
-the label of a worker that is gone. The registry is our own: no process metrics of other libraries.
+They are computed from one snapshot at each scrape, so nothing is counted twice and no series of a
+removed worker remains. The registry is separate: no process metrics of other libraries.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from prometheus_client.registry import Collector
 from paceline.schemas.records import Deployment, DeploymentStatus, Worker
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-MOST_SERIES = 2_000  # per-worker and per-deployment series beyond this are left out, newest stay
+MOST_SERIES = 2_000  # most workers and deployments with series; the oldest are left out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What is to be shown at one moment."""
+    """State of deployments, workers and coordinator for one scrape."""
 
     deployments: list[Deployment]
-    progress: dict[str, float]  # share of bytes held, of deployments in flight
+    progress: dict[str, float]  # share of bytes held, by id of a running deployment
     workers: list[Worker]
     beats: int
     beats_refused: int
@@ -33,7 +33,7 @@ class Snapshot:
 
 
 class FleetMetrics(Collector):
-    """Turns snapshots into Prometheus text."""
+    """Prometheus collector that turns snapshots into metrics."""
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot = snapshot
@@ -41,11 +41,11 @@ class FleetMetrics(Collector):
         self._registry.register(self)
 
     def text(self) -> bytes:
-        """Return everything in the text format."""
+        """Return all metrics in Prometheus text format."""
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        """Return nothing: describing would need a snapshot before there is one."""
+        """Return nothing, so that registration does not take a snapshot."""
         return []
 
     def collect(self) -> Iterator[Metric]:

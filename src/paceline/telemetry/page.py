@@ -1,7 +1,7 @@
-"""The pages a browser gets: the fleet, live, and the list of calls. Each is one file, no assets.
+"""HTML pages: the live fleet page and the API reference; each is one file without assets.
 
-They are served without a token and hold no data: the script asks for the token (or takes it from
-the URL's fragment, which browsers never send) and reads the JSON calls with it.
+They are served without a token and contain no data: the script asks for the token (or reads it from
+the URL's fragment, which browsers never send) and calls the REST API with it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-# Nothing from elsewhere, nothing to elsewhere: an injected name could not even phone home.
+# Same origin only: an injected script could not send data to another host.
 PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
@@ -28,7 +28,7 @@ def fleet_page() -> str:
 
 
 def docs_page() -> str:
-    """Return the page that shows the calls of this coordinator."""
+    """Return the page that shows the REST API of this coordinator."""
     return _page("docs.html")
 
 

@@ -1,8 +1,8 @@
-"""From what the coordinator knows now to what watchers get: rates, ETA, and only what changed.
+"""Moments of the event stream from snapshots of the state: rates, ETA and differences.
 
-Pure bookkeeping over looks at the state: it has no clock, no socket and no lock, and it knows
-nothing of who watches. A look is plain data, taken quickly under the coordinator's lock; everything
-that costs something (runs of chunks, rates, records) happens here, outside of it.
+Pure computation without clock, socket or lock; it does not depend on the watchers. A Look is plain
+data that is copied quickly under the coordinator's lock; the expensive part (runs of chunks, rates,
+records) happens here, outside the lock.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from paceline.schemas.events import (
 )
 from paceline.schemas.records import Deployment, DeploymentStatus, Failure, Worker, WorkerStatus
 
-RATE_OVER_S = 5.0  # over how long a rate is looked at, or three beats where those are longer
+RATE_OVER_S = 5.0  # averaging window of rates; three heartbeat intervals if those are longer
 FAILED = (WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
 Activation = Literal["none", "switching", "active"]
 
 
 class PartSeen(NamedTuple):
-    """One target's part as the state holds it."""
+    """One target's part of a deployment, as the state has it."""
 
     status: WorkerStatus
     alive: bool
@@ -44,7 +44,7 @@ class PartSeen(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeploymentSeen:
-    """One deployment as the state holds it."""
+    """One deployment with its parts, as the state has it."""
 
     deployment: Deployment
     parts: Mapping[str, PartSeen]
@@ -53,7 +53,7 @@ class DeploymentSeen:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Everything that is to be shown, at one time."""
+    """Snapshot of the state that watchers are shown."""
 
     at: float  # seconds since the Unix epoch
     now_s: float  # monotonic
@@ -79,7 +79,7 @@ class _Kept:
 
 
 class Moments:
-    """Takes looks; gives what changed since the one before, and the whole when asked."""
+    """Turns Looks into Moments: the changes since the previous Look, or everything."""
 
     def __init__(self) -> None:
         self._deployments: dict[str, _Kept] = {}
@@ -87,7 +87,7 @@ class Moments:
         self._last: Look | None = None
 
     def take(self, look: Look) -> Moment:
-        """Return what changed since the last look."""
+        """Return the changes since the previous look."""
         found = [self._deployment(each, look) for each in look.deployments]
         present = {each.deployment.deployment_id for each in look.deployments}
         gone = tuple(each for each in self._deployments if each not in present)
@@ -110,7 +110,7 @@ class Moments:
         )
 
     def whole(self) -> Moment:
-        """Return everything as it stood at the last look; there must have been one."""
+        """Return everything as of the last look; requires an earlier ``take``."""
         assert self._last is not None
         return Moment(
             at=self._last.at,
@@ -129,7 +129,7 @@ class Moments:
         identity = seen.deployment.deployment_id
         kept = self._deployments.get(identity)
         if kept is not None and kept.seen is seen:
-            return None  # it ended, and was not looked at again
+            return None  # finished: the same object as in the previous look
         parts = kept.parts if kept else {}
         changed = []
         for worker_id, part in seen.parts.items():
@@ -148,7 +148,7 @@ class Moments:
 
 
 def of_deployment(moment: Moment, deployment_id: str, targets: frozenset[str]) -> Moment:
-    """Return what of ``moment`` concerns one deployment and the workers it goes to."""
+    """Return ``moment`` limited to one deployment and its target workers."""
     return moment.model_copy(
         update={
             "deployments": tuple(
@@ -163,7 +163,7 @@ def of_deployment(moment: Moment, deployment_id: str, targets: frozenset[str]) -
 def _part(
     parts: dict[str, _Part], worker_id: str, seen: PartSeen, look: Look, *, final: bool
 ) -> PartMoment | None:
-    """Return the part where it changed, and keep it."""
+    """Store the part; return it if it changed, else None."""
     kept = parts.get(worker_id)
     if kept is not None and final and kept.seen == seen and not kept.shown.rate_bytes_s:
         return None
@@ -192,9 +192,9 @@ def _part(
 
 
 def _rate(held: deque[tuple[float, int]], now_held: int, look: Look) -> float:
-    """Return the bytes a second gained over the last seconds, and take note of what is held now."""
+    """Record the bytes held now; return the rate (bytes per second) over the last seconds."""
     if held and now_held < held[-1][1]:
-        held.clear()  # it came back with less: what it gained before tells nothing
+        held.clear()  # it returned with fewer bytes: earlier values are meaningless
     held.append((look.now_s, now_held))
     over_s = max(RATE_OVER_S, 3 * look.beat_s)
     while len(held) > 2 and held[1][0] <= look.now_s - over_s:
@@ -244,7 +244,7 @@ def _figures(seen: DeploymentSeen, parts: Mapping[str, _Part]) -> DeploymentMome
 
 
 def _eta_s(pending: list[PartMoment], total: int) -> float | None:
-    """Return when the last one has everything, if each goes on as it does; None: nobody moves."""
+    """Return the seconds until the last one is complete at current rates; None: all rates are 0."""
     ends = [
         (total - each.bytes_held) / each.rate_bytes_s for each in pending if each.rate_bytes_s > 0
     ]

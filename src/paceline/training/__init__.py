@@ -1,8 +1,8 @@
-"""Training: a gang of ranks, one loop, checkpoints that survive it, and a driver that restarts it.
+"""Distributed training: a gang of ranks, the loop, checkpoints, and a driver with restarts.
 
-``run_job`` drives a job through a launcher that is handed in (a port: this package knows neither
-Dask nor Prefect); ``python -m paceline.training.loop.rank`` is one rank; ``train_base`` makes the
-demo's base model. torch is imported by the ranks, not by this package.
+``run_job`` drives a job through a launcher that the caller passes in (a port: this package imports
+neither Dask nor Prefect). ``python -m paceline.training.loop.rank`` runs one rank;
+``base.train_base`` makes the demo's base model. The ranks import torch, this package does not.
 """
 
 from paceline.training.identity import (

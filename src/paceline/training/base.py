@@ -1,8 +1,9 @@
 """The demo's base model: initialised, then trained for a recorded budget on the snapshot.
 
-``train_base`` does it in this process; ``python -m paceline.training.base`` reads a BaseSpec on
-standard input and writes its result as the last line of standard output. The same spec, machine and
-thread count give the same bytes. Knows no checkpoints: the budget is small on purpose.
+``train_base`` runs in this process; ``python -m paceline.training.base`` reads a BaseSpec (one
+line of JSON) from standard input and writes a BaseResult as the last line of standard output. The
+same spec, machine and thread count give the same bytes. It writes no checkpoints: the budget is
+small on purpose.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class BaseSpec(Record):
-    """What the process is told."""
+    """The input of ``python -m paceline.training.base``."""
 
     state_dir: str
     directory: str  # where the model goes
@@ -42,7 +43,7 @@ class BaseSpec(Record):
 
 
 class BaseResult(Record):
-    """What it made."""
+    """The output of ``train_base``."""
 
     directory: str
     weights_digest: Sha256
@@ -66,7 +67,7 @@ def train_base(
     threads: int = 2,
     on_step: Callable[[StepReport], None] | None = None,
 ) -> BaseResult:
-    """Make the base model in ``directory_out`` (safetensors and config, ready to publish)."""
+    """Train and write the base model to ``directory_out`` (safetensors, config); return figures."""
     import torch
 
     from paceline.data import ShardCache, open_stream, require_purpose
@@ -122,7 +123,7 @@ def train_base(
 
 
 def main() -> int:
-    """Run the spec on standard input and return the exit code."""
+    """Run the spec from standard input; return the exit code."""
     from paceline.config import load_runtime
     from paceline.data import load_snapshot
     from paceline.errors import InvalidInput

@@ -1,6 +1,6 @@
 """Print the digest that pins a code reference: ``python -m paceline.training.code_digest NAME``.
 
-NAME is an installed module or a directory. Nothing of it is imported.
+NAME is an installed module or a directory; it is not imported.
 """
 
 from __future__ import annotations

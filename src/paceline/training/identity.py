@@ -1,7 +1,7 @@
-"""What makes two trainings the same: the job's configuration and the code that ran it.
+"""Identity of a training: digests of the job's configuration and of the code that runs it.
 
-Only what changes the numbers counts: ranks, deadlines and restarts may differ between the attempts
-of one job. Knows no torch.
+Only settings that change the result count: ranks, deadlines and restarts may differ between the
+attempts of one job. Does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.config import DataSettings, Profile
 from paceline.schemas.base import digest_of
 from paceline.schemas.training import TaskSize, TrainJob
 
-# They change how fast or where something is learned, not what.
+# Settings that change speed or placement, not the result.
 _NUMBERLESS = {
     "ranks",
     "threads_per_rank",
@@ -30,20 +30,20 @@ _NUMBERLESS = {
     "checkpoints",
     "guard",
 }
-# Of the mesh only how gradients are rounded on their way counts.
+# Of the mesh, only the settings that change how gradients are rounded in transit.
 _NUMBERS_OF_MESH = {"hook", "powersgd_rank"}
 
-# Of the data settings, how samples of a snapshot become batches; the snapshot's digest is the rest.
+# Of the data settings, how samples become batches; the snapshot's digest covers the rest.
 _NUMBERS_OF_DATA = {"batching", "columns", "token_features", "missing_features", "transform"}
 
 
 def data_numbers(data: DataSettings) -> dict[str, Any]:
-    """Return what of ``data`` decides what is learned from a given snapshot."""
+    """Return the data settings that affect the result of training on a given snapshot."""
     return data.model_dump(mode="json", include=_NUMBERS_OF_DATA)
 
 
 def config_digest(job: TrainJob) -> str:
-    """Return the digest of everything in ``job`` that decides what is learned."""
+    """Return the digest of everything in ``job`` that affects the result."""
     own = {"task": job.task.model_dump(mode="json")} if job.task is not None else {}
     return digest_of(
         {
@@ -61,8 +61,8 @@ def config_digest(job: TrainJob) -> str:
 
 
 def learned_from(job: TrainJob) -> dict[str, str]:
-    """Return what a result says of the data and the base that ``job`` learned from; all of it
-    counts in ``config_digest``."""
+    """Return the snapshot and base-model fields of ``job``'s result; ``config_digest`` covers them
+    except the URL."""
     return {
         "snapshot_url": job.snapshot_url,
         "snapshot_digest": job.snapshot_digest,
@@ -71,29 +71,29 @@ def learned_from(job: TrainJob) -> dict[str, str]:
 
 
 def own_task(profile: Profile) -> TaskSize | None:
-    """Return what a job with a codeRef keeps of the profile's model; None where it has none."""
+    """Return the model size that a job with a codeRef records; None without a codeRef."""
     if not profile.training.code_ref:
         return None
     return TaskSize(context=profile.model.context, parameters=profile.model.parameters)
 
 
 def size_of(job: TrainJob, profile: Profile) -> TaskSize:
-    """Return what the job's codeRef is built for: what ``profile`` says where the job does not."""
+    """Return the model size for the job's codeRef: the job's own, else the profile's."""
     return job.task or TaskSize(context=profile.model.context, parameters=profile.model.parameters)
 
 
 def with_own_id(job: TrainJob) -> TrainJob:
-    """Return ``job`` under the id that follows from what it learns.
+    """Return ``job`` with an id derived from its ``config_digest``.
 
-    Whatever changes only how or where (mesh, ranks, checkpoints, caches) leaves the id as it is, so
-    that the job goes on where it stopped.
+    Settings that change only speed or placement (mesh, ranks, checkpoints, caches) do not change
+    the id, so the job resumes where it stopped.
     """
     return job.model_copy(update={"job_id": f"job-{config_digest(job)[:12]}"})
 
 
 @functools.cache
 def code_version() -> str:
-    """Return the package's version and a digest of the sources that decide what is learned."""
+    """Return the package version and a digest of the sources that affect the result."""
     root = Path(paceline.__file__).parent
     sources = {
         path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -104,5 +104,5 @@ def code_version() -> str:
 
 
 def stream_seed(purpose: str, seed: int) -> int:
-    """Return a seed of its own for each use, so that base and fine-tuning see other orders."""
+    """Return a distinct seed per purpose, so base training and fine-tuning use different orders."""
     return int.from_bytes(hashlib.sha256(f"{purpose}:{seed}".encode()).digest()[:7])

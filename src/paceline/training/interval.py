@@ -1,11 +1,11 @@
-"""When to save: every so many steps, every so many seconds, or as failures make it pay.
+"""Checkpoint interval: every n steps, every n seconds, or computed from cost and failure rate.
 
-Pure decisions from measured costs; time is handed in. Rank 0 decides and tells the others. Knows no
-store and no tensors.
+Pure decisions from measured costs; the caller passes the time. Rank 0 decides and broadcasts the
+decision. Does not access a store or tensors. All times in seconds.
 
 ``auto`` follows Young (1974) and Daly (2006): with a save that blocks training for δ and a mean
-time M between failures, an interval of √(2δM) − δ loses least. What a save takes in the background
-costs no training and enters as a lower bound only: one save is in flight at most.
+time M between failures, an interval of √(2δM) − δ minimises the lost time. The background part of
+a save does not block training and is only a lower bound: at most one save is in flight.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from statistics import median
 from paceline.config import CheckpointSettings
 
 DAY_S = 86_400.0
-PRIOR_S = 3_600.0  # for which the profile's rate counts as seen
-LOOK_AHEAD = 0.8  # of the time that is left, before the clock is looked at again
+PRIOR_S = 3_600.0  # weight of the profile's failure rate, as observed time
+LOOK_AHEAD = 0.8  # share of the remaining time before the clock is read again
 MOST_STEPS_AHEAD = 10_000
-WRITE_SHARE = 0.8  # of the interval that a save may take in the background
-SLOW_FACTOR, SLOW_FLOOR_S = 3.0, 1.0  # times the usual, and at least that long: storage is slow
-KEEP_STEPS, KEEP_SAVES = 50, 9  # how many measurements count
-TRUSTED_STALLS = 3  # before them one interrupted save could double the interval
+WRITE_SHARE = 0.8  # largest share of the interval that a background write may take
+SLOW_FACTOR, SLOW_FLOOR_S = 3.0, 1.0  # slow storage: over 3 x the median and over 1 s
+KEEP_STEPS, KEEP_SAVES = 50, 9  # measurements kept
+TRUSTED_STALLS = 3  # with fewer, one interrupted save could double the interval
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What was measured, in seconds."""
+    """Measured costs in seconds."""
 
     step_s: float  # median
     stall_s: float  # median time that a save blocks training
-    write_s: float  # how long a save takes in the background, by the slower of the last two
-    saves: int = TRUSTED_STALLS  # how many of them were measured
+    write_s: float  # background time of a save: the slower of the last two
+    saves: int = TRUSTED_STALLS  # number of saves measured
 
 
 @dataclass(frozen=True)
 class Failures:
-    """What the job has seen so far."""
+    """Failures of the job so far, and the seconds over which they were counted."""
 
     count: int = 0
     over_s: float = 0.0
@@ -48,7 +48,7 @@ class Failures:
 
 @dataclass(frozen=True)
 class Alert:
-    """Something about checkpoints that a person should know."""
+    """A checkpoint problem to report to the user."""
 
     kind: str
     step: int
@@ -56,10 +56,10 @@ class Alert:
 
 
 def mtbf_s(per_day: float, failures: Failures) -> float:
-    """Return the mean time between failures: as the profile expects until some were seen.
+    """Return the mean time between failures in seconds: the profile's until a failure is counted.
 
-    From then on it is what was seen, with that expectation as an hour's worth of it, so that one
-    failure in the first minute does not decide alone.
+    After that, the observed rate with the profile's rate weighted as one hour of observation, so
+    that one failure in the first minute does not dominate.
     """
     expected = per_day / DAY_S
     if not failures.count:
@@ -68,21 +68,21 @@ def mtbf_s(per_day: float, failures: Failures) -> float:
 
 
 def best_interval_s(stall_s: float, mtbf: float) -> float:
-    """Return the interval between saves that loses least; at least ``stall_s``."""
+    """Return the interval between saves with the least lost time; at least ``stall_s``."""
     if stall_s >= mtbf / 2:
         return max(stall_s, mtbf)
     return max(stall_s, math.sqrt(2 * stall_s * mtbf) - stall_s)
 
 
 def least_interval_s(costs: Costs, max_stall_share: float) -> float:
-    """Return the shortest interval that neither stalls too much nor outruns the store."""
+    """Return the shortest interval that respects the stall share and the store's write time."""
     return max(costs.stall_s / max_stall_share, costs.write_s / WRITE_SHARE)
 
 
 def wanted_interval_s(
     settings: CheckpointSettings, costs: Costs | None, failures: Failures
 ) -> float:
-    """Return the seconds between saves; ``costs`` is None until a save was measured."""
+    """Return the seconds between saves; ``costs`` is None until a save is measured."""
     if costs is None:
         return settings.every_s
     least_s = least_interval_s(costs, settings.max_stall_share)
@@ -93,9 +93,9 @@ def wanted_interval_s(
 
 
 def wanted_steps(settings: CheckpointSettings, costs: Costs | None) -> int:
-    """Return the steps between saves: ``every_steps``, or a multiple where saves stall too much.
+    """Return the steps between saves: ``every_steps``, or a multiple where saves stall too long.
 
-    A store that is slow needs no rule here: a save that finds another in flight is put off.
+    A slow store needs no rule here: a save that is due while another is in flight is postponed.
     """
     every = settings.every_steps
     if costs is None or costs.saves < TRUSTED_STALLS or costs.step_s <= 0:
@@ -105,7 +105,7 @@ def wanted_steps(settings: CheckpointSettings, costs: Costs | None) -> int:
 
 
 class Interval:
-    """What was measured in one process, and the decisions from it."""
+    """The measurements of one process and the save decisions derived from them."""
 
     def __init__(self, settings: CheckpointSettings, failures: Failures) -> None:
         self._settings = settings
@@ -124,10 +124,10 @@ class Interval:
 
     @property
     def costs(self) -> Costs | None:
-        """Return what was measured, or None before a save was."""
+        """Return the measured costs; None before the first save."""
         if not self._stalls or not self._steps:
             return None
-        stalls = self._usual(self._stalls)  # the first makes buffers and is no measure of the next
+        stalls = self._usual(self._stalls)  # the first save allocates buffers and is not typical
         writes = list(self._writes)[-2:]
         return Costs(
             step_s=median(self._steps),
@@ -138,9 +138,7 @@ class Interval:
 
     @property
     def expected_s(self) -> float | None:
-        """Return the seconds from one save that is kept to the next; None before a step's length is
-        known.
-        """
+        """Return the expected seconds between completed saves; None until a step is measured."""
         if not self._steps:
             return None
         costs, settings, step_s = self.costs, self._settings, median(self._steps)
@@ -152,7 +150,7 @@ class Interval:
         return max(wanted_s, step_s, costs.write_s if costs else 0.0)
 
     def stepped(self, now: float) -> None:
-        """Take note of a step's end."""
+        """Record the end of a step."""
         if self._saved_at is None:
             self._saved_at = now
         if self._stepped_at is not None:
@@ -160,22 +158,20 @@ class Interval:
         self._stepped_at = now
 
     def saved(self, now: float, stall_s: float) -> None:
-        """Take note of a save that was started at ``now - stall_s`` and blocked until ``now``."""
+        """Record a save that started at ``now - stall_s`` and blocked training until ``now``."""
         self._saved_at = now - stall_s
         self._stepped_at = now
         self._stalls.append(stall_s)
 
     def written(self, step: int, seconds: float) -> Alert | None:
-        """Take note of how long a save took in the background; return an alert where that is new
-        and much longer than usual.
-        """
+        """Record the background time of a save; return an alert when it first becomes slow."""
         usual = median(self._usual(self._writes)) if len(self._writes) >= 2 else None
         slow = usual is not None and seconds > max(SLOW_FLOOR_S, SLOW_FACTOR * usual)
         if not slow or usual is None:
             self._writes.append(seconds)
             self._slow = False
             return None
-        # What is usual changes slowly, so that a store that stays slow does not go unnoticed.
+        # A slow save is recorded too: the median changes slowly, so persistent slowness shows.
         self._writes.append(seconds)
         if self._slow:
             return None
@@ -184,7 +180,7 @@ class Interval:
         return Alert("checkpoint-storage-slow", step, f"{message}; the interval is longer now")
 
     def put_off(self, step: int) -> Alert | None:
-        """Take note of a due save that found one in flight; return an alert where that is new."""
+        """Record that a due save was postponed; return an alert when storage first becomes slow."""
         if self._slow:
             return None
         self._slow = True
@@ -192,14 +188,14 @@ class Interval:
         return Alert("checkpoint-storage-slow", step, message)
 
     def next_step(self, step: int) -> int:
-        """Return the next step after ``step`` to save at, or at which to ``ask``."""
+        """Return the next step after ``step`` at which to save or to call ``ask``."""
         if not self.by_steps:
             return step + 1
         every = wanted_steps(self._settings, self.costs)
         return (step // every + 1) * every
 
     def ask(self, step: int, now: float) -> tuple[bool, int]:
-        """Return whether to save after ``step``, and the step at which to ask again."""
+        """Return whether to save after ``step``, and the step of the next call."""
         if self.by_steps:
             every = wanted_steps(self._settings, self.costs)
             return step % every == 0, self.next_step(step)

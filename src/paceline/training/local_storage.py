@@ -1,8 +1,8 @@
-"""Where a training on this machine keeps its checkpoints: on its disk, or in somebody's S3.
+"""Checkpoint location of a single-machine training: a local directory or an S3 bucket.
 
-Endpoint and credentials are the profile's ([objects]) and the environment's, as for `paceline
-publish`; they are read where they are needed, and never written down. What is refused is refused
-before any data are read. Knows no ranks.
+Endpoint and credentials come from the profile ([objects]) and the environment, as for `paceline
+publish`; they are read when needed and never written to disk. An unusable location is refused
+before any data are read. Does not depend on ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from paceline.storage import DiskStore, ObjectStore, join_url, parse_url
 log = logging.getLogger(__name__)
 
 JOB_FILE, RESULT_FILE = "job.json", "result.json"
-HELD_FILE = "held.json"  # who trains this job now
-TOLD_EVERY_S = 15.0  # by who trains
-FRESH_S = 60.0  # a word that is older is of one that died
+HELD_FILE = "held.json"  # the process that trains this job now
+TOLD_EVERY_S = 15.0  # renewal period of HELD_FILE
+FRESH_S = 60.0  # an older HELD_FILE belongs to a dead process
 MOST_BYTES = 4 * 1024 * 1024
 
 
@@ -41,9 +41,9 @@ def is_remote(checkpoints: str | None) -> bool:
 
 
 def place_of(checkpoints: str | None, output: Path, profile: Profile) -> tuple[str, Endpoints]:
-    """Return the URL that checkpoints go below, and the servers that it takes.
+    """Return the URL prefix of the checkpoints and the server endpoints it needs.
 
-    Raises InvalidInput for a URL that is none, AccessDenied where there are no credentials.
+    Raises InvalidInput for a malformed URL, AccessDenied without credentials.
     """
     if checkpoints is None:
         return DiskStore.url_of(output / "checkpoints"), Endpoints()
@@ -56,12 +56,13 @@ def place_of(checkpoints: str | None, output: Path, profile: Profile) -> tuple[s
 
 
 def require_writable(url: str, store: ObjectStore) -> None:
-    """Raise what keeps an object below ``url`` from being written, read and deleted.
+    """Check that an object below ``url`` can be written, read and deleted.
 
-    AccessDenied for credentials, SourceMissing for a bucket, ServiceUnavailable for a server.
+    Raises AccessDenied for bad credentials, SourceMissing for a missing bucket, ServiceUnavailable
+    where the server does not answer.
     """
     if isinstance(store, DiskStore):
-        return  # whoever makes the directories says so
+        return  # creating the directories reports it
     probe = join_url(url, f".writable-{secrets.token_hex(8)}")
     try:
         store.put_bytes(probe, b"paceline")
@@ -77,7 +78,7 @@ def require_writable(url: str, store: ObjectStore) -> None:
 
 
 def earlier_run(job: TrainJob, store: ObjectStore) -> str | None:
-    """Return the run under which this very job was trained before; None where it was not."""
+    """Return the run id of an earlier training of the same job; None without one."""
     where = join_url(job.checkpoint_url, job.job_id, JOB_FILE)
     try:
         return TrainJob.model_validate_json(store.get_bytes(where, MOST_BYTES)).run_id
@@ -92,13 +93,13 @@ def earlier_run(job: TrainJob, store: ObjectStore) -> str | None:
 def recorded(
     job: TrainJob, store: ObjectStore, here: Path
 ) -> Iterator[Callable[[TrainResult], None]]:
-    """Keep the job beside its checkpoints, and its result in ``here`` too, where these are two.
+    """Store the job beside its checkpoints; yield a function that copies its result to ``here``.
 
-    Meanwhile says every few seconds beside them that this machine trains the job, and warns where
-    another one seems to.
+    Does nothing where both are the same directory. During the ``with`` it renews a claim beside
+    the checkpoints that this machine trains the job, and warns where another machine has one.
     """
     top = join_url(job.checkpoint_url, job.job_id)
-    if top == DiskStore.url_of(here):  # locked, and whoever follows the ranks keeps the job there
+    if top == DiskStore.url_of(here):  # locked; the consumer of rank events stores the job there
         yield lambda _: None
         return
     store.put_bytes(join_url(top, JOB_FILE), canonical_json(job))
@@ -107,7 +108,7 @@ def recorded(
         try:
             here.mkdir(parents=True, exist_ok=True)
             (here / RESULT_FILE).write_bytes(canonical_json(result))
-            if not (here / JOB_FILE).exists():  # it was trained elsewhere
+            if not (here / JOB_FILE).exists():  # trained on another machine
                 (here / JOB_FILE).write_bytes(canonical_json(job))
         except OSError as error:
             log.warning("result is not kept here path=%s why=%s", here, error.strerror)
@@ -117,7 +118,7 @@ def recorded(
 
 
 class _Holder:
-    """Says in the store who trains a job, while it does. Advice only: nothing is locked by it."""
+    """Renews a claim object in the store while this process trains. Advisory: it locks nothing."""
 
     def __init__(self, url: str, store: ObjectStore) -> None:
         self._url, self._store = url, store
@@ -133,7 +134,7 @@ class _Holder:
             age_s, who = FRESH_S, ""
         node, _, pid = who.rpartition(":")[0].rpartition(":")
         if node == platform.node() and not Path("/proc", pid).exists():
-            age_s = FRESH_S  # it was killed
+            age_s = FRESH_S  # that process is gone
         if abs(age_s) < FRESH_S:
             log.warning(
                 "another machine seems to train this job: %s said so %.0f s ago; two at once waste "
@@ -148,7 +149,7 @@ class _Holder:
 
     def _run(self) -> None:
         while True:
-            with contextlib.suppress(PacelineError):  # a store that is away hears it later
+            with contextlib.suppress(PacelineError):  # an unreachable store gets the next renewal
                 record = {"who": self._me, "at": time.time()}
                 self._store.put_bytes(self._url, json.dumps(record).encode())
             if self._over.wait(TOLD_EVERY_S):

@@ -1,7 +1,8 @@
-"""Training again what was trained before, and whether the same bits come out.
+"""Reproduce a recorded training and compare it bit by bit.
 
-``again`` runs the same job under a new id; ``compare`` says where the losses part. What has to be
-as it was is ``sameness``'s. Knows no MLflow: what was recorded is handed in.
+``again`` runs the same job under a new id; ``compare`` returns the first step with a different
+loss. ``reproducibility`` checks the preconditions. Does not import MLflow: the caller passes the
+record.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ def again(
     anyway: bool = False,
     on_event: Callable[[RankEvent], None] | None = None,
 ) -> Reproduction:
-    """Train ``recorded``'s job once more, deterministically, and compare it.
+    """Train ``recorded``'s job again deterministically; return the comparison.
 
-    What it stored is removed again where the bits are the same, and kept to be looked at where they
-    are not. Raises NotReproducible where something is not as it was (with ``anyway``: where data
-    or base model are not there, or damaged), and what ``run_job`` does.
+    Its outputs are deleted where the bits are the same and kept for inspection where they differ.
+    Raises NotReproducible where a precondition changed (with ``anyway``: only where data or base
+    model are missing or damaged), and whatever ``run_job`` raises.
     """
     found = differences_of(recorded, runtime, store)
     require_same(found, anyway=anyway)
@@ -76,7 +77,7 @@ def again(
 
 
 def job_again(recorded: Recorded, runtime: Runtime) -> TrainJob:
-    """Return ``recorded``'s job under an id of its own, to run on this machine."""
+    """Return ``recorded``'s job with a new id, for this machine, in deterministic mode."""
     return recorded.job.model_copy(
         update={
             "job_id": f"{recorded.job.job_id[:100]}-again-{secrets.token_hex(3)}",
@@ -94,10 +95,10 @@ def compare(
     found: Sequence[Differs],
     seconds: float,
 ) -> Reproduction:
-    """Return how the second training relates to the first: the same bits, or where they part.
+    """Return whether the second training has the same bits, or the first step that differs.
 
-    Steps that were not recorded (an earlier run made them, MLflow was away) are compared through
-    the weights alone.
+    Steps without a recorded loss (made by an earlier run, or while MLflow was unreachable) are
+    compared by the final weights only.
     """
     steps = sorted(recorded.losses)
     parted = next((s for s in steps if not _same(recorded.losses.get(s), losses.get(s))), None)
@@ -119,7 +120,7 @@ def compare(
 
 
 def _require_same_shards(recorded: Recorded, result: TrainResult) -> None:
-    """Refuse bits that were learned from other data: a shard was good then and is bad now."""
+    """Raise NotReproducible where a shard was good then and is damaged now."""
     before = set(recorded.result.quarantined_shards)
     bad = [each for each in result.quarantined_shards if each not in before]
     if bad:
@@ -133,7 +134,7 @@ def _require_same_shards(recorded: Recorded, result: TrainResult) -> None:
 
 
 def _forget(job: TrainJob, runtime: Runtime, nodes: Sequence[str], store: ObjectStore) -> None:
-    """Remove what ``job`` stored; what cannot be removed is named, and spoils nothing."""
+    """Delete the outputs of ``job``; log what cannot be deleted."""
     for node in nodes:
         shutil.rmtree(runtime.node_dir(node) / "work" / job.job_id, ignore_errors=True)
     url = join_url(job.checkpoint_url, job.job_id)

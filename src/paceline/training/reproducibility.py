@@ -1,7 +1,9 @@
-"""What is not as it was when a run trained: code, libraries, processor, data, base model.
+"""Differences between now and a recorded training: code, libraries, processor, data, base model.
 
-``differences_of`` lists it, ``require_same`` refuses to train where the bits would not say
-anything. Trains nothing, and knows no MLflow: what was recorded is handed in.
+``current`` records the environment; the same environment and job give the same bits.
+``differences_of`` lists every difference, ``require_same`` raises where one makes a bitwise
+comparison meaningless. Imports neither torch nor numpy (the driver calls it) nor MLflow (the caller
+passes the record).
 """
 
 from __future__ import annotations
@@ -30,13 +32,8 @@ from paceline.storage import ObjectStore, join_url
 from paceline.training.identity import code_version, config_digest, size_of
 from paceline.training.strategies import is_asynchronous
 
-# On what a run ran: Python, libraries, processor, threads, and the code, as one small record.
-#
-# The same record and the same job give the same bits; ``differences`` says what stands between two.
-# Imports neither torch nor numpy: a driver asks too.
-
-GIT_S = 20.0
-# Instructions that choose other kernels, so other roundings.
+GIT_S = 20.0  # timeout of one git command
+# Instruction sets that select different kernels and therefore different rounding.
 _KERNELS = (
     "avx",
     "avx2",
@@ -49,11 +46,11 @@ _KERNELS = (
     "neon",
 )
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
-# A fixed workspace a stream: cuBLAS then adds up in the same order each time. Ranks set it where
-# the job is deterministic, so it is no difference between two environments.
+# One fixed workspace per stream makes cuBLAS sum in the same order each time. Ranks set it for
+# deterministic jobs, so it does not count as a difference between two environments.
 CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-# Of these a difference may change bits; the others are said, not blamed.
+# Fields whose difference may change bits; differences in other fields are only reported.
 DECISIVE = (
     "python", "torch", "numpy", "machine", "accelerator", "kernels", "sources", "threads",
     "packages",
@@ -61,7 +58,7 @@ DECISIVE = (
 
 
 class Environment(Record):
-    """What besides the job decides the bits of a training."""
+    """Everything besides the job that affects the bits of a training."""
 
     python: str
     torch: str
@@ -70,15 +67,15 @@ class Environment(Record):
     system: str
     processor: str
     cores: int
-    accelerator: str = ""  # the first one's name; "": none
-    kernels: tuple[str, ...]  # instruction sets of the processor that choose other kernels
+    accelerator: str = ""  # name of the first GPU; "": none
+    kernels: tuple[str, ...]  # instruction sets of the processor that select kernels
     packages: str  # digest of every installed package and its version
-    lock: str  # digest of requirements/runtime.lock; "": not there (an installed wheel)
-    sources: str  # version and digest of what decides what is learned
+    lock: str  # digest of requirements/runtime.lock; "": no such file (an installed wheel)
+    sources: str  # ``code_version()``
     commit: str  # "": no repository
-    diff: str  # digest of what differs from the commit; "": nothing, or no repository
+    diff: str  # digest of the uncommitted changes; "": none, or no repository
     threads: int  # of each rank
-    variables: dict[str, str] = {}  # of the environment, those that change arithmetic
+    variables: dict[str, str] = {}  # environment variables that change arithmetic
 
     @property
     def digest(self) -> str:
@@ -101,7 +98,7 @@ def current(threads: int = 1) -> Environment:
             variables[name] = os.environ[name]
     if variables.get(CUBLAS[0]) == CUBLAS[1]:
         del variables[CUBLAS[0]]
-    for name in _THREADS:  # a launcher sets it for each rank: ``threads`` says it
+    for name in _THREADS:  # the launcher sets them for each rank; ``threads`` records the value
         variables.pop(name, None)
     return Environment.model_validate(
         fixed | {"threads": threads, "variables": variables, "sources": code_version()}
@@ -109,7 +106,7 @@ def current(threads: int = 1) -> Environment:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[Differs]:
-    """Return what differs between two records, or any two mappings, in the order of ``then``."""
+    """Return the differences between two records or mappings, in the order of ``then``."""
     found = []
     for name in [*then, *(each for each in now if each not in then)]:
         before, after = then.get(name), now.get(name)
@@ -177,7 +174,7 @@ def _processor() -> tuple[str, set[str]]:
 
 
 def _accelerator() -> str:
-    """Return what the driver calls the first GPU; torch, which would know, takes seconds."""
+    """Return the driver's name of the first GPU (importing torch for it takes seconds)."""
     for each in sorted(_NVIDIA.glob("*/information")):
         for line in each.read_text(errors="replace").splitlines():
             key, _, value = line.partition(":")
@@ -187,13 +184,13 @@ def _accelerator() -> str:
 
 
 def _commit(root: Path) -> tuple[str, str]:
-    """Return the commit and a digest of what the sources differ from it by."""
+    """Return the commit and a digest of the uncommitted changes to the sources."""
     if not (root / ".git").exists():
         return "", ""
     try:
         commit = _git(root, "rev-parse", "HEAD").decode().strip()
         diff = _git(root, "diff", "HEAD", "--", "src", "flows", "tasks")
-    except (OSError, subprocess.SubprocessError):  # no git: the digest of the sources says enough
+    except (OSError, subprocess.SubprocessError):  # no git: the digest of the sources suffices
         return "", ""
     return commit, hashlib.sha256(diff).hexdigest() if diff else ""
 
@@ -206,13 +203,13 @@ def _git(root: Path, *words: str) -> bytes:
 SNAPSHOT, BASE, CODE, CONFIGURATION, TASK = (
     "data snapshot", "base model", "code version", "configuration digest", "model settings",
 )  # fmt: skip
-GONE = (SNAPSHOT, BASE)  # without them there is nothing to train
+GONE = (SNAPSHOT, BASE)  # missing inputs: training is impossible without them
 COMPARE = "or compare all the same with --anyway."
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A training as its run recorded it."""
+    """A training as recorded by its run."""
 
     run_id: str
     job: TrainJob
@@ -221,9 +218,9 @@ class Recorded:
 
 
 def differences_of(recorded: Recorded, runtime: Runtime, store: ObjectStore) -> list[Differs]:
-    """Return everything that is not as it was when ``recorded`` was made.
+    """Return all differences between now and ``recorded``.
 
-    Raises TemporaryError where the store cannot say now.
+    Raises TemporaryError where the store is not reachable.
     """
     return [
         *_of_data(recorded.job, store),
@@ -236,9 +233,9 @@ def differences_of(recorded: Recorded, runtime: Runtime, store: ObjectStore) -> 
 
 
 def require_same(found: Sequence[Differs], *, anyway: bool = False) -> None:
-    """Raise NotReproducible for the first of ``found`` that speaks against training again.
+    """Raise NotReproducible for the first decisive difference in ``found``.
 
-    With ``anyway`` only data or a base model that are not there do.
+    With ``anyway`` only missing or damaged data or base model count.
     """
     against = [each for each in found if each.decisive and (not anyway or each.what in GONE)]
     if not against:
@@ -255,14 +252,14 @@ def require_same(found: Sequence[Differs], *, anyway: bool = False) -> None:
 
 
 def holders_of(job: TrainJob, runtime: Runtime) -> list[str]:
-    """Return the nodes on this machine's disk that hold the job's base model, as it was."""
+    """Return the nodes on this machine's disk that hold the job's base model unchanged."""
     held = []
     for node in sorted((runtime.state_dir / "nodes").glob("*")):
         path = node / "store" / "models" / job.model_id / job.version / MANIFEST_FILE
         try:
             manifest = parse_manifest(path.read_bytes())
         except (OSError, PermanentError):
-            continue  # it holds none, or a damaged one: no place to start from
+            continue  # no base model there, or a damaged one
         if manifest.digest == job.manifest_digest:
             held.append(node.name)
     return held
@@ -288,7 +285,7 @@ def _of_data(job: TrainJob, store: ObjectStore) -> Iterator[Differs]:
     if snapshot.digest != job.snapshot_digest:
         yield differs(snapshot.digest, job.snapshot_url)
         return
-    # Their bytes are checked by every rank that reads them; a listing is all this costs.
+    # One listing only: every rank verifies the bytes of the shards that it reads.
     shards = join_url(root_url(snapshot.url), "shards")
     listed = {
         each.url.rsplit("/", 1)[-1]: each.size for each in store_at(shards, store).list(shards)
@@ -349,8 +346,9 @@ def _of_code(recorded: Recorded) -> Iterator[Differs]:
 
 
 def _of_task(recorded: Recorded, runtime: Runtime) -> Iterator[Differs]:
-    """Yield what a job with a codeRef was built for, where it was not recorded: then it is built
-    for what the profile says now. One that recorded it is built for that, whatever the profile.
+    """Yield a difference where a job with a codeRef did not record its model size.
+
+    Such a job is built for the current profile's size; one with a recorded size uses that.
     """
     job = recorded.job
     if not job.settings.code_ref or job.task is not None:
@@ -372,11 +370,11 @@ def _of_environment(recorded: Recorded) -> Iterator[Differs]:
         return
     settings = recorded.job.settings
     now = current(settings.threads_per_rank).model_dump(mode="json")
-    if recorded.result.code_version != now["sources"]:  # said before, as the code version
+    if recorded.result.code_version != now["sources"]:  # already reported as the code version
         then.pop("sources", None)
         now.pop("sources")
     if not (settings.code_ref or recorded.job.data.transform):
-        # Only code that is not ours may import what is neither torch nor numpy.
+        # Only user code may import packages other than torch and numpy.
         then.pop("packages", None)
         now.pop("packages")
     for each in differences(then, now):
@@ -389,7 +387,7 @@ def _of_environment(recorded: Recorded) -> Iterator[Differs]:
 
 
 def _of_course(recorded: Recorded) -> Iterator[Differs]:
-    """Yield what happened on the way and does not happen again."""
+    """Yield events of the recorded run that a second run does not repeat."""
     job, result = recorded.job, recorded.result
     if is_asynchronous(job.settings):
         chance = "updates were taken as they came"

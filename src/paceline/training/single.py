@@ -1,8 +1,8 @@
-"""Training on this machine alone: a directory of text and an output directory are enough.
+"""Single-machine training without servers, from a directory of text to an output directory.
 
-No server, no installation: snapshot, base model, checkpoints and result lie below the output
-directory, and the same command again goes on where it stopped. What runs is the same driver, the
-same launcher and the same ranks as on a fleet. Knows no terminal.
+Snapshot, base model, checkpoints and result lie below the output directory; running the same
+command again resumes. It runs the same driver and the same ranks as a fleet. Does not write to
+the terminal.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ LOCK_FILE = "training.lock"
 
 @dataclass(frozen=True, kw_only=True)
 class Single:
-    """What to train on what, and where it goes."""
+    """A training request: data, model, profile and output directory."""
 
     output: Path
     profile: Profile
     source: str | None = None  # a directory of text; None: the profile's
-    snapshot_url: str | None = None  # or a snapshot that was built before
-    model: Path | None = None  # to start from (see ``starting``); None: a new one
-    labels: Literal["true", "shuffled"] = "true"  # "shuffled": the control, a job of its own
+    snapshot_url: str | None = None  # a snapshot that already exists, instead of ``source``
+    model: Path | None = None  # initial model (see ``loop.starting_state``); None: a new one
+    labels: Literal["true", "shuffled"] = "true"  # "shuffled": the control run, a separate job
     checkpoints: str | None = None  # s3://bucket/prefix or a directory; None: below ``output``
 
 
 @contextlib.contextmanager
 def held(output: Path) -> Iterator[None]:
-    """Keep every other training out of ``output`` meanwhile; raises StateLocked where one is there.
+    """Hold an exclusive lock on ``output``; raises StateLocked where another training holds it.
 
-    The lock goes with this process, however it ends. Where the directory is new, and what was asked
-    for is refused, nothing is left of it.
+    The kernel releases the lock when this process ends. A directory created here is removed where
+    the request is refused (PermanentError) before checkpoints exist.
     """
     output = output.absolute()
     new = _create(output / "state")
@@ -95,7 +95,7 @@ def held(output: Path) -> Iterator[None]:
 
 
 def _create(directory: Path) -> bool:
-    """Make ``<output>/state``; return whether ``output`` was not there before."""
+    """Create ``<output>/state``; return whether ``output`` is new."""
     new = not directory.parent.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -116,9 +116,8 @@ def prepare(
 ) -> TrainJob:
     """Build or find snapshot and base model below ``asked.output``; return the job.
 
-    Idempotent; to be called with ``asked.output`` held. Raises InvalidInput where mesh, model,
-    ranks and data do not fit each other or this machine, SourceMissing for text or a model that is
-    not there.
+    Idempotent; call it inside ``held(asked.output)``. Raises InvalidInput where mesh, model, ranks
+    and data do not fit each other or this machine, SourceMissing for a missing text or model.
     """
     _require_possible(asked.profile)
     if asked.model is not None:
@@ -161,14 +160,14 @@ def prepare(
     if asked.labels == "shuffled":
         job = job.model_copy(update={"labels": "shuffled", "job_id": f"{job.job_id}-shuffled"})
     if run_id is None and (earlier := remote.earlier_run(job, store)):
-        job = job.model_copy(update={"run_id": earlier})  # it is the same training that goes on
+        job = job.model_copy(update={"run_id": earlier})  # the same training resumes
     if start is not None and start.seed(job, store):
         tell(f"optimizer state of {start.trained} of {start.of} parameters is taken over")
     return job
 
 
 def _require_possible(profile: Profile) -> None:
-    """Raise what is wrong with the settings alone, before any data are read."""
+    """Check the settings alone, before any data are read; raises InvalidInput or AccessDenied."""
     settings, sources = profile.training, profile.security.code_sources
     require_layout(MeshSpec.of(settings.mesh, replicas_of(settings)), settings, None, profile.data)
     require_columns(profile.data.columns, settings.batch_sequences)
@@ -209,7 +208,7 @@ def run(
 
 
 def parts_of(job: TrainJob) -> tuple[Snapshot, ModelConfig | None]:
-    """Return what ``job`` learns from, and its base model's shape (None: a model of one's own)."""
+    """Return the job's snapshot and its base model's config (None for a user's own model)."""
     snapshot = load_snapshot(job.snapshot_url, open_store(load_runtime(job.state_dir)))
     if job.settings.code_ref:
         return snapshot, None
@@ -218,7 +217,7 @@ def parts_of(job: TrainJob) -> tuple[Snapshot, ModelConfig | None]:
 
 
 def shown(url: str) -> str:
-    """Return where a job's URL is, as people read it: a directory, or an object store's URL."""
+    """Return a job's URL for display: a directory path, or an object store's URL."""
     return str(DiskStore.path_of(url)) if url.startswith("file://") else url
 
 
@@ -226,7 +225,7 @@ def _snapshot(asked: Single, output: Path, store: ObjectStore) -> Snapshot:
     if asked.snapshot_url is not None:
         url = asked.snapshot_url
         found = load_snapshot(url if "://" in url else DiskStore.url_of(url), store)
-        # What it may be used for is its owner's word, and what we use it for is ours to say.
+        # The snapshot's label lists the allowed purposes; the profile states this job's purpose.
         require_purpose(found, asked.profile.data.purpose, asked.profile.data.project)
         return found
     source = asked.source or asked.profile.data.source
@@ -240,8 +239,8 @@ def _snapshot(asked: Single, output: Path, store: ObjectStore) -> Snapshot:
 
 
 def _base(asked: Single, runtime: Runtime, snapshot: Snapshot) -> tuple[str, starting.Start | None]:
-    """Put the base model where ranks look for it; return its manifest's digest, and what else there
-    is to begin with."""
+    """Write the base model into the node's store; return its manifest digest and, for a DCP
+    checkpoint, the initial optimiser state."""
     from paceline.manifest import build_manifest, write_manifest
 
     if asked.profile.training.code_ref:
@@ -273,7 +272,7 @@ def _base(asked: Single, runtime: Runtime, snapshot: Snapshot) -> tuple[str, sta
 def _checkpointed(
     asked: Single, source: Path, snapshot: Snapshot, directory: Path
 ) -> starting.Start | None:
-    """Make the base model of a DCP checkpoint's weights; return its optimiser's state, if any."""
+    """Write a DCP checkpoint's weights as the base model; return its optimiser state, if any."""
     from paceline.models import save_model
 
     training = asked.profile.training
@@ -311,7 +310,7 @@ def _new_model(asked: Single, snapshot: Snapshot, directory: Path) -> None:
 
 
 def _shape(asked: Single, snapshot: Snapshot) -> dict[str, Any]:
-    """Return what data and mesh say of a model's shape, beside the profile's dials."""
+    """Return the model dimensions that data and mesh determine (the profile sets the others)."""
     from paceline.training.parallel import cuts_of
 
     return {
@@ -329,13 +328,13 @@ def _copy_model(source: Path, directory: Path) -> None:
 
 
 def checkpoints_of(job: TrainJob) -> str:
-    """Return the URL that the job's generations lie below."""
+    """Return the URL prefix of the job's checkpoint generations."""
     return join_url(job.checkpoint_url, job.job_id)
 
 
 def record_of(job: TrainJob) -> Path:
-    """Return the directory of what is kept here of the job: itself, each step, its result.
+    """Return the local directory of the job's record: the job, each step, the result.
 
-    Where checkpoints lie below the output directory, beside them.
+    It is also the checkpoint directory where checkpoints lie below the output directory.
     """
     return Path(job.state_dir).parent / "checkpoints" / job.job_id

@@ -1,12 +1,12 @@
-"""Which version is active where: the fleet switches together, forwards and back.
+"""Which version is active on each worker: the fleet switches together, forwards and back.
 
-A switch has two phases. First every worker is asked to show that it holds what it is to switch to;
-only when a quorum has shown it is the switch decided, in one write, and everybody told. Who is away
-at that moment is told when it returns. Without a quorum in time nobody is told anything.
+A switch has two phases. First every worker is asked to report that it holds its target version.
+Once a quorum has, the switch is decided in one write and every worker gets the command; a worker
+that is away gets it when it returns. Without a quorum in time, no worker switches.
 
-Activations of a model are numbered. On each worker the highest number is active; a rollback takes
-its number from the deployment, and what lies beneath is active again, without a transfer. It knows
-no clock, store or message of the wire beyond what workers report.
+Activations of a model are numbered. On each worker the highest number is active; a rollback
+removes the deployment's number, and the next highest is active again, without a transfer. No clock
+and no store; worker reports are the only wire messages used here.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ TOLD = {
     SwitchKind.ROLLBACK: EventName.DEPLOYMENT_ROLLED_BACK,
 }
 
-Goals = dict[str, DeploymentRun]  # by worker: what it is to switch to
+Goals = dict[str, DeploymentRun]  # by worker: the deployment that it switches to
 
 
 class Switches:
-    """Decides switches over the deployments of ``book``."""
+    """Decides switches of the deployments in ``book``."""
 
     def __init__(self, book: Book, fleet: Membership, patience: Patience) -> None:
         self._book, self._fleet, self._patience = book, fleet, patience
 
     def restore(self) -> None:
-        """Begin to ask and tell again where an earlier coordinator was at it."""
+        """Resume the switches that an earlier coordinator left in progress."""
         for run in self._book:
             switch = run.memo.switch
             if switch is None:
@@ -55,7 +55,7 @@ class Switches:
             elif switch.phase is SwitchPhase.SWITCHED:
                 self._call({each: goals[each] for each in switch.missing if each in goals})
 
-    # --- asking ----------------------------------------------------------------------------------
+    # --- requests --------------------------------------------------------------------------------
 
     def activate(
         self, run: DeploymentRun, at: float, now_s: float, *, allow_older: bool
@@ -69,8 +69,8 @@ class Switches:
         return self._ask(run, SwitchKind.ACTIVATE, dict.fromkeys(run.parts, run), at, now_s)
 
     def roll_back(self, run: DeploymentRun, at: float, now_s: float) -> list[Effect]:
-        """Begin to return from ``run``'s version to what was active before; raises Conflict where
-        it is not active, or too few of its workers have anything to return to.
+        """Begin to switch from ``run``'s version to the previous one; raises Conflict where it is
+        not active, or too few of its workers have a previous version.
         """
         self._require_complete(run)
         switch = run.memo.switch
@@ -78,7 +78,7 @@ class Switches:
             switch is not None
             and (switch.kind, switch.phase) == (SwitchKind.ROLLBACK, SwitchPhase.SWITCHED)
         ):
-            return []  # asked twice: an answer was lost on the way
+            return []  # a repeated call, because an answer was lost
         deployment = run.deployment
         where = deployment.deployment_id
         active = self._book.active(deployment.model_id, run.parts.keys())
@@ -153,7 +153,7 @@ class Switches:
     # --- deciding --------------------------------------------------------------------------------
 
     def advance(self, run: DeploymentRun, at: float, now_s: float) -> list[Effect]:
-        """Take the next step of the switch that ``run`` is in, if it is time."""
+        """Take the next step of the switch that ``run`` is in, if it is due; return the effects."""
         switch = run.memo.switch
         if switch is None or not switch.open:
             return []
@@ -181,7 +181,7 @@ class Switches:
     def _decide(
         self, run: DeploymentRun, kind: SwitchKind, goals: Goals, at: float, now_s: float
     ) -> list[Effect]:
-        """Renumber, so that from here on the goals are what is active, and tell everybody."""
+        """Renumber, so that the goals are the active versions, and command the switch."""
         effects: list[Effect] = []
         for other in self._rivals(run):
             if other.memo.switch is not None and self._phase(other) is SwitchPhase.SWITCHING:
@@ -203,7 +203,7 @@ class Switches:
         return [*effects, KeepDeployment(run.deployment, run.memo), told]
 
     def _call(self, goals: Goals) -> None:
-        """Have the workers told to switch, and nobody told anything else."""
+        """Command the workers to switch, and clear their other activations of the model."""
         models = {goal.deployment.model_id for goal in goals.values()}
         for other in self._book:
             if other.deployment.model_id not in models:
@@ -244,10 +244,10 @@ class Switches:
         told = self._told(run, EventName.DEPLOYMENT_SWITCH_REFUSED, data, at)
         return [KeepDeployment(run.deployment, run.memo), told]
 
-    # --- looking ---------------------------------------------------------------------------------
+    # --- views -----------------------------------------------------------------------------------
 
     def view(self, run: DeploymentRun) -> SwitchView | None:
-        """Return what became of each worker in the newest switch of ``run``, if there was one."""
+        """Return each worker's state in the newest switch of ``run``; None where there was none."""
         switch = run.memo.switch
         if switch is None:
             return None
@@ -316,12 +316,12 @@ class Switches:
             here = left & other.holders()
             left -= here
             if number and other.memo.number > number:
-                continue  # something newer is active there: not ours to take back
+                continue  # a newer version is active there
             found |= dict.fromkeys(sorted(here), other)
         return found
 
     def _rivals(self, run: DeploymentRun) -> Iterator[DeploymentRun]:
-        """Yield the other deployments of the model that have workers in common with ``run``."""
+        """Yield the other deployments of the model that share workers with ``run``."""
         for other in self._book:
             same = other.deployment.model_id == run.deployment.model_id
             if other is not run and same and not run.parts.keys().isdisjoint(other.parts):
@@ -338,7 +338,7 @@ class Switches:
         return part.seen_whole and part.receipt is not None and self._fleet.alive(worker_id)
 
     def _may_show(self, goals: Goals) -> bool:
-        """Return whether somebody alive has yet to show what it holds."""
+        """Return whether a living worker with a receipt has yet to report what it holds."""
         return any(
             self._fleet.alive(each) and not goal.parts[each].seen_whole
             for each, goal in goals.items()

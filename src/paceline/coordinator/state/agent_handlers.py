@@ -1,8 +1,8 @@
-"""What agents say, and what they are told: registrations, beats, lanes.
+"""Handles what agents send: registrations, heartbeats and lane requests, and their answers.
 
-What follows from it for a deployment is decided as time passes (``course``); here facts are taken
-and commands handed out. Pure like the rest of the state machine. An event that is refused raises a
-PacelineError and has changed nothing.
+It records facts and returns commands; what the facts mean for a deployment is decided on ticks
+(``lifecycle``). Pure like the rest of the state machine. A refused event raises a PacelineError
+and changes nothing.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from paceline.schemas.calls import Command, DeploymentBeat, Heartbeat, Heartbeat
 from paceline.schemas.events import EventName
 from paceline.schemas.records import Deployment, DeploymentStatus, WorkerStatus
 
-# What an agent hears: the commands that ride on the answers to its beats.
-#
-# Agents only pull. A command is repeated in every answer until the agent's beats show its effect,
-# so that none can be lost; where an agent has nothing more to hear of a deployment, that is closed.
+# Agents only pull: commands are part of the answers to heartbeats. A command is repeated in every
+# answer until the agent's heartbeats show its effect, so that none is lost; a deployment with no
+# more commands for an agent is closed for that agent.
 
 CLOSED = (DeploymentStatus.CANCELLED, DeploymentStatus.FAILED)
 
@@ -46,7 +45,7 @@ def answer_to(
     next_beat_s: float,
     barred: tuple[str, ...],
 ) -> Answer:
-    """Return what a worker should do now; ``listed`` is what its beat said, by deployment."""
+    """Return the commands for a worker; ``listed`` is its heartbeat, by deployment."""
     commands = []
     for run in book.open_runs(worker_id):
         if run.unheard:
@@ -64,7 +63,7 @@ def answer_to(
 
 
 def register_first(*, epoch: int, next_beat_s: float) -> Answer:
-    """Return what has an agent register (again)."""
+    """Return the answer that makes an agent register (again)."""
     stranger = {"continue": False, "epoch": epoch, "next_beat_s": next_beat_s}
     return Answer(HeartbeatAnswer.model_validate(stranger))
 
@@ -75,7 +74,7 @@ def _command_for(book: Book, run: DeploymentRun, worker_id: str, moving: bool) -
         told, part.command_sent = part.command_sent, True
         if part.receipt is None and (moving or not told):
             return _command("cancel", deployment)
-        # It beat again after it was told, and does not move: it publishes nothing from here on.
+        # A heartbeat after the command reports no transfer: the worker publishes nothing more.
         part.stopped = True
     elif deployment.status is not DeploymentStatus.COMPLETE:
         return _command("fetch_lanes", deployment) if run.behind(worker_id) else None
@@ -83,7 +82,7 @@ def _command_for(book: Book, run: DeploymentRun, worker_id: str, moving: bool) -
         part.command_sent = True
         return _command("activate", deployment)
     elif worker_id in run.asking:
-        # Fetching lanes has an agent look at its disk; its next beat shows what is there.
+        # Fetching lanes makes an agent check its disk; its next heartbeat reports the result.
         return None if part.seen_whole else _command("fetch_lanes", deployment)
     book.close(worker_id, deployment.deployment_id)
     return None
@@ -96,14 +95,14 @@ def _command(kind: str, deployment: Deployment) -> Command:
 
 
 class Hearing:
-    """Hears the agents of one fleet in the name of the leader of ``epoch``."""
+    """Handles the events of a fleet's agents, for the leader of ``epoch``."""
 
     def __init__(self, book: Book, fleet: Membership, tokens: TokenBook, epoch: int) -> None:
         self._book, self._fleet, self._tokens, self._epoch = book, fleet, tokens, epoch
-        self.beats = self.beats_refused = 0  # that were taken, and whose sender had to register
+        self.beats = self.beats_refused = 0  # accepted; and those whose sender must register first
 
     def register(self, event: Register, now_s: float) -> list[Effect]:
-        """Enter a worker, or its next incarnation; raises StaleEpoch for an older one."""
+        """Add a worker, or its next incarnation; raises StaleEpoch for an older one."""
         call = event.call
         old = self._fleet.find(call.worker_id)
         worker = self._fleet.register(call, event.at, now_s)
@@ -117,12 +116,12 @@ class Hearing:
         return [KeepWorker(worker), Observed(name, event.at, None, call.worker_id, data), answer]
 
     def beat(self, event: Beat, now_s: float) -> list[Effect]:
-        """Take a beat, and answer what its sender should do; raises InvalidInput for one that says
-        what cannot be.
+        """Record a heartbeat and return the worker's commands; raises InvalidInput for impossible
+        values.
         """
         beat = event.beat
         if self._fleet.is_overtaken(beat):
-            # Sent twice or late: what it says is not so any more, and whoever sent it has moved on.
+            # A duplicate or late heartbeat: its content is outdated.
             return [Answer(self._plain_answer())]
         for each in beat.deployments:
             run = self._book.find(each.deployment_id)
@@ -140,7 +139,7 @@ class Hearing:
             if run is None or beat.worker_id not in run.parts:
                 continue
             if run.deployment.status in CLOSED and each.status is WorkerStatus.RECEIVING:
-                # A leader that took over announced the newest of the closed ones only.
+                # A new leader announced only the newest of the closed deployments.
                 self._book.announce(run, (beat.worker_id,))
             effects += run.report(worker, each, now_s, event.at)
             for key in each.lost_sources:
@@ -157,7 +156,7 @@ class Hearing:
         return effects
 
     def listen(self, event: Listen) -> list[Effect]:
-        """Answer what a worker should do that has beaten already and waits for news."""
+        """Return the commands for a worker whose heartbeat was answered and that still waits."""
         if not self._fleet.knows(event.worker_id, event.incarnation):
             return [self._stranger()]
         return [
@@ -182,8 +181,8 @@ class Hearing:
         return register_first(epoch=self._epoch, next_beat_s=interval_s)
 
     def fetch_lanes(self, event: FetchLanes, now_s: float) -> list[Effect]:
-        """Answer a worker's part of the newest plan, which it acknowledges by asking; raises
-        NotFound where there is none, Cancelled and DeploymentFailed where it is over.
+        """Return a worker's lanes in the newest plan, which also acknowledges the manifest; raises
+        NotFound where there are none, Cancelled or DeploymentFailed where the deployment ended.
         """
         run = self._book.run(event.deployment_id)
         deployment = run.deployment
@@ -205,9 +204,9 @@ class Hearing:
         return [Answer(lanes)]
 
     def is_calm(self, beat: Heartbeat) -> bool:
-        """Return whether nothing will have to be kept of a beat: it says only how far things are.
+        """Return whether a heartbeat certainly leaves nothing to commit: it reports progress only.
 
-        Where this is false there may be nothing to keep either.
+        False is conservative: there may be nothing to commit either.
         """
         for each in beat.deployments:
             run = self._book.find(each.deployment_id)

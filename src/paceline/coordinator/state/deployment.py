@@ -1,7 +1,7 @@
-"""One deployment's facts: what was asked for, what its targets reported, what is to be kept.
+"""One deployment's facts: the request, what its targets reported, and what must be stored.
 
-What follows from the facts is in ``verdict``. It knows neither clock nor store, nor who is alive,
-nor how plans are made.
+Its status and plans are derived in ``lifecycle`` and ``planning``. No clock, no store, no
+knowledge of which workers are alive.
 """
 
 from __future__ import annotations
@@ -33,19 +33,21 @@ from paceline.schemas.records import (
 
 FAILED = (WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
 OUT_OF_BUDGET = "OriginBudgetExceeded"
-TOLD_AT_ONCE = 64  # sources that one beat may tell of: with 10,000 events waiting nothing is kept
-MOST_PROCESSES = 16  # of one worker, whose origin bytes are kept apart
-ORIGIN_STEP = 0.05  # origin bytes are kept each time they grew by this share of the model
+TOLD_AT_ONCE = 64  # sources logged per heartbeat; a full outbox (10,000 events) refuses all commits
+MOST_PROCESSES = 16  # of one worker, whose origin bytes are stored separately
+ORIGIN_STEP = 0.05  # origin bytes are stored each time they grew by this share of the model
 
 
 def process_of(worker: Worker) -> str:
-    """Return what names a worker's present process where bytes are counted by it."""
+    """Return the key by which a worker's current process counts its origin bytes."""
     return f"{worker.worker_id} {worker.process or f'{worker.address} {worker.pid}'}"
 
 
 class DeploymentRun:
-    """The facts of one deployment; what follows from all of them is remembered until they change,
-    because at 10,000 targets nothing may be counted anew for each beat.
+    """The facts of one deployment.
+
+    Derived values are cached until the facts change: with 10,000 targets, nothing may be counted
+    again for each heartbeat.
     """
 
     def __init__(
@@ -68,32 +70,32 @@ class DeploymentRun:
         self.origin_bytes = sum(memo.spent.values())  # by every incarnation of every worker
         known = {worker_id: Standing(value) for worker_id, value in memo.demoted.items()}
         self.standings = Standings(len(self.parts), patience, known)
-        self.replan = False  # membership or somebody's standing changed since the plan was made
+        self.replan = False  # membership or a standing changed since the plan was made
         self.replanned_s: float | None = None
-        self.fresh: set[str] = set()  # came back since the plan was made: it is not for them
-        self.unkept = False  # the memo changed since it was kept
-        self.short: set[str] = set()  # need the origin and may not read it
+        self.fresh: set[str] = set()  # returned after the plan was made: it does not apply to them
+        self.unkept = False  # the memo changed since it was stored
+        self.short: set[str] = set()  # they need the origin, and their budget does not allow it
         self.short_since_s: float | None = None
-        self.rescues = 0  # plans made because of that,
-        self.rescued_bytes = 0  # and what had been read from the origin at the last of them
-        self.tails_freed = False  # the line is complete, and those behind it were planned for that
-        self.stage: DeploymentStatus | None = None  # None: to be found out again
-        self.asking: set[str] = set()  # to show that they hold it, see ``switching``
-        self.calling: set[str] = set()  # to make it their active version
-        # After a restart: who has yet to say where it is. Until then nothing is judged by silence.
+        self.rescues = 0  # plans made for that reason,
+        self.rescued_bytes = 0  # and the bytes read from the origin before the last of them
+        self.tails_freed = False  # the line is complete, and the tail was planned again
+        self.stage: DeploymentStatus | None = None  # None: to be computed
+        self.asking: set[str] = set()  # asked to report that they hold it, see ``activation``
+        self.calling: set[str] = set()  # asked to make it their active version
+        # After a restart: yet to report their progress. Until then nothing is judged by silence.
         self.unheard: set[str] = set()
         self._tally: Tally | None = None
         self._chunks_seen: set[int] = set()
 
     def tally(self, alive: Callable[[str], bool]) -> Tally:
-        """Return the targets by how they stand."""
+        """Return the targets, grouped by state."""
         if self._tally is None or self.final:
             self._tally = tally_of(self.parts, self.memo.failures, alive)
             self.stage = None
         return self._tally
 
     def standing_of(self, worker_id: str) -> Standing:
-        """Return how far the planner may count on a target that lives."""
+        """Return how the planner may use a living target."""
         standing = self.standings.of(worker_id)
         if standing is Standing.LINE and worker_id in self.memo.late:
             return Standing.TAIL
@@ -101,38 +103,38 @@ class DeploymentRun:
 
     @property
     def origin_read(self) -> bool:
-        """Return whether every chunk has arrived somewhere."""
+        """Return whether every chunk has arrived at some target."""
         return len(self._chunks_seen) >= self.deployment.total_chunks
 
     @property
     def fused(self) -> bool:
-        """Return whether the origin fuse holds: only who asked for ``direct`` goes without."""
+        """Return whether the origin budget applies; only a requested ``direct`` has none."""
         return self.deployment.topology is not Topology.DIRECT or self.memo.auto
 
     @cached_property
     def manifest_bytes(self) -> bytes:
-        """Return the manifest as it was published; written once for all the agents that ask."""
+        """Return the manifest as published; encoded once for all agents."""
         return self.manifest.to_bytes()
 
     @property
     def final(self) -> bool:
-        """Return whether nothing changes any more."""
+        """Return whether the status is final."""
         return self.deployment.status.is_final
 
     def shown(self) -> Deployment:
-        """Return the record with what is counted between its changes."""
+        """Return the record with the current origin bytes."""
         read = self.origin_bytes
         if read == self.deployment.origin_bytes:
             return self.deployment
         return self.deployment.model_copy(update={"origin_bytes": read})
 
     def lost(self, worker_id: str, now_s: float) -> None:
-        """Take note that a target is silent (or was never there)."""
+        """Record that a target is lost (or has yet to register)."""
         part = self.parts[worker_id]
         part.dead_since_s = now_s
         self._tally = None
         self.unheard.discard(worker_id)
-        # What it read last would be told by nobody again, should this process end too.
+        # The last bytes it read may not be reported again, should this process end too: store them.
         self.unkept = self.unkept or self.origin_bytes > self.deployment.origin_bytes
         if untold := untold_bytes(self.lanes.get(worker_id), part):
             self.memo.untold[part.process or f"{worker_id} unheard"] = untold
@@ -141,7 +143,7 @@ class DeploymentRun:
             self.replan = True
 
     def returned(self, worker_id: str, incarnation: int) -> None:
-        """Take note that a target registered, perhaps after a failure of its own."""
+        """Record that a target registered, perhaps after a failure of its own."""
         part = self.parts[worker_id]
         part.dead_since_s = None
         part.begin_again(incarnation)
@@ -152,7 +154,7 @@ class DeploymentRun:
         self._tally = None
 
     def took_lanes(self, worker_id: str, incarnation: int, now_s: float) -> None:
-        """Take note that a target fetched lanes; only its beats tell whether they arrived."""
+        """Record that a target fetched lanes; only its heartbeats show whether they arrived."""
         part = self.parts[worker_id]
         if incarnation != part.incarnation:
             part.begin_again(incarnation)
@@ -161,9 +163,9 @@ class DeploymentRun:
         part.lanes_s = now_s if part.lanes_s is None else part.lanes_s
 
     def lanes_of(self, worker_id: str) -> WorkerLanes | None:
-        """Return the worker's lanes; whoever finished gets lanes without work even if planned out.
+        """Return the worker's lanes, or None; a complete worker always gets some, if without work.
 
-        An agent that was restarted after it finished learns of the deployment this way.
+        So an agent that was restarted after it completed receives the deployment again.
         """
         part = self.parts.get(worker_id)
         if self.plan is None or part is None:
@@ -180,7 +182,7 @@ class DeploymentRun:
         )
 
     def behind(self, worker_id: str) -> bool:
-        """Return whether a worker should fetch its lanes: they are newer than what it follows."""
+        """Return whether a worker should fetch its lanes: they are newer than those it follows."""
         part, lanes = self.parts[worker_id], self.lanes.get(worker_id)
         if lanes is None or part.epoch >= lanes.epoch:
             return False
@@ -189,16 +191,16 @@ class DeploymentRun:
         return worker_id not in self.fresh
 
     def raise_budget(self, extra_bytes: int) -> None:
-        """Let this deployment read more from the origin, and share that out in a new plan."""
+        """Raise the origin budget, and request a new plan that distributes it."""
         self.memo = replace(self.memo, extra_bytes=self.memo.extra_bytes + extra_bytes)
         self.replan, self.short_since_s, self.rescues = True, None, 0
 
     def resume(
         self, alive: Callable[[str], bool], address: Callable[[str], str], now_s: float
     ) -> None:
-        """Go on as an earlier coordinator left it; progress comes back with the beats.
+        """Continue from an earlier coordinator's state; progress arrives with the heartbeats.
 
-        Nobody is told anything new before it was heard, unless it is elsewhere than the plan says.
+        A worker keeps its lanes until it reports, except where its address differs from the plan's.
         """
         plan = self.plan
         if plan is None or self.final:
@@ -218,22 +220,22 @@ class DeploymentRun:
             self.unheard.add(worker_id)
             elsewhere = planned.get(worker_id) not in (None, address(worker_id))
             if worker_id not in self.lanes or elsewhere:
-                self.fresh.add(worker_id)  # it returned, and the plan that says so was not made
+                self.fresh.add(worker_id)  # it returned, and was not planned again
                 self.replan = True
 
     def recall(self, known: Mapping[str, WorkerProgress]) -> None:
-        """Show what others remember of targets that have not been heard since a restart."""
+        """Fill in stored progress of targets that have not reported since a restart."""
         for worker_id, each in known.items():
             part = self.parts.get(worker_id)
             if part is None or part.receipt is not None or part.incarnation:
                 continue
             part.pieces_held, part.bytes_held = each.pieces_held, each.bytes_held
             part.chunks = each.chunks_received
-            if each.status is WorkerStatus.RECEIVING:  # how it ended is kept
+            if each.status is WorkerStatus.RECEIVING:  # final states are stored
                 part.status = each.status
 
     def follow(self, plan: Plan) -> None:
-        """Take a plan as the one in force, newly made or as it was kept."""
+        """Make a plan the current one, newly made or loaded from the store."""
         self.plan, self.stage = plan, None
         self.lanes = {each.worker_id: each for each in plan.workers}
         self.order = next_order(self.order, plan)
@@ -245,7 +247,7 @@ class DeploymentRun:
         self.standings.follow(expected)
 
     def adopt(self, plan: Plan, now_s: float) -> None:
-        """Follow a new plan; whose lanes are older than it goes on with its budget too."""
+        """Follow a new plan; a worker that keeps older lanes also keeps its budget."""
         self.follow(plan)
         for worker_id, each in self.lanes.items():
             if each.epoch == plan.epoch:
@@ -254,7 +256,7 @@ class DeploymentRun:
         self.replan, self.short_since_s = False, None
         self.fresh.clear()
         update: dict[str, object] = {"epoch": plan.epoch}
-        # Who is gone keeps its place in the line; a plan does not name it, so that is kept here.
+        # Lost workers keep their place in the line; the plan does not list them, so the memo does.
         order = () if next_order((), plan) == self.order else self.order
         if order != self.memo.order:
             self.memo = replace(self.memo, order=order)
@@ -271,15 +273,15 @@ class DeploymentRun:
         self.deployment = self.deployment.model_copy(update=update)
 
     def turn(self, status: DeploymentStatus, failure: Failure | None, at: float) -> None:
-        """Take a new status; a final one also takes the time."""
+        """Set the status; a final one also sets the time and frees memory."""
         update: dict[str, object] = {"status": status, "failure": failure}
         if status.is_final:
             update["completed_at"] = at
             for part in self.parts.values():
                 part.command_sent = False
                 part.chunks = ()
-            # A hundred closed deployments are kept, of 10,000 workers each: what told who is slow
-            # and who has which chunk would be gigabytes, and nobody asks for it any more.
+            # A hundred closed deployments are kept, of 10,000 workers each: edge counts and chunk
+            # lists would take gigabytes, and are not needed any more.
             self.standings.close()
             self.__dict__.pop("manifest_bytes", None)
         memo = self.memo
@@ -300,25 +302,25 @@ class DeploymentRun:
     def report(
         self, worker: Worker, beat: DeploymentBeat, now_s: float, at: float
     ) -> list[KeepReceipt | Observed]:
-        """Take one worker's report and return what must be kept and told."""
+        """Record one worker's report; return the receipts to store and the audit events."""
         worker_id, incarnation = worker.worker_id, worker.incarnation
         part = self.parts[worker_id]
         if incarnation != part.incarnation:
             part.begin_again(incarnation)
         if beat.epoch < part.epoch and beat.receipt is None:
-            return []  # a beat that was overtaken by a newer one, or a replay
+            return []  # an overtaken or replayed heartbeat
         part.epoch = max(part.epoch, beat.epoch)
         if beat.epoch and part.lanes_s is None:
             part.ready, part.lanes_s, self.stage = True, now_s, None
         if beat.origin_bytes:
-            # By process, not incarnation: one that was thought lost goes on where it was.
+            # By process, not incarnation: a process that returns after a loss continues its count.
             self._spend(part, process_of(worker), beat.origin_bytes)
         if self.final:
             self._show(part, worker_id, beat)
             return []
         self._count(part, beat)
         if beat.edges:
-            # Its own edges only: one worker must not make the others' counts, nor countless ones.
+            # Its own edges only: a worker must not report for others, nor any number of edges.
             known = (e for e in beat.edges if has_part(self.deployment, self.parts, e.source))
             own = (each for each in known if worker_id in (each.source, each.reader))
             here = [each for each in own if each.reader in self.parts]
@@ -326,7 +328,7 @@ class DeploymentRun:
         effects = self._pass_on(part, worker_id, beat, at)
         if part.receipt is not None:
             if beat.status is WorkerStatus.RECEIVING and incarnation > part.receipt.incarnation:
-                part.receipt = None  # it came back without what it had: its disk is another one
+                part.receipt = None  # it returned without the model: its disk is another one
                 part.held_before = part.pieces_held
                 self.replan, self._tally = True, None
             return effects
@@ -344,8 +346,8 @@ class DeploymentRun:
         return effects
 
     def _show(self, part: Part, worker_id: str, beat: DeploymentBeat) -> None:
-        """Take what a worker says of a version that it holds: whether it does, and whether it is
-        the active one; an older word than the newest command counts for nothing.
+        """Record whether a worker holds the version, and whether it is the active one; a report
+        older than the newest command is ignored.
         """
         part.failure = beat.failure
         part.seen_whole = beat.status is WorkerStatus.COMPLETE and beat.receipt is not None
@@ -367,7 +369,7 @@ class DeploymentRun:
 
     def _spend(self, part: Part, process: str, spent: int) -> None:
         part.process = process
-        self.memo.untold.pop(process, None)  # it lives, and says itself what it has read
+        self.memo.untold.pop(process, None)  # it is alive, and reports its bytes itself
         more = spent - self.memo.spent.get(process, 0)
         if more <= 0:
             return
@@ -380,7 +382,7 @@ class DeploymentRun:
         self.unkept = self.unkept or self.origin_bytes - self.deployment.origin_bytes > step
 
     def _fold_earlier(self, part: Part, process: str) -> None:
-        """Take note of one more process of a worker; what its oldest ones read is kept as one."""
+        """Add one more process of a worker; merge the counts of its oldest ones."""
         part.processes.append(process)
         while len(part.processes) > MOST_PROCESSES:
             oldest = part.processes.pop(0)
@@ -391,8 +393,8 @@ class DeploymentRun:
     def _pass_on(
         self, part: Part, worker_id: str, beat: DeploymentBeat, at: float
     ) -> list[KeepReceipt | Observed]:
-        """Tell once of each source that this worker gave up or caught corrupting; of many, some now
-        and the rest with its next beats, which name them again.
+        """Return one audit event per source that this worker newly gave up or found corrupting; at
+        most ``TOLD_AT_ONCE``, because its next heartbeats name the rest again.
         """
         if not (beat.lost_sources or beat.corrupt_sources or part.told):
             return []
@@ -429,7 +431,7 @@ class DeploymentRun:
         self.memo.failures.pop(worker_id, None)
         self.short.discard(worker_id)
         self._tally = None
-        # The rename was before this beat: the agent's own count says how long after its lanes.
+        # The rename was before this heartbeat: the receipt has the seconds since its lanes.
         done_s = now_s if part.lanes_s is None else min(now_s, part.lanes_s + receipt.seconds)
         self.memo = replace(self.memo, done_s=max(done_s, self.memo.done_s or done_s))
         self.unkept = True
@@ -449,7 +451,7 @@ class DeploymentRun:
         part.failure = failure
         if failure.code == OUT_OF_BUDGET:
             self.short.add(worker_id)
-            return []  # stalls the deployment; the worker goes on when others can feed it
+            return []  # the deployment stalls; the worker continues when peers can feed it
         self.memo.failures[worker_id] = failure
         self._tally = None
         if not changed:

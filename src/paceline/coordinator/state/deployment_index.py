@@ -1,6 +1,7 @@
-"""The deployments that are kept, by what is asked of them: by worker, by model, by key, by time.
+"""All stored deployments, indexed by worker, model, idempotency key and whether time changes them.
 
-It decides nothing; whoever changes a deployment tells it what that means for its lists.
+It also prunes old deployments and workers. It makes no other decisions; code that changes a
+deployment updates the indexes.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from paceline.schemas.records import DeploymentStatus
 
 
 class Book:
-    """All deployments of a fleet, oldest first, and the idempotency keys that made them."""
+    """All deployments of a fleet, oldest first, and the idempotency keys that created them."""
 
     def __init__(self) -> None:
         self.keys: dict[str, KeepKey] = {}
-        self.ticking: set[str] = set()  # which the passing of time may change
+        self.ticking: set[str] = set()  # deployments that a tick may change
         self._runs: dict[str, DeploymentRun] = {}
-        self._open: dict[str, set[str]] = {}  # which a worker may still hear about
+        self._open: dict[str, set[str]] = {}  # by worker: with possible commands
         self._keys_of: dict[str, set[str]] = {}
 
     def __iter__(self) -> Iterator[DeploymentRun]:
@@ -51,13 +52,11 @@ class Book:
         return run
 
     def add(self, run: DeploymentRun, *, announced: bool) -> None:
-        """Take in a deployment; its workers hear of it where it is ``announced``."""
+        """Add a deployment; where ``announced``, its workers get commands for it."""
         identity, digest = run.deployment.deployment_id, run.deployment.manifest_digest
         for other in self._runs.values():
             if other.deployment.manifest_digest == digest:
-                run.manifest = (
-                    other.manifest
-                )  # 120,000 pieces are 15 MB: the same, not an equal one
+                run.manifest = other.manifest  # 120,000 pieces are 15 MB: share one object
                 break
         self._runs[identity] = run
         self.retime(run)
@@ -65,7 +64,7 @@ class Book:
             self.announce(run, run.parts)
 
     def retime(self, run: DeploymentRun) -> None:
-        """Note whether the passing of time may change the deployment."""
+        """Update whether a tick may change the deployment."""
         identity = run.deployment.deployment_id
         switch = run.memo.switch
         if not run.final or (switch is not None and switch.open):
@@ -74,17 +73,17 @@ class Book:
             self.ticking.discard(identity)
 
     def announce(self, run: DeploymentRun, workers: Iterable[str]) -> None:
-        """Have ``workers`` hear of the deployment."""
+        """Let ``workers`` receive commands for the deployment."""
         identity = run.deployment.deployment_id
         for worker_id in workers:
             self._open.setdefault(worker_id, set()).add(identity)
 
     def close(self, worker_id: str, deployment_id: str) -> None:
-        """Have a worker hear no more of a deployment."""
+        """Stop commands for a deployment to a worker."""
         self._open[worker_id].discard(deployment_id)
 
     def open_runs(self, worker_id: str) -> list[DeploymentRun]:
-        """Return what a worker may still hear about, in a fixed order."""
+        """Return the deployments that may have commands for a worker, in a fixed order."""
         opened = self._open.get(worker_id)
         if not opened:
             return []
@@ -93,7 +92,7 @@ class Book:
         return [self._runs[deployment_id] for deployment_id in sorted(opened)]
 
     def drop(self, run: DeploymentRun) -> None:
-        """Forget a deployment and the keys that made it."""
+        """Delete a deployment and the keys that created it."""
         identity = run.deployment.deployment_id
         del self._runs[identity]
         self.ticking.discard(identity)
@@ -105,16 +104,16 @@ class Book:
             del self.keys[key]
 
     def forget(self, worker_id: str) -> None:
-        """Keep nothing of a worker that no deployment names."""
+        """Delete the index entries of a worker that no deployment names."""
         self._open.pop(worker_id, None)
 
     def history(self, model_id: str) -> list[DeploymentRun]:
-        """Return the model's activations that were not rolled back, the newest first."""
+        """Return the model's activations that were not rolled back, newest first."""
         found = [r for r in self if r.memo.number and r.deployment.model_id == model_id]
         return sorted(found, key=lambda run: -run.memo.number)
 
     def active(self, model_id: str, workers: Collection[str]) -> dict[str, DeploymentRun]:
-        """Return which deployment is active on each of ``workers``, where one is."""
+        """Return the deployment that is active on each of ``workers``, where there is one."""
         left = set(workers)
         found: dict[str, DeploymentRun] = {}
         for run in self.history(model_id):
@@ -126,12 +125,12 @@ class Book:
         return found
 
     def keep_key(self, key: KeepKey) -> None:
-        """Remember what a key made."""
+        """Add an idempotency key."""
         self.keys[key.key] = key
         self._keys_of.setdefault(key.deployment_id, set()).add(key.key)
 
     def known_key(self, key: str | None, body_digest: str) -> DeploymentRun | None:
-        """Return what this key made, or None; raises Conflict where it came with another body."""
+        """Return the deployment of this key, or None; raises Conflict for another body."""
         kept = self.keys.get(key) if key is not None else None
         if kept is None:
             return None
@@ -145,22 +144,22 @@ class Book:
         return self._runs[kept.deployment_id]
 
 
-# Which closed deployments and lost workers may be forgotten, so that what is kept stays bounded.
+# Pruning of closed deployments and lost workers, so that the stored state stays bounded.
 #
-# Of deployments the newest are kept, and those that closed lately: their keys may still be asked
-# for. Never forgotten is what is active on some worker, what a rollback would return to, and what a
-# living worker has yet to stop. Workers go a month after they were heard last: where each start has
-# a name of its own (pods), the dead would be more than the living.
+# The newest deployments are kept, and those that closed lately, because their keys may be used
+# again. Never pruned: a version that is active on some worker, one that a rollback would return to,
+# and one that a living worker has yet to stop. Workers are pruned a month after their last
+# heartbeat: where each start has a new name (pods), lost ones would outnumber the living.
 
-AT_ONCE = 8  # deployments forgotten in one transaction,
+AT_ONCE = 8  # deployments deleted in one transaction,
 WORKERS_AT_ONCE = 40  # and workers
-LOOK_S = 60.0  # between two looks, where the last one found nothing to forget,
-LOOK_MANY_S = 1.0  # and where calls make more deployments than may be kept
-TARGET_BYTES, PIECE_BYTES, ENTRY_BYTES = 200, 68, 300  # of a target, a piece, a file or chunk
+LOOK_S = 60.0  # between two scans, where the last one found nothing to prune,
+LOOK_MANY_S = 1.0  # and where there are more deployments than may be kept
+TARGET_BYTES, PIECE_BYTES, ENTRY_BYTES = 200, 68, 300  # a target; piece; file or chunk
 
 
 def prune(book: Book, patience: Patience, at: float, now_s: float) -> list[Effect]:
-    """Forget a few of those that may be forgotten."""
+    """Delete a few of the deployments that may be deleted; return the effects."""
     closed = [run for run in book if run.final and run.deployment.deployment_id not in book.ticking]
     surplus = _surplus(closed, patience)
     old = closed[: max(surplus, len(closed) - patience.kept_closed)]
@@ -174,7 +173,7 @@ def prune(book: Book, patience: Patience, at: float, now_s: float) -> list[Effec
         if run.deployment.deployment_id not in needed
         and (place < surplus or _closed_for_s(run, now_s) > patience.kept_closed_s)
     ]
-    # A leader that took over has not heard who stopped, and announced the newest cancels only.
+    # A new leader has no stop confirmations, and announced only the newest cancelled ones.
     for run in islice(filter(_unstopped, due), AT_ONCE):
         book.announce(run, _unstopped(run))
     for run in list(islice((each for each in due if not _unstopped(each)), AT_ONCE)):
@@ -202,7 +201,7 @@ def kept_bytes(runs: Iterable[DeploymentRun]) -> int:
 
 
 def _surplus(closed: Sequence[DeploymentRun], patience: Patience) -> int:
-    """Return how many of the oldest are too many, whatever their age."""
+    """Return how many of the oldest are over the limits, whatever their age."""
     left = patience.kept_bytes_at_most // 2
     for place in range(len(closed) - 1, -1, -1):
         left -= kept_bytes([closed[place]])
@@ -212,7 +211,7 @@ def _surplus(closed: Sequence[DeploymentRun], patience: Patience) -> int:
 
 
 def prune_workers(book: Book, fleet: Membership, at: float) -> list[Effect]:
-    """Forget a few of the workers that were lost long ago and are named by no deployment."""
+    """Delete a few of the workers that were lost long ago and that no deployment names."""
     gone = fleet.long_gone(at)
     if not gone:
         return []
@@ -234,7 +233,7 @@ def _closed_for_s(run: DeploymentRun, now_s: float) -> float:
 
 
 def _needed(book: Book) -> set[str]:
-    """Return what is active on some worker, or was before what is."""
+    """Return the deployments that are active on some worker, or were just before the active one."""
     needed: set[str] = set()
     for model_id in {run.deployment.model_id for run in book if run.memo.number}:
         once: set[str] = set()
@@ -249,7 +248,7 @@ def _needed(book: Book) -> set[str]:
 
 
 def _unstopped(run: DeploymentRun) -> list[str]:
-    """Return who has yet to stop, of a deployment that was cancelled, as far as it is known."""
+    """Return the workers that have yet to stop a cancelled deployment, as far as reported."""
     if run.deployment.status is not DeploymentStatus.CANCELLED or run.plan is None:
         return []
     return [

@@ -1,7 +1,7 @@
-"""What a deployment does next as time passes: judges, plans again, takes a new status, tells.
+"""A deployment's next step on a tick: judge peers, replan, change the status; and its view.
 
-Functions from one deployment's facts and the fleet to effects, called at each tick. Who may change
-the facts, and when, is the state machine's; what the facts amount to is ``verdict``'s.
+Functions from one deployment's facts and the fleet to effects. The state machine calls them at
+each tick and owns the facts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from paceline.schemas.calls import DeploymentView
 from paceline.schemas.events import EventName
 from paceline.schemas.records import DeploymentStatus, Failure, WorkerProgress, WorkerStatus
 
-# From a deployment's facts to its status, and to whether it needs another plan.
-#
-# Pure functions of what was reported and who is alive: the same facts give the same verdict before
-# and after a restart of the coordinator. Survivors finish first: while one of them still moves,
-# nobody is given up for good.
+# The status and the need for another plan are pure functions of the reports and of which workers
+# are alive: the same facts give the same result before and after a restart of the coordinator.
+# Survivors finish first: while one of them still transfers, no lost worker is given up for good.
 
 RESCUES = 3  # then it is stalled until an operator or the deadline ends it
 NAMED = 20  # workers named in one message; the rest is counted
@@ -34,7 +32,7 @@ NAMED = 20  # workers named in one message; the rest is counted
 def assess(
     run: DeploymentRun, tally: Tally, now_s: float, patience: Patience
 ) -> tuple[DeploymentStatus, Failure | None]:
-    """Return the status that the facts amount to, with its reason where there is one."""
+    """Return the status that follows from the facts, with its reason where there is one."""
     stall = _stall(run, tally, now_s, patience)
     deadline_s = patience.deadline_of(run.deployment.predicted_seconds)
     if now_s - run.memo.created_s > deadline_s:
@@ -53,7 +51,7 @@ def assess(
     if run.plan is None:
         return DeploymentStatus.INIT, None
     if run.unheard:
-        return run.deployment.status, run.deployment.failure  # as the coordinator before left it
+        return run.deployment.status, run.deployment.failure  # as the previous coordinator left it
     if stall is not None:
         return DeploymentStatus.STALLED, stall
     if run.stage is None:
@@ -62,18 +60,18 @@ def assess(
 
 
 def everybody_here(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -> bool:
-    """Return whether to plan: all targets are here, or enough, and the rest had their time."""
+    """Return whether to plan: all targets are here, or enough and the rest had its grace."""
     if any(not _expired(run, each, now_s, patience) for each in tally.dead):
         return False
     return len(tally.dead) + len(tally.failed) <= run.allowed_dead()
 
 
 def rescue(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -> None:
-    """Ask for a new plan where somebody may not read what only the origin has.
+    """Request a new plan where a worker needs the origin and its budget does not allow it.
 
-    For a moment that is normal: the head died, and its heir has a small share until the loss is
-    noticed. Then a new plan shares out what the fuse still allows. A seed of the plan in force is
-    not waited for: others have more than they need.
+    For a moment this is normal: the first worker of the line was lost, and its successor has a
+    small budget until the loss is detected. A new plan then distributes the rest of the origin
+    budget. A seeder of the current plan gets it sooner: the others have more than they need.
     """
     if run.unheard:
         return
@@ -91,7 +89,7 @@ def rescue(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -
 
 
 def _seed_is_short(run: DeploymentRun) -> bool:
-    """Return whether one that follows the lanes in force begins something, and may not."""
+    """Return whether a seeder that follows its current lanes is out of origin budget."""
     for worker_id in run.short & run.lanes.keys():
         lanes = run.lanes[worker_id]
         if run.parts[worker_id].epoch < lanes.epoch:
@@ -102,8 +100,8 @@ def _seed_is_short(run: DeploymentRun) -> bool:
 
 
 def free_tails(run: DeploymentRun, tally: Tally) -> None:
-    """Ask once for a new plan when only the tail is left: behind a line that is complete, each may
-    hang on a worker of its own, where before they hung on each other.
+    """Request one new plan when only the tail is left: behind a complete line, each tail worker
+    can read from a worker of its own, where before they read from each other.
     """
     if run.tails_freed or not tally.done or not 1 < len(tally.pending) <= len(tally.done):
         return
@@ -122,7 +120,7 @@ def _stage(run: DeploymentRun, tally: Tally) -> DeploymentStatus:
         return DeploymentStatus.VERIFYING
     if any(part.pieces_held >= total for part in held):
         return DeploymentStatus.DISTRIBUTING
-    # Nobody holds everything, but among them they may: then too the origin is read.
+    # No worker has all pieces, but together they may: then too the origin is read.
     return DeploymentStatus.DISTRIBUTING if run.origin_read else DeploymentStatus.DOWNLOADING
 
 
@@ -138,7 +136,7 @@ def _stall(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -
 
 
 def _short(run: DeploymentRun, tally: Tally) -> Failure | None:
-    """Return why a target cannot go on without the origin, where one says so."""
+    """Return why a pending target cannot continue without the origin, where one reports it."""
     if not run.short:
         return None
     for worker_id in sorted(run.short.intersection(tally.pending)):
@@ -177,7 +175,7 @@ TOLD = {
 def advance(
     run: DeploymentRun, fleet: Membership, patience: Patience, at: float, now_s: float
 ) -> list[Effect]:
-    """Judge and replan where that is called for, then let the facts decide the status."""
+    """Judge peers, replan where needed, then update the status; return the effects."""
     tally = run.tally(fleet.alive)
     effects: list[Effect] = list(_judge(run, fleet, at, now_s))
     rescue(run, tally, now_s, patience)
@@ -199,7 +197,7 @@ def advance(
 def turn(
     run: DeploymentRun, status: DeploymentStatus, failure: Failure | None, at: float
 ) -> list[Effect]:
-    """Change the deployment's status, and tell."""
+    """Change the deployment's status; return the effects."""
     before = run.deployment.status
     run.turn(status, failure, at)
     deployment = run.deployment
@@ -212,20 +210,20 @@ def turn(
 
 
 def _judge(run: DeploymentRun, fleet: Membership, at: float, now_s: float) -> list[Observed]:
-    """Take new verdicts on who is slow or corrupts, and tell of them."""
+    """Apply new verdicts on slow and corrupting workers; return their audit events."""
     verdicts = run.standings.judge(now_s)
     if not verdicts:
         return []
     run.unkept = True
-    # Who is only forgiven (the source was slow, not its reader) is fed where it is; it takes its
-    # place in the line when something else asks for a plan.
+    # A worker cleared because its source was slow keeps its place; it returns to the line with
+    # the next plan made for another reason.
     run.replan = run.replan or any(each.standing in TOLD for each in verdicts)
     demoted = {name: standing.value for name, standing in run.standings.demoted().items()}
     run.memo = replace(run.memo, demoted=demoted)
     told = []
     for each in verdicts:
         if each.standing not in TOLD:
-            continue  # forgiven: the source that is named instead was it
+            continue  # cleared: the named source was slow
         times = fleet.offend(each.worker_id)
         identity = run.deployment.deployment_id
         data = {**each.data, "deployments": times}
@@ -249,7 +247,7 @@ def _replan(
     if run.replanned_s is not None:
         stands_s = patience.replan_interval_s(len(run.parts))
         if now_s - run.replanned_s < stands_s - 1e-9:
-            return []  # deaths come in bursts, and recovery does not wait for a plan
+            return []  # losses come in bursts, and recovery does not wait for a plan
     plan, late = next_plan(run, tally, fleet, patience)
     if late:
         run.memo = replace(run.memo, late=run.memo.late | late)
@@ -265,11 +263,11 @@ def _replan(
     return [KeepPlan(plan), Observed(name, at, plan.deployment_id, None, data)]
 
 
-# A deployment as callers see it: how far it is, and each worker's part. Changes nothing.
+# A deployment as callers see it: its progress, and each worker's. Changes nothing.
 
 
 def view_of(run: DeploymentRun, tally: Tally) -> DeploymentView:
-    """Return how far the deployment is."""
+    """Return the deployment's progress."""
     deployment = run.shown()
     total = deployment.total_bytes
     held = sum(min(run.parts[each].bytes_held, total) for each in tally.living)
@@ -286,7 +284,7 @@ def view_of(run: DeploymentRun, tally: Tally) -> DeploymentView:
 
 
 def progress_of(run: DeploymentRun, alive: Callable[[str], bool]) -> Iterator[WorkerProgress]:
-    """Yield each target's part, with its neighbours in the newest plan."""
+    """Yield each target's progress, with its neighbours in the newest plan."""
     upstream: dict[str, str] = {}
     downstream: dict[str, str] = {}
     for lanes in run.plan.workers if run.plan else ():
@@ -300,7 +298,7 @@ def progress_of(run: DeploymentRun, alive: Callable[[str], bool]) -> Iterator[Wo
         status, failure = part.status, part.failure
         if part.receipt is None and failure is None and not alive(worker_id):
             status, failure = WorkerStatus.FAILED, _lost(part)
-        # All of it was checked when it came in; with 500 chunks each, checking it again costs
+        # These values were validated on receipt; with 500 chunks each, validating them again costs
         # 1,000 workers 15 ms under the lock.
         yield WorkerProgress.model_construct(
             worker_id=worker_id,

@@ -1,7 +1,7 @@
-"""Who is in the fleet and who is lost, from registrations, beats and silence.
+"""The fleet's workers and which of them are lost, from registrations, heartbeats and silence.
 
-A worker is lost after a number of missed beats, or sooner when a peer lost it and a beat is missed
-too. Silence counts only while somebody listened. It knows no deployments and has no clock.
+A worker is lost after a number of missed heartbeats, fewer where a peer reported its loss.
+Silence counts only while this process handled heartbeats. No deployments here, and no clock.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from paceline.schemas.records import Worker
 
 @dataclass(slots=True)
 class Member:
-    """One worker as it registered, what its beats said since, and what only this process knows."""
+    """One worker: its registration, its last heartbeat, and this process's own bookkeeping."""
 
     registered: Worker
     heard_s: float
-    beat_s: float  # the interval it was told
+    beat_s: float  # the interval that it was given
     heard_at: float
     available_storage: int
     alive: bool = True
     bandwidth_in: float = 0.0
     bandwidth_out: float = 0.0
-    number: int = 0  # of its newest beat
-    suspected: bool = False  # a peer lost it, and it has not been heard since
+    number: int = 0  # of its newest heartbeat
+    suspected: bool = False  # a peer reported its loss, and no heartbeat came since
 
     @property
     def record(self) -> Worker:
-        """Return the worker as it is now; made when somebody asks, and not at each beat."""
+        """Return the worker's current record; built on request, not at each heartbeat."""
         return self.registered.model_copy(
             update={
                 "alive": self.alive,
@@ -46,7 +46,7 @@ class Member:
 
     @classmethod
     def of(cls, worker: Worker, now_s: float, beat_s: float) -> Member:
-        """Return ``worker`` as a member who was heard just now."""
+        """Return ``worker`` as a member whose last heartbeat is now."""
         return cls(
             worker,
             now_s,
@@ -60,33 +60,33 @@ class Member:
 
 
 class Membership:
-    """The fleet."""
+    """All registered workers."""
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
         self._members: dict[str, Member] = {}
-        self._living = 0  # of them
+        self._living = 0  # alive
         self._offences: Counter[str] = Counter()
-        self._look_s = float("-inf")  # nobody can have been silent for too long before
+        self._look_s = float("-inf")  # no worker can be lost before this time
 
     def restore(self, workers: Iterable[Worker], now_s: float) -> None:
-        """Take the workers back after a restart or a change of leaders.
+        """Load the workers after a restart or a change of leaders.
 
-        Everybody gets a fresh interval to be heard, and the time that finding a leader takes.
+        Each gets a fresh interval for its next heartbeat, plus the time to find the leader.
         """
         for worker in workers:
             self._enter(worker, now_s + self._patience.find_leader_s)
 
     def workers(self) -> list[Worker]:
-        """Return everyone who registered and is not forgotten."""
+        """Return every registered worker that was not pruned."""
         return [member.record for member in self._members.values()]
 
     def heard(self) -> dict[str, float]:
-        """Return when each worker was heard last, in seconds since the Unix epoch."""
+        """Return when each worker's last heartbeat came, in seconds since the Unix epoch."""
         return {worker_id: member.heard_at for worker_id, member in self._members.items()}
 
     def recall(self, beats: Mapping[str, float]) -> None:
-        """Show when others heard of workers last; who is alive is not decided by it."""
+        """Fill in stored heartbeat times, for display; liveness does not change."""
         for worker_id, at in beats.items():
             member = self._members.get(worker_id)
             if member is not None:
@@ -98,27 +98,27 @@ class Membership:
         return None if member is None else member.record
 
     def address(self, worker_id: str) -> str:
-        """Return where peers reach the worker, empty where that is not known."""
+        """Return the worker's address for peers, empty where it is unknown."""
         member = self._members.get(worker_id)
         return "" if member is None else member.registered.address
 
     def knows(self, worker_id: str, incarnation: int) -> bool:
-        """Return whether this incarnation of the worker is the registered one, and heard of."""
+        """Return whether this incarnation of the worker is registered and alive."""
         member = self._members.get(worker_id)
         return member is not None and member.alive and member.registered.incarnation == incarnation
 
     def alive(self, worker_id: str) -> bool:
-        """Return whether the worker is registered and heard of."""
+        """Return whether the worker is registered and not lost."""
         member = self._members.get(worker_id)
         return member is not None and member.alive
 
     def beat_interval_s(self) -> float:
-        """Return how often workers should beat: slower, the more of them live."""
+        """Return the heartbeat interval in seconds; it grows with the number of living workers."""
         return max(self._patience.beat_s, self._living / self._patience.beats_per_second)
 
     def register(self, call: RegisterWorker, at: float, now_s: float) -> Worker:
-        """Enter a worker, or its next incarnation; raises StaleEpoch for an older one, Conflict for
-        a new one where there are too many.
+        """Add a worker, or its next incarnation; raises StaleEpoch for an older one, Conflict for a
+        new one where there are too many.
         """
         known = self.find(call.worker_id)
         if known is not None:
@@ -150,7 +150,7 @@ class Membership:
         return worker
 
     def is_overtaken(self, beat: Heartbeat) -> bool:
-        """Return whether a newer beat of the same process came before this one, or this one did."""
+        """Return whether this heartbeat, or a newer one of the process, was handled already."""
         member = self._members.get(beat.worker_id)
         return (
             member is not None
@@ -159,8 +159,8 @@ class Membership:
         )
 
     def hear(self, beat: Heartbeat, at: float, now_s: float) -> Worker | None:
-        """Take a beat and return its sender as it registered, or None where that must register
-        (again) first.
+        """Record a heartbeat and return its sender's registration, or None where the worker must
+        register (again) first.
         """
         member = self._members.get(beat.worker_id)
         if member is None or not member.alive:
@@ -174,25 +174,25 @@ class Membership:
         return member.registered
 
     def suspect(self, worker_id: str) -> None:
-        """Take a peer's word that it lost this worker: a beat refutes it, silence confirms it."""
+        """Record a peer's report of a lost worker; its next heartbeat refutes the report."""
         member = self._members.get(worker_id)
         if member is not None and member.alive and not member.suspected:
             member.suspected, self._look_s = True, float("-inf")
 
     def offend(self, worker_id: str) -> int:
-        """Count that a deployment found the worker slow or corrupting; return how many did, since
-        this process began.
+        """Count a deployment that judged the worker slow or corrupting; return the count since this
+        process began.
         """
         self._offences[worker_id] += 1
         return self._offences[worker_id]
 
     def forgive(self, gap_s: float, now_s: float) -> None:
-        """Discount a time in which nobody listened, e.g. while this process was frozen."""
+        """Discount a gap without heartbeat handling, e.g. while this process was frozen."""
         for member in self._members.values():
             member.heard_s = min(now_s, member.heard_s + gap_s)
 
     def lose_silent(self, now_s: float) -> list[Worker]:
-        """Mark those who were silent for too long and return them."""
+        """Mark the workers that were silent for too long as lost and return them."""
         if now_s <= self._look_s:
             return []
         lost, next_s = [], float("inf")
@@ -211,12 +211,12 @@ class Membership:
                 lost.append(member.record)
             else:
                 next_s = min(next_s, until_s)
-        # Each beat only moves these times further away; suspicion makes us look again at once.
+        # A heartbeat only moves these times later; a suspicion makes the next call scan at once.
         self._look_s = next_s
         return lost
 
     def long_gone(self, at: float) -> list[str]:
-        """Return who has been lost for so long that it may be forgotten, by the wall's time."""
+        """Return the workers that were lost so long ago, by wall time, that they may be pruned."""
         latest = at - self._patience.kept_lost_s
         return [
             worker_id
@@ -225,7 +225,7 @@ class Membership:
         ]
 
     def forget(self, worker_id: str) -> None:
-        """Forget a worker that is lost; it may come back as a new one."""
+        """Delete a lost worker; it may register again as a new one."""
         assert not self._members[worker_id].alive
         del self._members[worker_id]
         self._offences.pop(worker_id, None)
@@ -243,7 +243,7 @@ def _refuse_stale(call: RegisterWorker, known: Worker) -> None:
     if call.incarnation > known.incarnation:
         return
     if call.incarnation == known.incarnation and same_process:
-        return  # its first answer was lost on the way, or it was frozen and thawed
+        return  # its first answer was lost, or the process was frozen and resumed
     raise StaleEpoch(
         "a newer incarnation of this worker is registered",
         got=f"{call.worker_id} incarnation {call.incarnation}",

@@ -1,8 +1,7 @@
-"""What goes into the coordinator's state machine and what comes out of it.
+"""The state machine's inputs (events) and outputs (effects).
 
-Events carry what happened; effects say what must be kept, told and answered. An effect is only a
-wish: the driver commits every ``Keep…`` of one event in one transaction before it lets ``Answer``
-out. Nothing here knows SQL or HTTP.
+Effects are requests: the driver commits every ``Keep…``, ``Drop…`` and ``Observed`` of one event
+in one transaction before it returns the ``Answer``. No SQL or HTTP here.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from paceline.schemas.records import Deployment, Receipt, Worker
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Event:
-    at: float = 0.0  # seconds since the Unix epoch, for people; decisions use ``now_s``
+    at: float = 0.0  # seconds since the Unix epoch, for display; decisions use ``now_s``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Create(_Event):
-    """Somebody wants a deployment; its manifest was read from the source already."""
+    """Create a deployment; its manifest was read from the source already."""
 
     deployment_id: str
     call: CreateDeployment
@@ -40,21 +39,21 @@ class Create(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Register(_Event):
-    """An agent makes itself known."""
+    """An agent registers."""
 
     call: RegisterWorker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beat(_Event):
-    """An agent reports."""
+    """An agent sends a heartbeat."""
 
     beat: Heartbeat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listen(_Event):
-    """An agent whose beat was answered without a command still holds the line: is there one now?"""
+    """An agent waits after its heartbeat's answer: return the commands that there are now."""
 
     worker_id: str
     incarnation: int
@@ -62,7 +61,7 @@ class Listen(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchLanes(_Event):
-    """An agent asks for its part of the newest plan, which also acknowledges the manifest."""
+    """An agent requests its part of the newest plan, which also acknowledges the manifest."""
 
     deployment_id: str
     worker_id: str
@@ -70,29 +69,29 @@ class FetchLanes(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cancel(_Event):
-    """Somebody wants the deployment stopped for good."""
+    """Stop the deployment for good."""
 
     deployment_id: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activate(_Event):
-    """Somebody wants the fleet to switch to this version."""
+    """Switch the fleet to this version."""
 
     deployment_id: str
-    allow_older: bool = False  # than the one that is active
+    allow_older: bool = False  # than the active version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollback(_Event):
-    """Somebody wants the fleet to go back from this version to the one that was active before."""
+    """Switch the fleet back from this version to the one that was active before."""
 
     deployment_id: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RaiseBudget(_Event):
-    """Somebody lets a deployment read more from the origin than its fuse allows."""
+    """Let a deployment read more from the origin than its budget allows."""
 
     deployment_id: str
     extra_bytes: int
@@ -102,7 +101,7 @@ class RaiseBudget(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IssueToken(_Event):
-    """Somebody wants a bearer token or a join token; its secret was drawn already."""
+    """Issue a bearer token or a join token; its secret was drawn already."""
 
     token_id: str
     sha256: str
@@ -111,54 +110,55 @@ class IssueToken(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RevokeToken(_Event):
-    """Somebody wants a token to open nothing any more; a worker's ends with all of that worker."""
+    """Revoke a token; with a worker's token, all tokens of that worker."""
 
     token_id: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmitWorker(_Event):
-    """An agent gets a token of its own: for a join token, which is spent, or for the one before.
+    """Issue a worker's own token in exchange for a join token, which is used up, or for the
+    worker's previous token.
 
-    The answer may be lost. So the one before works on until the new one is first used, and a join
-    token is taken again for the same key.
+    The answer may be lost. So the previous token stays valid until the first use of the new one,
+    and a join token is accepted again for the same key.
     """
 
-    spends: str  # the token_id that the agent showed
+    spends: str  # the token_id that the agent presented
     worker_id: str
     token_id: str
     sha256: str
     expires_at: float
-    key_sha256: str | None = None  # of the public key that the certificate is for
+    key_sha256: str | None = None  # of the public key in the certificate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeginToken(_Event):
-    """A worker's token is used for the first time: what it was issued in place of ends."""
+    """First use of a worker's token, which ends the token that it replaces."""
 
     token_id: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokensUsed(_Event):
-    """When tokens were last shown: (token_id, seconds since the Unix epoch)."""
+    """When tokens were last used: (token_id, seconds since the Unix epoch)."""
 
     uses: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlowTold(_Event):
-    """What became of the flow run that drives a deployment, or of starting it."""
+    """The outcome of the flow run that drives a deployment, or of starting one."""
 
     deployment_id: str
     name: EventName
-    flow_run_id: str | None = None  # that drives it from now on; None: as before
+    flow_run_id: str | None = None  # of the run that drives it from now on; None: unchanged
     data: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick(_Event):
-    """Time passed."""
+    """The time passed."""
 
 
 TokenEvent = IssueToken | RevokeToken | AdmitWorker | BeginToken | TokensUsed
@@ -184,7 +184,7 @@ Event = (
 class KeepDeployment:
     deployment: Deployment
     memo: Memo
-    manifest: Manifest | None = None  # given once, when the deployment is created
+    manifest: Manifest | None = None  # set once, when the deployment is created
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class KeepWorker:
 
 @dataclass(frozen=True, slots=True)
 class DropWorker:
-    """Forget a worker that has been away for so long that nobody asks for it any more."""
+    """Delete a worker that was lost long ago and that no deployment names."""
 
     worker_id: str
 
@@ -218,7 +218,7 @@ class KeepKey:
 
 @dataclass(frozen=True, slots=True)
 class KeepToken:
-    token: TokenRecord  # in place of an older record of the same token_id
+    token: TokenRecord  # replaces an older record of the same token_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class DropToken:
 
 @dataclass(frozen=True, slots=True)
 class DropStage:
-    """Forget an old record of the ledger."""
+    """Delete an old record of the ledger."""
 
     stage: str
     input_digest: str
@@ -236,14 +236,14 @@ class DropStage:
 
 @dataclass(frozen=True, slots=True)
 class DropDeployment:
-    """Forget a deployment with its plans, its receipts and the keys that named it."""
+    """Delete a deployment with its plans, its receipts and its idempotency keys."""
 
     deployment_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Something worth telling: goes to the audit history and to whoever watches."""
+    """An audit event: for the audit store and for readers of the event stream."""
 
     name: EventName
     at: float
@@ -254,7 +254,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the caller hears, once everything else is committed."""
+    """The answer to the caller, returned after all other effects are committed."""
 
     record: BaseModel
 
@@ -277,7 +277,7 @@ Effect = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptDeployment:
-    """One deployment as the store gives it back."""
+    """One deployment as loaded from the store."""
 
     deployment: Deployment
     memo: Memo
@@ -288,7 +288,7 @@ class KeptDeployment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """Everything the state machine needs to go on after a restart."""
+    """Everything that the state machine needs after a restart."""
 
     deployments: tuple[KeptDeployment, ...] = ()
     workers: tuple[Worker, ...] = ()

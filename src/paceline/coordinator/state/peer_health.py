@@ -1,10 +1,9 @@
-"""Who is slow and who corrupts, from what the edges of one deployment carried.
+"""Slow and corrupting workers, judged from the transfer counts of one deployment's edges.
 
-A relay moves at the rate of its slowest edge, and which end of that edge is at fault shows only
-beside the others: a slow worker is slow with everybody, a slow network is slow for everybody. So
-verdicts are reached here, over all edges at once, and never by the two ends; who corrupts is judged
-in ``corrupting``. Pure: no clock, no plan, no deployment; expectations and tallies go in, standings
-come out.
+A relay moves at the rate of its slowest edge, and which end of that edge is at fault shows only in
+comparison: a slow worker is slow with all its peers, a slow network is slow for all workers. So the
+coordinator judges, over all edges at once, never one of the two ends. Pure: no clock, plan or
+deployment; expected rates and counts go in, standings come out.
 """
 
 from __future__ import annotations
@@ -20,30 +19,28 @@ from paceline.coordinator.state.settings import Patience
 from paceline.plan import Standing
 from paceline.schemas.calls import EdgeTally
 
-# Who corrupts what it sends: whose share of corrupt pieces stands out from the others'.
-#
-# A bad network corrupts a little of everybody's pieces, a bad worker much of its own. Pure: counts
-# go in, names come out; it knows neither edges nor plans.
+# Corrupting senders: those whose share of corrupt pieces is far above the others'. A bad network
+# corrupts a few pieces of every sender, a bad worker many of its own. Uses no edges and no plans.
 
-SENDER_PIECES = 20  # a sender of fewer says nothing about what is usual
-MANY = 100  # senders; of so many they are not judged at each tick
+SENDER_PIECES = 20  # a sender of fewer does not count towards the usual share
+MANY = 100  # with more senders than this, they are judged less often than each tick
 BEYOND_CHANCE = 5.0  # standard deviations
-ALONE = 4  # times as many corrupt pieces, of a sender that nobody can be compared with
+ALONE = 4  # times as many corrupt pieces, for a sender without others to compare with
 
 
 class Senders:
-    """The senders of one deployment; at most ``most`` of them are called corrupting."""
+    """The senders of one deployment; at most ``most`` of them are judged corrupting."""
 
     def __init__(self, patience: Patience, most: int) -> None:
         self._patience, self._most = patience, most
         self.quarantined: set[str] = set()
-        self._pieces: dict[str, list[int]] = {}  # that matched, that did not
+        self._pieces: dict[str, list[int]] = {}  # matching, corrupt
         self._count_again = False
-        self._in_doubt = False  # somebody may be corrupting: what others send will tell
+        self._in_doubt = False  # a sender may be corrupting: other senders' counts will decide
         self._count_s = float("-inf")
 
     def take(self, source: str, matched: int, corrupt: int) -> None:
-        """Take what a reader found of what ``source`` sent, beyond what it said before."""
+        """Add a reader's new piece counts of the sender ``source``."""
         if matched or corrupt:
             sender = self._pieces.setdefault(source, [0, 0])
             sender[0] += matched
@@ -51,11 +48,11 @@ class Senders:
             self._count_again = self._count_again or corrupt > 0 or self._in_doubt
 
     def close(self) -> None:
-        """Forget what was counted; who is quarantined stays so."""
+        """Clear the counts; quarantined senders stay quarantined."""
         self._pieces, self._count_again = {}, False
 
     def judge(self, now_s: float) -> list[tuple[str, dict[str, object]]]:
-        """Return who is quarantined from now on, each with the reason, the worst first."""
+        """Return the newly quarantined senders with the reason, worst first."""
         if not self._count_again or now_s < self._count_s:
             return []
         self._count_again = False
@@ -85,12 +82,12 @@ class Senders:
                 continue
             self._in_doubt = True
             if len(known) == 1 and corrupt < ALONE * patience.corrupt_pieces:
-                continue  # nobody to compare it with, yet
+                continue  # no other sender to compare it with, yet
             usual = _median_without(ordered, shares[name])
             if shares[name] <= patience.corrupt_factor * usual:
                 continue
-            # Where one piece in a hundred is corrupt anyway, some sender of thousands has four bad
-            # ones among its first sixty: that many must be beyond chance, not beyond the usual.
+            # Where one piece in a hundred is corrupt anyway, some of thousands of senders have four
+            # corrupt ones among their first sixty: the excess must be beyond chance as well.
             chance = judged * max(usual, (all_corrupt - corrupt) / (all_judged - judged))
             if corrupt < patience.corrupt_pieces + chance + BEYOND_CHANCE * sqrt(chance):
                 continue
@@ -105,7 +102,7 @@ class Senders:
 
 
 def _median_without(ordered: list[float], one: float) -> float:
-    """Return the median of ``ordered`` without ``one`` of its members; 0 where that leaves none."""
+    """Return the median of ``ordered`` without its member ``one``; 0 where that leaves none."""
     middle = (len(ordered) - 2) // 2
     if middle < 0:
         return 0.0
@@ -114,15 +111,15 @@ def _median_without(ordered: list[float], one: float) -> float:
 
 Edge = tuple[str, str]  # source key, reader
 
-BUSY_SHARE = 0.5  # of a look: less, and the edge was starved, which says nothing against it
-LEAST_CARRIED = 0.05  # of what the plan expects in a look: so much tells that an edge is not slow
-STALE_LOOKS = 3.0  # a flow that was not heard of for so many looks has ended
-SETTLED_S = 5.0  # after a change of leaders; agents find the new one one by one
+BUSY_SHARE = 0.5  # of an interval; an edge busy for less was waiting, which is no evidence
+LEAST_CARRIED = 0.05  # of the planned bytes of an interval: such a waiting edge is not slow
+STALE_LOOKS = 3.0  # a flow without reports for so many intervals has ended
+SETTLED_S = 5.0  # after a change of leaders, in which agents find the new one
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One worker's standing changed; ``data`` says why, for people."""
+    """A change of one worker's standing; ``data`` is the reason, for display."""
 
     worker_id: str
     standing: Standing
@@ -131,23 +128,23 @@ class Verdict:
 
 @dataclass(slots=True)
 class _Count:
-    """One edge: where its present look began, and what the last look saw."""
+    """One edge's counters at the start of the current interval, and the last interval's result."""
 
     since_s: float
     bytes: int = 0
     busy_s: float = 0.0
     pieces: int = 0
     corrupt: int = 0
-    rate: float = 0.0  # bytes a busy second
-    flow: float = 0.0  # bytes a second
-    stale_s: float = 0.0  # when that flow has ended, if nothing more is heard of it
-    ratio: float | None = None  # of the rate that the plan expects
-    slow_s: float = 0.0  # over how many seconds of looks, one after the other, it was slow
+    rate: float = 0.0  # bytes per busy second
+    flow: float = 0.0  # bytes per second
+    stale_s: float = 0.0  # when that flow counts as ended, without further reports
+    ratio: float | None = None  # of the planned rate
+    slow_s: float = 0.0  # duration of the consecutive intervals in which it was slow
 
 
 @dataclass(slots=True)
 class _Ends:
-    """Edges with and without complaint at one worker, as reader and as source."""
+    """The slow and the normal edges of one worker, as reader and as source."""
 
     slow_in: set[Edge] = field(default_factory=set)
     slow_out: set[Edge] = field(default_factory=set)
@@ -155,14 +152,14 @@ class _Ends:
     fine_out: int = 0
 
     def score(self, into: int, out: int) -> int:
-        """Return how many edges this worker would explain, of so many that are yet to be."""
+        """Return how many unexplained edges (``into``, ``out``) this worker would explain."""
         return (into if len(self.slow_in) >= self.fine_in else 0) + (
             out if len(self.slow_out) >= self.fine_out else 0
         )
 
 
 class Standings:
-    """How the ``workers`` of one deployment stand. ``known`` are verdicts of an earlier life."""
+    """Standings of one deployment's ``workers``; ``known`` are restored verdicts."""
 
     def __init__(
         self, workers: int, patience: Patience, known: Mapping[str, Standing] | None = None
@@ -175,11 +172,11 @@ class Standings:
         self._counts: dict[Edge, _Count] = {}
         self._senders = Senders(patience, self._most)
         self._suspects: set[Edge] = set()
-        self._slow: dict[str, set[Edge]] = {}  # who is slow, and the edges that say so
+        self._slow: dict[str, set[Edge]] = {}  # slow workers, and the edges that prove it
         self._slow_origins: set[str] = set()
         self._look_again = False
-        self._resumed = False  # others counted before: the first word on an edge is only a base
-        self._from_s = float("-inf")  # whoever is slow is judged from here on
+        self._resumed = False  # after a restart an edge's first report is only a base
+        self._from_s = float("-inf")  # slow workers are judged from here on
         for worker_id, standing in (known or {}).items():
             if standing is Standing.QUARANTINED:
                 self._senders.quarantined.add(worker_id)
@@ -187,17 +184,17 @@ class Standings:
                 self._slow[worker_id] = set()
 
     def of(self, worker_id: str) -> Standing:
-        """Return how ``worker_id`` stands."""
+        """Return the standing of ``worker_id``."""
         if worker_id in self._senders.quarantined:
             return Standing.QUARANTINED
         return Standing.TAIL if worker_id in self._slow else Standing.LINE
 
     def demoted(self) -> dict[str, Standing]:
-        """Return everyone who does not stand in the line."""
+        """Return every worker whose standing is not LINE."""
         return {each: self.of(each) for each in sorted({*self._slow, *self._senders.quarantined})}
 
     def follow(self, expected: Mapping[Edge, float]) -> None:
-        """Judge by a new plan: the bytes a second that it counts on, for each of its edges."""
+        """Compare with a new plan: its expected bytes per second for each edge."""
         for key, count in self._counts.items():
             if self._expected.get(key) != expected.get(key):
                 count.ratio, count.slow_s = None, 0.0
@@ -209,17 +206,17 @@ class Standings:
         self._suspects &= {key for key in self._suspects if self._counts[key].slow_s}
 
     def resume(self, now_s: float) -> None:
-        """Begin anew after a change of leaders, which leaves gaps in what is known of each edge."""
+        """Start again after a change of leaders, which leaves gaps in the counts of each edge."""
         self._resumed, self._from_s = True, now_s + SETTLED_S
 
     def close(self) -> None:
-        """Forget what was counted; how everybody stands is remembered."""
+        """Clear the counts; the standings remain."""
         self._counts, self._suspects = {}, set()
         self._expected, self._look_again = {}, False
         self._senders.close()
 
     def take(self, reporter: str, tallies: Iterable[EdgeTally], now_s: float) -> None:
-        """Take what ``reporter`` counted: as a source what it sent, as a reader what matched."""
+        """Add ``reporter``'s counts: bytes sent, as a source; pieces that matched, as a reader."""
         for tally in tallies:
             key = (tally.source, tally.reader)
             count = self._counts.get(key)
@@ -248,7 +245,7 @@ class Standings:
     # --- counting --------------------------------------------------------------------------------
 
     def _take_pieces(self, count: _Count, tally: EdgeTally) -> None:
-        # A reader that was restarted counts from zero again.
+        # A restarted reader counts from zero again.
         matched = tally.pieces - (count.pieces if tally.pieces >= count.pieces else 0)
         corrupt = tally.corrupt - (count.corrupt if tally.corrupt >= count.corrupt else 0)
         count.pieces, count.corrupt = tally.pieces, tally.corrupt
@@ -257,7 +254,7 @@ class Standings:
     def _take_bytes(self, key: Edge, count: _Count, tally: EdgeTally, now_s: float) -> None:
         carried, busy_s = tally.bytes - count.bytes, tally.busy_s - count.busy_s
         look_s = now_s - count.since_s
-        if carried < 0 or busy_s < 0:  # a new process, or an overtaken beat
+        if carried < 0 or busy_s < 0:  # a new process, or an overtaken heartbeat
             count.since_s, count.bytes, count.busy_s = now_s, tally.bytes, tally.busy_s
             return
         if look_s < self._patience.slow_look_s:
@@ -275,7 +272,7 @@ class Standings:
         limit = self._patience.slow_ratio
         slow = count.ratio < limit and busy_s >= BUSY_SHARE * look_s
         count.slow_s = count.slow_s + look_s if slow else 0.0
-        # Far too slow is believed soon; a little too slow may be a hiccup, and gets twice the time.
+        # Far too slow is accepted soon; a little too slow may be a hiccup, and takes twice as long.
         believed_s = self._patience.slow_s * (1 if count.ratio < limit / 2 else 2)
         if slow and count.slow_s >= believed_s:
             self._suspects.add(key)
@@ -289,18 +286,18 @@ class Standings:
         usual = _Usual(self._counts, self._expected, set(self._slow))
         edges = self._inexcusable(now_s)
         for reasons in self._slow.values():
-            edges |= reasons  # what was found slow once still speaks against its source
+            edges |= reasons  # an edge once found slow remains evidence against its source
         ends = self._ends(edges)
         verdicts: list[Verdict] = []
         for worker_id, explained in self._explain(edges, ends):
-            # Who read slowly from this one, and from nobody else, did not do it.
+            # A worker that read slowly from this one only is cleared.
             freed = {
                 other
                 for other, reasons in self._slow.items()
                 if other != worker_id and reasons and reasons <= explained
             }
             if worker_id.startswith("origin:"):
-                # Several read slowly from it, or one after the other did: it is as it is.
+                # Several workers read slowly from the origin: that is its rate.
                 if len(explained) < 2:
                     continue
                 self._slow_origins.add(worker_id)
@@ -321,10 +318,10 @@ class Standings:
         return verdicts
 
     def _explain(self, edges: set[Edge], ends: dict[str, _Ends]) -> Iterator[tuple[str, set[Edge]]]:
-        """Yield who explains the slow edges, whoever explains most of them first.
+        """Yield the workers that explain the slow edges, in order of how many they explain.
 
-        One slow edge alone is laid at its reader's door: what it reads from next tells whether it
-        was the source. Whoever was found slow before explains first what is as likely its own.
+        A single slow edge is attributed to its reader: the next source that it reads from shows
+        whether the first one was slow. Between equals, a worker already found slow comes first.
         """
         left = set(edges)
         into = {name: len(each.slow_in) for name, each in ends.items()}
@@ -334,8 +331,8 @@ class Standings:
             score = ends[name].score(into[name], out[name])
             return -score, name not in self._slow, -into[name], name
 
-        # Ranks only fall as edges are explained, so an outdated one is found when it comes up;
-        # with 8,000 slow edges of 1,000 workers, ranking them anew for each took 0.85 s.
+        # Ranks only fall as edges are explained, so an outdated one is found when it is popped;
+        # with 8,000 slow edges of 1,000 workers, ranking all anew for each took 0.85 s.
         heap = [rank(name) for name in ends]
         heapify(heap)
         while heap:
@@ -346,7 +343,7 @@ class Standings:
                 heapreplace(heap, now)
                 continue
             if not best[0]:
-                return  # some edges are slow between workers that do well with everybody else
+                return  # the rest is slow only between workers that are fast with all others
             heappop(heap)
             explained = ends[name].slow_in | ends[name].slow_out
             for source, reader in explained & left:
@@ -372,9 +369,9 @@ class Standings:
         return ends
 
     def _inexcusable(self, now_s: float) -> set[Edge]:
-        """Return the suspected edges that are slow beyond what their ends carry outside the plan.
+        """Return the suspected edges that are slow beyond the unplanned load of their ends.
 
-        A parent that took in an orphan feeds two at half the rate each: nobody is slow there.
+        A parent that took in an orphan feeds two at half the rate each: neither is slow.
         """
         sources = {source for source, _ in self._suspects}
         readers = {reader for _, reader in self._suspects}
@@ -410,7 +407,7 @@ class Standings:
 
 
 class _Usual:
-    """What edges usually carry, as a share of what the plan expects: the others' median."""
+    """The median ratio of actual to planned rate, over the edges of other workers."""
 
     def __init__(
         self, counts: Mapping[Edge, _Count], expected: Mapping[Edge, float], slow: set[str]
@@ -426,8 +423,8 @@ class _Usual:
         self._sorted = sorted(self._ratios.values())
 
     def stands_out(self, worker_id: str, ratio: float, edges: set[Edge]) -> bool:
-        """Return whether ``ratio`` is less than half of the median of edges that are not
-        ``worker_id``'s own; where there are none, nothing can stand out.
+        """Return whether ``ratio`` is less than half of the median over edges without
+        ``worker_id``; False where there are none.
         """
         own = [each for edge in edges if (each := self._ratios.get(edge)) is not None]
         own += [

@@ -1,4 +1,4 @@
-"""What a deployment remembers across a restart or a change of leaders beyond its public record."""
+"""A deployment's internal state that survives a restart, beyond its public record."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ from paceline.schemas.records import Failure
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Switch:
-    """The newest switch that was asked of a deployment: to its version, or back from it."""
+    """The newest requested switch of a deployment: to its version, or back from it."""
 
     kind: SwitchKind
     phase: SwitchPhase
-    since_s: float  # monotonic, of the phase
+    since_s: float  # monotonic; start of the phase
     failure: Failure | None = None
-    late: bool = False  # it was told that the quorum has not switched in time
-    missing: tuple[str, ...] = ()  # workers that are to be told when they return
+    late: bool = False  # reported that the quorum did not switch in time
+    missing: tuple[str, ...] = ()  # workers that get the command when they return
 
     @property
     def open(self) -> bool:
-        """Return whether it is still under way."""
+        """Return whether the switch is in progress."""
         return self.phase in (SwitchPhase.PREPARING, SwitchPhase.SWITCHING)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memo:
-    """Times are of the monotonic clock of the machine that kept them; see ``rebased``."""
+    """Times are monotonic, of the machine that stored them; see ``rebased``."""
 
     created_s: float
-    kept_s: float | None = None  # when this was kept
+    kept_s: float | None = None  # when this was stored
     seed: int = 0
     planned_s: float | None = None
-    done_s: float | None = None  # the last verified rename seen so far
-    closed_s: float | None = None  # it became final
-    # Origin bytes by agent process: a restarted one counts from zero again.
+    done_s: float | None = None  # the latest verified rename so far
+    closed_s: float | None = None  # when it became final
+    # Origin bytes by agent process: a restarted process counts from zero again.
     spent: dict[str, int] = field(default_factory=dict)
-    # By agent process too: what one that is gone may have read after its last word.
+    # By agent process too: what a lost one may have read after its last report.
     untold: dict[str, int] = field(default_factory=dict)
-    extra_bytes: int = 0  # that an operator lets it read from the origin beyond the fuse
-    failures: dict[str, Failure] = field(default_factory=dict)  # by worker, as they reported
-    auto: bool = False  # the topology was chosen here, not asked for
-    order: tuple[str, ...] = ()  # of the line, where the plan lacks some who are gone
-    demoted: dict[str, str] = field(default_factory=dict)  # standings that were judged, by worker
-    late: dict[str, int] = field(default_factory=dict)  # pieces missing when a worker came back
+    extra_bytes: int = 0  # beyond the origin budget, granted by an operator
+    failures: dict[str, Failure] = field(default_factory=dict)  # by worker, as reported
+    auto: bool = False  # the topology was chosen here, not by the caller
+    order: tuple[str, ...] = ()  # of the line, where the plan lacks lost workers
+    demoted: dict[str, str] = field(default_factory=dict)  # judged standings, by worker
+    late: dict[str, int] = field(default_factory=dict)  # pieces missing when a worker returned
     allow_older: bool = False  # than the active version
-    # Its place among all activations: the highest of a model is active on a worker, and the next
-    # is what a rollback returns to. 0: never activated, or rolled back.
+    # Sequence number among all activations: a model's highest is active on a worker, and the
+    # next is what a rollback returns to. 0: never activated, or rolled back.
     number: int = 0
     switch: Switch | None = None
 
     def rebased(self, now_s: float) -> Memo:
-        """Return this for a monotonic clock that is another one, and shows ``now_s``.
+        """Return this for another monotonic clock, which now shows ``now_s``.
 
-        Durations go on from where they were when this was kept; nobody counted in between.
+        Durations continue from their stored value; the time in between is not counted.
         """
         if self.kept_s is None:
             planned_s = None if self.planned_s is None else now_s
@@ -78,7 +78,7 @@ class Memo:
         )
 
     def to_json(self) -> str:
-        """Return this as the stores keep it."""
+        """Return this as JSON, as the stores keep it."""
         raw = asdict(self)
         raw["failures"] = {name: failure.model_dump() for name, failure in self.failures.items()}
         if self.switch is not None:
@@ -88,7 +88,7 @@ class Memo:
 
     @classmethod
     def from_json(cls, text: str) -> Memo:
-        """Return what ``to_json`` wrote; fields of an older or newer Paceline are passed over."""
+        """Return what ``to_json`` wrote; ignores fields of older or newer versions."""
         known = {each.name for each in fields(cls)}
         raw: dict[str, Any] = {k: v for k, v in json.loads(text).items() if k in known}
         raw["failures"] = {

@@ -1,6 +1,7 @@
-"""From a call to a deployment's record, and from its facts to a plan: who takes part, with what.
+"""Builds the inputs of ``paceline.plan``: a new deployment's record, and each next plan.
 
-Plans and estimates are made by ``paceline.plan``; here is only what is handed to it.
+It also distributes the origin budget over a plan. Plans and estimates are computed by
+``paceline.plan``.
 """
 
 from __future__ import annotations
@@ -18,33 +19,33 @@ from paceline.plan import PlanWorker, Prediction, Standing, make_plan, origin_ca
 from paceline.schemas.plan import Plan, WorkerLanes
 from paceline.schemas.records import Deployment, DeploymentStatus
 
-# The origin fuse, shared out over a plan's new lanes and the lanes that are kept from before it.
+# The origin budget, distributed over a plan's new lanes and the lanes kept from earlier plans.
 #
-# A plan's own shares fit under the fuse by construction. Lanes that are kept go on with a budget of
-# an earlier plan, which counted with another division: so what all may still read, together with
-# what was read, is brought under the fuse here, whatever came before. Pure arithmetic.
+# The budgets of one plan fit into the origin budget by construction. Kept lanes have a budget of an
+# earlier plan with another division. So the sum of what was read and what all workers may still
+# read is brought under the origin budget here, whatever came before. Pure arithmetic.
 #
-# What was read is what was told, and what those who are gone may have read since their last word. A
-# grant goes on from what was told when it was made, whatever its worker has read by the time it
-# hears of it (decision 36).
+# What was read is what was reported, plus what lost workers may have read after their last report.
+# A new budget counts from the bytes reported when it was made, whatever its worker has read by the
+# time it receives it (decision 36).
 
-TELLINGS = 32  # a seed tells at once of such a part of the fuse's slack
+TELLINGS = 32  # a seeder reports after each such part of the budget's slack
 
 
 def told_at_once(total_bytes: int) -> int:
-    """Return how much a seed may read before it says so, with no beat due."""
+    """Return after how many bytes a seeder reports its reads, with no heartbeat due."""
     return max(1, (origin_cap_bytes(total_bytes) - total_bytes) // TELLINGS)
 
 
 def spent_bytes(run: DeploymentRun) -> int:
-    """Return the most that can have been read from the origin so far beyond what the living, who
-    go on from what they told, may still read.
+    """Return the most bytes read from the origin so far, unreported reads of living workers
+    excepted: their budgets count from what they reported.
     """
     return run.origin_bytes + sum(run.memo.untold.values())
 
 
 def open_bytes(run: DeploymentRun) -> int:
-    """Return how much may still be read from the origin by all together."""
+    """Return how many bytes all workers together may still read from the origin."""
     fuse = origin_cap_bytes(run.deployment.total_bytes) + run.memo.extra_bytes
     return max(0, fuse - spent_bytes(run))
 
@@ -55,13 +56,13 @@ def under_the_fuse(
     kept: Mapping[str, WorkerLanes],
     fleet: Membership,
 ) -> tuple[WorkerLanes, ...]:
-    """Return the lanes of ``planned``, or those ``kept`` in their place, so that together they may
-    read no more than is open.
+    """Return the lanes of ``planned``, or those ``kept`` in their place, so that together they stay
+    within the origin budget.
 
-    What is too much comes first out of what new seeds have beyond what they begin. Then whoever has
-    most over what this plan gives it gets the plan's lanes after all: a head, as a rule, so that
-    hardly anybody has to be told. The plan's own shares fit, but for what those who read no longer
-    may have read before they hear of it; that is taken from the new seeds in the end.
+    An excess is taken first from what new seeders have beyond their assigned reads. Then the
+    workers whose kept budget exceeds this plan's share the most get the plan's lanes: usually the
+    first of the line, so that few workers must be notified. The plan's own shares fit, except for
+    what former seeders may read before they receive it; that is taken from the new seeders last.
     """
     kept = dict(kept)
     if not run.fused:
@@ -85,15 +86,15 @@ def under_the_fuse(
 
 
 def _share_bytes(run: DeploymentRun, planned: WorkerLanes) -> int:
-    """Return a worker's share of this plan; at least what it may have read by when it hears."""
+    """Return a worker's share of this plan; at least what it may have read by its arrival."""
     worker_id = planned.worker_id
     untold = untold_bytes(run.lanes.get(worker_id), run.parts[worker_id])
     return max(planned.origin_budget_bytes, untold)
 
 
 def _cut(shares: dict[str, int], least: Mapping[str, int], excess: int) -> int:
-    """Take ``excess`` out of the ``shares`` of those in ``least``, and leave them that; return what
-    is too much still.
+    """Take ``excess`` out of the ``shares`` of the workers in ``least``, down to that minimum;
+    return what remains of the excess.
     """
     for name, needed in least.items():
         if excess <= 0:
@@ -105,12 +106,12 @@ def _cut(shares: dict[str, int], least: Mapping[str, int], excess: int) -> int:
 
 
 def _granted(run: DeploymentRun, lanes: WorkerLanes, share: int, fleet: Membership) -> WorkerLanes:
-    """Return ``lanes`` with a budget of ``share``, from what its reader had told on, and with how
-    much it is to tell of at once.
+    """Return ``lanes`` with a budget of ``share``, counted from its worker's reported bytes, and
+    for a seeder with its reporting interval in bytes.
     """
     worker_id, seeds = lanes.worker_id, bool(lanes.origin_lanes)
     if share == lanes.origin_budget_bytes and not seeds and worker_id not in run.lanes:
-        return lanes  # its first ones: it has read nothing
+        return lanes  # its first lanes: it has read nothing
     worker = fleet.find(worker_id)
     told = 0 if worker is None else run.memo.spent.get(process_of(worker), 0)
     update = {"origin_budget_bytes": share, "origin_counted_bytes": told}
@@ -120,8 +121,8 @@ def _granted(run: DeploymentRun, lanes: WorkerLanes, share: int, fleet: Membersh
 
 
 def _begun_bytes(run: DeploymentRun, lanes: WorkerLanes) -> int:
-    """Return what is to be read at the origin as ``lanes`` say, and all of it for who is no seed:
-    its small share is for the last resort.
+    """Return the bytes that ``lanes`` assign at the origin; for a worker that is no seeder its
+    whole budget, which is small and for the last resort.
     """
     chunks, held = run.manifest.chunks, set(run.parts[lanes.worker_id].chunks)
     begun = [
@@ -135,13 +136,13 @@ def _begun_bytes(run: DeploymentRun, lanes: WorkerLanes) -> int:
     return sum(begun) if begun else lanes.origin_budget_bytes
 
 
-Places = Mapping[str, tuple[str, bool]]  # of the living: address, and whether to be asked at all
+Places = Mapping[str, tuple[str, bool]]  # of living workers: address, and whether usable
 
-NEAR_SPARES = 2  # of each lane, that must be good; who dies is a far spare of many others
+NEAR_SPARES = 2  # of each lane, that must be usable; a lost worker is a far spare of many others
 
 
 def new_deployment(event: Create, fleet: Membership, patience: Patience) -> Deployment:
-    """Return the record of a deployment that begins; raises InvalidInput where it cannot be."""
+    """Return the record of a new deployment; raises InvalidInput for an impossible request."""
     call, manifest = event.call, event.manifest
     if len(set(call.target_workers)) != len(call.target_workers):
         raise InvalidInput("a target worker is named twice", wanted="each target once")
@@ -195,12 +196,12 @@ def _estimate(event: Create, fleet: Membership, patience: Patience) -> Predictio
 def next_plan(
     run: DeploymentRun, tally: Tally, fleet: Membership, patience: Patience
 ) -> tuple[Plan, dict[str, int]]:
-    """Return the plan of the next epoch, and who came back too late to stand in the line any more
-    (with the pieces it lacked); raises InvalidPlan.
+    """Return the plan of the next epoch, and the workers that returned too late for their place in
+    the line, with the pieces that they lacked; raises InvalidPlan.
 
-    Everybody who ever was here is named to the planner, the dead too, so that the others keep
-    their places. Whose lanes come out as they were keeps them as they are, epoch and budget too:
-    it need not be told, and at 10,000 workers nobody could tell everybody of each death.
+    The planner gets every worker that ever registered, lost ones too, so that the others keep
+    their places. A worker whose lanes are unchanged keeps them with epoch and budget: it need not
+    be notified, and at 10,000 workers not all can be notified of each loss.
     """
     late = _latecomers(run, tally, patience)
     living = set(tally.living)
@@ -210,7 +211,7 @@ def next_plan(
     for worker_id in everybody:
         record, part = fleet.find(worker_id), run.parts[worker_id]
         if record is None:
-            continue  # never here: nobody can be told where it is
+            continue  # it never registered: its address is unknown
         standing = run.standing_of(worker_id) if worker_id in living else Standing.GONE
         if standing is Standing.LINE and worker_id in late:
             standing = Standing.TAIL
@@ -255,7 +256,7 @@ def next_plan(
 
 
 def _latecomers(run: DeploymentRun, tally: Tally, patience: Patience) -> dict[str, int]:
-    """Return who came back with a gap: in its old place everybody behind it would wait for that."""
+    """Return the workers that returned with a gap: workers behind them would wait for it."""
     back = [each for each in tally.pending if each in run.fresh or each not in run.lanes]
     others = [run.parts[each].pieces_known for each in tally.living if each not in run.fresh]
     if run.plan is None or not back or not others:
@@ -266,11 +267,11 @@ def _latecomers(run: DeploymentRun, tally: Tally, patience: Patience) -> dict[st
 
 
 def _is_kept(run: DeploymentRun, planned: WorkerLanes, places: Places) -> bool:
-    """Return whether the worker keeps the lanes that it has: ``planned`` says the same.
+    """Return whether the worker keeps its lanes, because ``planned`` is equivalent.
 
-    The origin fuse is one for all epochs: who keeps its budget may go on reading what is left of
-    it, so that must not be much more than this plan counts with, nor, for who seeds, far less.
-    ``grants`` sees to it that all of them together fit.
+    The origin budget is shared by all epochs, and a worker that keeps its lanes may read the rest
+    of its budget. So that rest must not be much more than its share of this plan, nor, for a
+    seeder, far less. ``under_the_fuse`` makes all of them together fit.
     """
     worker_id = planned.worker_id
     before, part = run.lanes.get(worker_id), run.parts[worker_id]
@@ -281,7 +282,7 @@ def _is_kept(run: DeploymentRun, planned: WorkerLanes, places: Places) -> bool:
     if not run.fused:
         return True
     seeds = bool(planned.origin_lanes)
-    if part.spent_before is None:  # told by an earlier coordinator: what is left is not known
+    if part.spent_before is None:  # planned by an earlier coordinator: the rest is unknown
         return not seeds
     left = before.origin_budget_bytes - (part.spent_bytes - part.spent_before)
     share, total = planned.origin_budget_bytes, run.deployment.total_bytes
@@ -292,8 +293,8 @@ def _is_kept(run: DeploymentRun, planned: WorkerLanes, places: Places) -> bool:
 
 
 def _serves(before: WorkerLanes, planned: WorkerLanes, places: Places) -> bool:
-    """Return whether the lanes that a worker has serve as well as ``planned``: the same chunks from
-    the same sources, a spare or two near at hand that live where it believes, and no quarantined.
+    """Return whether a worker's lanes are as good as ``planned``: the same chunks and sources, near
+    spares that are alive at the same address, and no quarantined spare.
     """
     if len(before.lanes) != len(planned.lanes):
         return False

@@ -1,13 +1,13 @@
-"""The coordinator's decisions: events and a time go in, effects come out.
+"""The coordinator's state machine: events and a time go in, effects come out.
 
-It follows every deployment, notices what a loss or a return means for it, replans with whoever is
-there, and answers calls. It has no clock, no socket, no file and no thread: the driver gives it the
-time and carries out what it returns, so tests and simulations run exactly this code. An event that
-is refused raises a PacelineError and has changed nothing.
+It tracks every deployment, detects lost and returned workers, replans with the living ones and
+answers calls. It has no clock, socket, file or thread: the driver passes the time and carries out
+the effects, so tests and simulations run exactly this code. A refused event raises a PacelineError
+and changes nothing.
 
-Where to look: ``hearing`` (what agents say), ``course`` and ``verdict`` (what follows from a
-deployment's facts), ``switching`` (which version is active), ``answers`` (what agents are told),
-``pruning`` (what is forgotten).
+Parts: ``agent_handlers`` (registrations, heartbeats and their answers), ``lifecycle`` (a
+deployment's status and replanning), ``activation`` (which version is active), ``deployment_index``
+(lookup and pruning).
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ from paceline.schemas.records import (
     WorkerStatus,
 )
 
-RESTORED_CLOSED = (
-    20  # after a restart, so many of the newest closed deployments are still announced
-)
+RESTORED_CLOSED = 20  # newest closed deployments that are still announced after a restart
 
 
 class CoordinatorState:
@@ -95,7 +93,7 @@ class CoordinatorState:
     def restore(
         cls, kept: Kept, now_s: float, patience: Patience | None = None, *, leader_epoch: int = 1
     ) -> CoordinatorState:
-        """Return the state that the kept records amount to; progress comes back with the beats."""
+        """Return the state built from stored records; progress arrives with the heartbeats."""
         state = cls(patience, leader_epoch=leader_epoch)
         state.fleet.restore(kept.workers, now_s)
         state.tokens.restore(kept.tokens)
@@ -112,7 +110,7 @@ class CoordinatorState:
         return state
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        """Take one event and return what must be kept, told and answered."""
+        """Apply one event and return the effects: records to store, audit events, the answer."""
         return [self._stamped(effect, now_s) for effect in self._handle(event, now_s)]
 
     def _handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -148,7 +146,7 @@ class CoordinatorState:
                 return self.tokens.handle(event)
 
     def _stamped(self, effect: Effect, now_s: float) -> Effect:
-        """Return ``effect`` with the time at which a deployment is kept, and first was final."""
+        """Return ``effect`` with the time at which a deployment is stored and first was final."""
         if not isinstance(effect, KeepDeployment):
             return effect
         run = self._book.find(effect.deployment.deployment_id)
@@ -162,12 +160,12 @@ class CoordinatorState:
 
     @property
     def beats(self) -> int:
-        """Return how many beats were taken since this process began to lead."""
+        """Return how many heartbeats were accepted since this process began to lead."""
         return self._hearing.beats
 
     @property
     def beats_refused(self) -> int:
-        """Return how many came from workers that had to register first."""
+        """Return how many heartbeats came from workers that must register first."""
         return self._hearing.beats_refused
 
     # --- reading ---------------------------------------------------------------------------------
@@ -181,12 +179,12 @@ class CoordinatorState:
         return [run.shown() for run in self._book]
 
     def view(self, deployment_id: str) -> DeploymentView:
-        """Return the deployment and how far it is."""
+        """Return the deployment with its progress."""
         run = self.run(deployment_id)
         return view_of(run, tally_of(run.parts, run.memo.failures, self.fleet.alive))
 
     def progress(self, deployment_id: str) -> list[WorkerProgress]:
-        """Return each target's part."""
+        """Return each target's progress."""
         return list(progress_of(self.run(deployment_id), self.fleet.alive))
 
     def plan(self, deployment_id: str) -> Plan:
@@ -213,9 +211,9 @@ class CoordinatorState:
         return view
 
     def is_calm(self, beat: Heartbeat) -> bool:
-        """Return whether nothing will have to be kept of a beat: it says only how far things are.
+        """Return whether a heartbeat certainly leaves nothing to commit: it reports progress only.
 
-        Where this is false there may be nothing to keep either.
+        False is conservative: there may be nothing to commit either.
         """
         return self._hearing.is_calm(beat)
 
@@ -232,16 +230,19 @@ class CoordinatorState:
         ]
 
     def recall(self, deployment_id: str, parts: Mapping[str, WorkerProgress]) -> None:
-        """Show what the progress store knows of workers that have not beaten to this process yet.
+        """Fill in progress of workers whose heartbeats this process has yet to receive.
 
-        Nothing is decided by it: the next beat of each overwrites it.
+        Nothing is decided by it: each worker's next heartbeat overwrites it.
         """
         run = self._book.find(deployment_id)
         if run is not None:
             run.recall(parts)
 
     def known_key(self, key: str | None, body_digest: str) -> CreatedDeployment | None:
-        """Return what this idempotency key was answered; raises Conflict for another body."""
+        """Return the deployment that this idempotency key created, or None.
+
+        Raises Conflict where the key came with another body.
+        """
         run = self._book.known_key(key, body_digest)
         return None if run is None else _created(run.deployment)
 
@@ -358,7 +359,7 @@ class CoordinatorState:
         gap_s = 0.0 if self._last_s is None else now_s - self._last_s
         self._last_s = now_s
         if gap_s > self.patience.lost_after_beats * self.fleet.beat_interval_s() / 2:
-            # Nobody listened meanwhile (frozen, suspended): their silence proves nothing.
+            # No heartbeats were handled meanwhile (frozen, suspended): silence proves no loss.
             self.fleet.forgive(gap_s, now_s)
         effects: list[Effect] = []
         for worker in self.fleet.lose_silent(now_s):
@@ -373,7 +374,7 @@ class CoordinatorState:
         many = len(self._book) > self.patience.kept_at_most
         if now_s - self._pruned_s >= (LOOK_MANY_S if many else LOOK_S):
             pruned = prune(self._book, self.patience, event.at, now_s)
-            if not pruned:  # else there may be more
+            if not pruned:  # where some were pruned, there may be more
                 self._pruned_s = now_s
             effects += pruned
             effects += prune_workers(self._book, self.fleet, event.at)

@@ -1,4 +1,4 @@
-"""One target's part in a deployment as it reported it, and all targets by how they stand."""
+"""Each target's reported progress in a deployment, targets by state, and heartbeat validation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.schemas.records import Deployment, Failure, Receipt, WorkerStatus
 
 @dataclass(slots=True)
 class Part:
-    """One target's part, as its newest incarnation reported it."""
+    """One target's progress, as its newest incarnation reported it."""
 
     incarnation: int = 0
-    epoch: int = 0  # of the lanes it says it follows
-    ready: bool = False  # it acknowledged the manifest: fetched lanes, or says it follows some
+    epoch: int = 0  # of the lanes that it reports to follow
+    ready: bool = False  # it acknowledged the manifest: it fetched or follows lanes
     status: WorkerStatus = WorkerStatus.IDLE
     pieces_held: int = 0
     bytes_held: int = 0
@@ -26,19 +26,19 @@ class Part:
     failure: Failure | None = None
     receipt: Receipt | None = None
     activated: bool = False
-    seen_whole: bool = False  # its newest word: the version is on its disk
-    lanes_s: float | None = None  # when this incarnation first took lanes
+    seen_whole: bool = False  # its newest report: the version is on its disk
+    lanes_s: float | None = None  # when this incarnation first fetched lanes
     dead_since_s: float | None = None
-    told: frozenset[str] = frozenset()  # sources it reported lost or corrupt, already passed on
-    command_sent: bool = False  # the cancel or activate in force rode on an answer already
+    told: frozenset[str] = frozenset()  # reported lost or corrupt sources, already in the audit log
+    command_sent: bool = False  # the current cancel or activate was part of an answer already
     stopped: bool = False  # it confirmed a cancel
-    process: str = ""  # which of its processes told of reading from the origin last
+    process: str = ""  # the process that last reported origin reads
     processes: list[str] = field(default_factory=list)  # that read from the origin, oldest first
     spent_bytes: int = 0  # read from the origin, by all its processes
     spent_before: int | None = None  # of these, before it got its present budget, where known
 
     def begin_again(self, incarnation: int) -> None:
-        """Forget what the previous incarnation said; its receipt stands until contradicted."""
+        """Reset for a new incarnation; its receipt stays valid until contradicted."""
         self.incarnation, self.epoch, self.status = incarnation, 0, WorkerStatus.IDLE
         self.ready, self.process = False, ""
         self.held_before = max(self.held_before, self.pieces_held)
@@ -48,28 +48,28 @@ class Part:
 
     @property
     def pieces_known(self) -> int:
-        """Return how many pieces are on its disk, as far as it ever said."""
+        """Return the most pieces that it ever reported to have on its disk."""
         return max(self.pieces_held, self.held_before)
 
 
 def left_bytes(lanes: WorkerLanes | None, part: Part) -> int:
-    """Return the most that a worker may still read from the origin under ``lanes``.
+    """Return the most bytes that a worker may still read from the origin under ``lanes``.
 
-    One that an earlier coordinator planned for may have its whole budget left: it is not known when
-    it was granted.
+    A worker planned by an earlier coordinator may have its whole budget left: when the budget was
+    granted is unknown.
     """
     if lanes is None or part.receipt is not None:
-        return 0  # whoever has everything reads nothing
+        return 0  # a complete worker reads nothing
     spent = 0 if part.spent_before is None else part.spent_bytes - part.spent_before
     return max(0, lanes.origin_budget_bytes - spent)
 
 
 def untold_bytes(lanes: WorkerLanes | None, part: Part) -> int:
-    """Return the most that a worker has read from the origin since its last word.
+    """Return the most bytes that a worker has read from the origin since its last report.
 
-    A seed tells at once of ``origin_tell_bytes``, unless it spoke just before; while nobody hears
-    it, it may read more, and that is not known. The share of who is no seed is passed over: it is
-    small, and for the last resort.
+    A seeder reports every ``origin_tell_bytes`` at once, except within ``NEWS_S`` of its last
+    report. During longer silence it may read more, which is not counted. The budget of a worker
+    that is no seeder is ignored: it is small, and for the last resort.
     """
     if lanes is None or not lanes.origin_lanes:
         return 0
@@ -80,19 +80,19 @@ def untold_bytes(lanes: WorkerLanes | None, part: Part) -> int:
 
 @dataclass(slots=True)
 class Tally:
-    """The targets of one deployment by how they stand."""
+    """The targets of one deployment, grouped by state."""
 
     living: list[str] = field(default_factory=list)  # alive and able to finish
     pending: list[str] = field(default_factory=list)  # of these, without a receipt
     done: list[str] = field(default_factory=list)
-    dead: list[str] = field(default_factory=list)  # silent and without a receipt
-    failed: list[str] = field(default_factory=list)  # gave up
+    dead: list[str] = field(default_factory=list)  # lost and without a receipt
+    failed: list[str] = field(default_factory=list)  # reported a failure
 
 
 def tally_of(
     parts: Mapping[str, Part], failed: Collection[str], alive: Callable[[str], bool]
 ) -> Tally:
-    """Sort the targets by how they stand."""
+    """Group the targets by state."""
     tally = Tally()
     for worker_id, part in parts.items():
         if part.receipt is not None:
@@ -109,20 +109,17 @@ def tally_of(
     return tally
 
 
-# Whether what a worker says of its part can be so at all.
-#
-# Asked before anything of a beat is taken: one worker's absurd number would otherwise be
-# everybody's trouble, in plans, figures and metrics. What is possible is believed. Pure, and cheap:
-# it is asked of each beat, so the list of chunks is looked through only where it changed.
-#
-# Edges are no part of it: who reads at a worker says its own name, so a stranger's must not cost
-# that worker its beat. They are passed over (``has_part``).
+# Validation of heartbeats, before any value is used: otherwise one worker's impossible number would
+# reach plans, figures and metrics. Pure and cheap, because it runs for each heartbeat: the list of
+# chunks is checked only where it changed. Edges are not validated, because a reader chooses the
+# name that it sends to its source, and a wrong name must not cost the source its heartbeat; unknown
+# ones are skipped (``has_part``).
 
 
 def require_possible(
     deployment: Deployment, targets: Container[str], part: Part, beat: DeploymentBeat
 ) -> None:
-    """Raise InvalidInput where ``beat`` says more than there is, or names who has no part in it."""
+    """Raise InvalidInput where ``beat`` exceeds the totals or names a worker that is no target."""
     if beat.pieces_held > deployment.total_pieces:
         raise _impossible(deployment, "pieces", beat.pieces_held, deployment.total_pieces)
     if beat.bytes_held > deployment.total_bytes:
@@ -148,7 +145,7 @@ def require_possible(
 
 
 def has_part(deployment: Deployment, targets: Container[str], key: str) -> bool:
-    """Return whether ``key`` is a source or a reader that a deployment to ``targets`` can have."""
+    """Return whether ``key`` is a target of the deployment or its origin."""
     return key in targets or key == f"origin:{deployment.source_url}"
 
 

@@ -1,4 +1,4 @@
-"""What the coordinator keeps: three contracts, each with a local and a cluster backend."""
+"""The coordinator's stores: three contracts, each with a local and a cluster backend."""
 
 from paceline.coordinator.stores.contracts import (
     Audit,

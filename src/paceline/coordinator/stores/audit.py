@@ -1,4 +1,4 @@
-"""The audit history in a SQLite file, which may be the one that coordination uses."""
+"""The audit store in SQLite, and what both audit backends share: cleaning, rows, queries."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from paceline.coordinator.stores.sqlite_file import SqliteFile
 from paceline.errors import Conflict
 from paceline.schemas.events import Event
 
-# Events as they are kept: numbered, and made of nothing that a store or a reader would refuse.
-#
-# One event that JSON, UTF-8 or a database does not take would hold up all that come after it.
+# Events are cleaned before they are stored: one event that JSON, UTF-8 or a database refuses would
+# block all later ones.
 
 LONGEST = 16_384  # characters of one text: 10,000 events may wait, and a million are kept
 
 
 def numbered(told: Observed, seq: int) -> Event:
-    """Return what ``told`` tells, under its number."""
+    """Return ``told`` as an event with this number, cleaned."""
     data = fit(told.data)
     assert isinstance(data, dict)
     return Event(
@@ -37,7 +36,7 @@ def numbered(told: Observed, seq: int) -> Event:
 
 
 def cleaned(event: Event) -> Event:
-    """Return ``event`` as ``numbered`` would have made it."""
+    """Return ``event`` with the cleaning that ``numbered`` applies."""
     changed = {
         "deployment_id": _name(event.deployment_id),
         "worker_id": _name(event.worker_id),
@@ -47,7 +46,7 @@ def cleaned(event: Event) -> Event:
 
 
 def fit(value: object) -> object:
-    """Return ``value`` as JSON has it: no NaN, no half characters, text for the rest."""
+    """Return ``value`` as valid JSON data: no NaN, no lone surrogates, other types as text."""
     match value:
         case None | bool() | int():
             return value
@@ -72,14 +71,14 @@ def _name(name: str | None) -> str | None:
     return None if name is None else _text(name).replace("\0", "\ufffd")
 
 
-# Events as rows, and a question to the audit store as SQL: the same for SQLite and PostgreSQL.
+# Events as rows, and queries as SQL, for both SQLite and PostgreSQL.
 
 COLUMNS = "seq, name, at, deployment_id, worker_id, data"
 _FIELDS = tuple(COLUMNS.split(", "))
 
 
 def row_of(event: Event) -> tuple[object, ...]:
-    """Return ``event``, cleaned, in the order of COLUMNS, its data as JSON."""
+    """Return ``event``, cleaned, in the order of COLUMNS, with its data as JSON."""
     fit = cleaned(event)
     names = (fit.deployment_id, fit.worker_id)
     return (fit.seq, fit.name.value, fit.at, *names, json.dumps(fit.data))
@@ -92,7 +91,7 @@ def event_of(row: Sequence[Any]) -> Event:
 
 
 def require_same(kept: Event, told: Event, where: object) -> None:
-    """Raise Conflict where ``kept`` is not the event that came again under its number."""
+    """Raise Conflict where ``kept`` is not the event that was sent again under its number."""
     if kept != cleaned(told):
         raise Conflict(
             "the audit store has another event under this number",
@@ -114,7 +113,7 @@ def pruning(mark: str, keep: int) -> tuple[str, list[object]]:
 
 
 def select(asked: Question, mark: str) -> tuple[str, list[object]]:
-    """Return the SELECT of what is asked and its values; ``mark`` stands for one (? or %s)."""
+    """Return the SELECT for ``asked`` and its values; ``mark`` is the placeholder (? or %s)."""
     conditions: list[tuple[str, object]] = [("seq > ", asked.after)]
     for text, value in (
         ("seq < ", asked.before),
@@ -132,7 +131,7 @@ def select(asked: Question, mark: str) -> tuple[str, list[object]]:
         values += [each.value for each in asked.names]
     values.append(max(0, min(asked.limit, QUERY_EVENTS)))
     order = "DESC" if asked.newest_first else "ASC"
-    # Text of our own; the caller's values go apart from it.
+    # Constant text only; the caller's values are bound as parameters.
     return (
         f"SELECT {COLUMNS} FROM audit WHERE {' AND '.join(clauses)}"  # noqa: S608
         f" ORDER BY seq {order} LIMIT {mark}",
@@ -140,7 +139,7 @@ def select(asked: Question, mark: str) -> tuple[str, list[object]]:
     )
 
 
-# The table is the one that version 1 of the coordinator's file had; ``epoch`` is no longer told.
+# The table of version 1 of the coordinator's file; ``epoch`` is no longer used.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS audit (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, epoch INTEGER NOT NULL, name TEXT NOT NULL,
@@ -152,7 +151,7 @@ CREATE INDEX IF NOT EXISTS audit_by_name ON audit (name, seq);
 
 
 class SqliteAudit:
-    """One table, as the Audit contract wants it."""
+    """Implements the Audit contract with one table, which may be in coordination's file."""
 
     def __init__(self, path: Path) -> None:
         self.backend = f"sqlite {sqlite3.sqlite_version}"
@@ -163,7 +162,7 @@ class SqliteAudit:
         self.last()
 
     def append(self, events: Sequence[Event]) -> None:
-        """Keep all of ``events`` in one transaction."""
+        """Store all of ``events`` in one transaction."""
         with self._file.writing() as db:
             for event in events:
                 seq, *rest = row_of(event)
@@ -177,11 +176,11 @@ class SqliteAudit:
                     require_same(event_of(db.execute(*same).fetchone()), event, self._file.path)
 
     def last(self) -> int:
-        """Return the highest number kept."""
+        """Return the highest stored number."""
         return int(self._file.one("SELECT COALESCE(MAX(seq), 0) FROM audit")[0])
 
     def query(self, asked: Question = EVERYTHING) -> list[Event]:
-        """Return the events asked for."""
+        """Return the matching events."""
         return [event_of(row) for row in self._file.rows(*select(asked, "?"))]
 
     def prune(self, keep: int) -> int:
@@ -190,7 +189,7 @@ class SqliteAudit:
             return db.execute(*pruning("?", keep)).rowcount
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         self._file.close()
 
 

@@ -1,20 +1,20 @@
-"""The three contracts of what a coordinator keeps, each with two backends.
+"""The contracts of the coordinator's three stores, each with two backends.
 
 ========== =================================================== ================= =================
-contract   what                                                one machine       cluster
+contract   content                                             one machine       cluster
 ========== =================================================== ================= =================
 Coordination deployments, plans, workers, receipts, keys,      SQLite            etcd
-           tokens, the ledger, the outbox of events, who leads
-Progress   how far each worker is, and when it last beat       memory            Redis
+           tokens, the ledger, the event outbox, the leader
+Progress   each worker's progress and last heartbeat           memory            Redis
 Audit      every event, for as long as the operator wants      SQLite            PostgreSQL
 ========== =================================================== ================= =================
 
-Coordination is the only one that must not lose anything. Each of its writes proves in its own
-transaction that the writer still leads (I4). Progress may vanish at any moment. Audit is filled
-from Coordination's outbox, so an event is committed together with the change that it tells of.
+Only Coordination must not lose anything. Each of its writes proves in its own transaction that the
+writer still leads (I4). Progress may be lost at any moment. Audit is filled from Coordination's
+outbox, so an event is committed together with the change that it describes.
 
-Every method may be called from any thread, also by several at once, and returns or raises within
-the time limits of its backend. What cannot be reached raises ServiceUnavailable.
+Every method may be called from any thread, also concurrently, and returns or raises within the
+time limits of its backend. An unreachable store raises ServiceUnavailable.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from paceline.errors import ServiceUnavailable, StaleEpoch
 from paceline.schemas.events import Event, EventName
 from paceline.schemas.records import StageRecord, WorkerProgress
 
-OUTBOX_EVENTS = 10_000  # waiting for the audit store; with so many, nothing more is committed
-RECENT_EVENTS = 1_000  # shipped already and still kept, for who begins to follow
-PRUNE_EVENTS = 20_000  # deleted from the audit store in one go
-QUERY_EVENTS = 1_000  # the most that one question to the audit store is answered with
+OUTBOX_EVENTS = 10_000  # unshipped; with so many, every further commit is refused
+RECENT_EVENTS = 1_000  # shipped, and still kept for new readers of the event stream
+PRUNE_EVENTS = 20_000  # deleted from the audit store in one transaction
+QUERY_EVENTS = 1_000  # the most events that one query of the audit store returns
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica that would lead."""
+    """A replica that campaigns for leadership."""
 
     replica_id: str
-    url: str  # where clients reach it
+    url: str  # at which clients reach it
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One replica's time as the leader; epochs strictly increase over all terms of a store."""
+    """One replica's term as the leader; epochs strictly increase over all terms of a store."""
 
     epoch: int
     replica_id: str
@@ -56,94 +56,95 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Outbox:
-    """Where the events stand on their way to the audit store, by their numbers."""
+    """The event numbers that bound what is still to be shipped to the audit store."""
 
-    shipped: int  # the newest one that the audit store is known to have
-    last: int  # the newest one committed
+    shipped: int  # the newest event that the audit store has
+    last: int  # the newest committed event
 
     @property
     def waiting(self) -> int:
-        """Return how many have yet to be shipped."""
+        """Return how many events have yet to be shipped."""
         return self.last - self.shipped
 
 
 @runtime_checkable
 class Coordination(Protocol):
-    """What must survive, and who may write it."""
+    """The durable store of the state, with leader election and fenced writes."""
 
     @property
     def backend(self) -> str:
-        """Return the backend and its version, such as ``etcd 3.4.23``, for people."""
+        """Return the backend and its version, such as ``etcd 3.4.23``, for display."""
         ...
 
     @property
     def standbys(self) -> bool:
         """Return whether several replicas may share this store.
 
-        Where they may not (SQLite), ``campaign`` takes over at once from whoever led.
+        Where they may not (SQLite), ``campaign`` takes over from the previous leader at once.
         """
         ...
 
     def check(self) -> None:
-        """Raise ServiceUnavailable, saying what to do, where the store cannot be used now."""
+        """Raise ServiceUnavailable, with what to do, where the store cannot be used now."""
         ...
 
-    # --- who leads -------------------------------------------------------------------------------
+    # --- leadership ------------------------------------------------------------------------------
 
     def campaign(self, candidate: Candidate, give_up: Callable[[], bool]) -> Term | None:
         """Block until this replica leads and return its term; None once ``give_up()`` is true.
 
-        ``give_up`` is asked at least five times a second. A store that is away is waited for.
-        One campaign at a time in a process.
+        ``give_up`` is called at least five times a second. An unavailable store is retried. One
+        campaign at a time in a process.
         """
         ...
 
     def resign(self, term: Term) -> None:
-        """End ``term`` and let the next one lead at once. Never raises: a lease ends by itself."""
+        """End ``term`` so that another replica can lead at once. Never raises."""
         ...
 
     def is_leading(self, term: Term) -> bool:
-        """Return whether ``term`` certainly still leads: local knowledge, without I/O.
+        """Return whether ``term`` certainly still leads: a local check without I/O.
 
-        False once the lease may have run out by the local clock, which jumps of the wall's time do
-        not touch, or once a write was refused. What was true a moment ago proves nothing about a
-        write: only ``commit`` does.
+        False once the lease may have expired by the local clock, which wall-time jumps do not
+        affect, or once a write was refused. True proves nothing about a later write: only
+        ``commit`` does.
         """
         ...
 
     def leader(self) -> Term | None:
-        """Return who leads, as the store has it now."""
+        """Return the current leader's term from the store, or None."""
         ...
 
     # --- state -----------------------------------------------------------------------------------
 
     def commit(self, term: Term, effects: Iterable[Effect]) -> list[Event]:
-        """Keep everything that ``effects`` ask for, or nothing; return the events, numbered.
+        """Commit everything in ``effects`` atomically; return the events with their numbers.
 
-        ``Answer`` effects are passed over. Raises StaleEpoch where ``term`` no longer leads, and
-        ServiceUnavailable where the store is away or too many events wait for the audit store.
-        After any error the outcome may be unknown: the caller must ``load`` before it goes on, and
-        a commit before that raises ServiceUnavailable. Once ``load`` has returned, an older commit
-        that it does not show cannot come to pass any more.
+        ``Answer`` effects are ignored. Raises StaleEpoch where ``term`` no longer leads, and
+        ServiceUnavailable where the store is unavailable or the outbox is full. After any error
+        the outcome may be unknown: the caller must ``load`` before it continues, and a commit
+        before that raises ServiceUnavailable. Once ``load`` has returned, an older commit that it
+        does not show can no longer take effect.
         """
         ...
 
     def load(self, now_s: float) -> Kept:
-        """Return everything; after a reboot the durations of running deployments begin anew.
+        """Return everything; after a reboot the durations of running deployments are rebased.
 
-        ``now_s`` is the caller's monotonic clock. A standby that asks again pays for what changed.
+        ``now_s`` is the caller's monotonic clock. Where the backend caches (etcd), a repeated call
+        reads only what changed.
         """
         ...
 
     def revision(self) -> int:
-        """Return a number that grows with each change; ask before ``load``, then ``wait`` on it."""
+        """Return a number that grows with each change; read it before ``load``, then ``wait``."""
         ...
 
     def wait(self, after: int, timeout_s: float) -> int:
         """Block until something changed since revision ``after``, or for ``timeout_s``.
 
         Returns the newest revision, which is ``after`` where nothing changed. A change of leaders
-        is a change.
+        counts as a change.
         """
         ...
 
@@ -154,94 +155,94 @@ class Coordination(Protocol):
         ...
 
     def ledger(self) -> Iterable[LedgerLine]:
-        """Return a line for each record of the ledger."""
+        """Return the size and age of each ledger record."""
         ...
 
     def keep_stage(self, term: Term, record: StageRecord, told: Observed) -> list[Event]:
-        """Put ``record`` into the ledger, in place of an older one; errors as of ``commit``.
+        """Put ``record`` into the ledger, replacing an older one; errors as of ``commit``.
 
-        How large it may be, and the ledger with it, is decided before (``ledger``).
+        The caller checks the size limits before (``ledger``).
         """
         ...
 
     # --- the outbox of events --------------------------------------------------------------------
 
     def outbox(self) -> Outbox:
-        """Return which events wait for the audit store."""
+        """Return the range of event numbers that wait for the audit store."""
         ...
 
     def events_after(self, seq: int, limit: int) -> list[Event]:
-        """Return up to ``limit`` events after number ``seq``, oldest first, that are still kept.
+        """Return up to ``limit`` kept events after number ``seq``, oldest first.
 
-        Kept are those that wait and the newest RECENT_EVENTS of the others.
+        Kept are the unshipped events and the newest RECENT_EVENTS of the others.
         """
         ...
 
     def trim_events(self, term: Term, seq: int) -> None:
-        """Note that the audit store has every event up to ``seq``; errors as of ``commit``."""
+        """Record that the audit store has every event up to ``seq``; errors as of ``commit``."""
         ...
 
     def number_after(self, term: Term, seq: int) -> None:
-        """Number further events above ``seq``: the audit store has more than this store knows of.
+        """Number further events above ``seq``, because the audit store has newer events.
 
-        Happens where this store was restored from an older backup. Errors as of ``commit``.
+        This happens where this store was restored from an older backup. Errors as of ``commit``.
         """
         ...
 
     def close(self) -> None:
-        """Let go of files, connections and threads. A term that is held ends with its lease."""
+        """Release files, connections and threads. A held term ends when its lease expires."""
         ...
 
 
 @runtime_checkable
 class Progress(Protocol):
-    """What changes with every beat. It may all be gone at any moment; nothing here raises.
+    """Values that change with every heartbeat. They may be lost at any moment; nothing raises.
 
     Writing costs the caller no I/O: the newest value of each part is sent in the background and
-    dropped where the backend is away, so that what is read lacks it or is a little older.
+    dropped where the backend is unavailable, so reads may be incomplete or slightly old.
     """
 
     @property
     def backend(self) -> str:
-        """Return the backend and its version, for people."""
+        """Return the backend and its version, for display."""
         ...
 
     @property
     def healthy(self) -> bool:
-        """Return whether the last exchange with the backend worked."""
+        """Return whether the last exchange with the backend succeeded."""
         ...
 
     def begin(self) -> None:
-        """Forget what this process put in an earlier term, so that it does not come again."""
+        """Drop what this process stored in an earlier term, so that it is not sent again."""
         ...
 
     def put(
         self, parts: Mapping[tuple[str, str], WorkerProgress], beats: Mapping[str, float]
     ) -> None:
-        """Note parts by (deployment_id, worker_id), and by worker when it last beat (Unix time)."""
+        """Store parts by (deployment_id, worker_id), and heartbeat times by worker (Unix time)."""
         ...
 
     def get(self, deployment_id: str) -> dict[str, WorkerProgress]:
-        """Return the parts of one deployment that are known, by worker."""
+        """Return the stored parts of one deployment, by worker."""
         ...
 
     def beats(self) -> dict[str, float]:
-        """Return when each worker last beat, as far as it is known."""
+        """Return the time of each worker's last heartbeat, where it is stored."""
         ...
 
     def drop(self, deployment_id: str) -> None:
-        """Forget a deployment."""
+        """Delete a deployment's parts."""
         ...
 
     def close(self) -> None:
-        """Send what is still to be sent, for a second at most, and let go."""
+        """Send pending values, for a second at most, and release connections."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What is asked of an audit store: events numbered in (after, before), told in [since, until)
-    of Unix time. ``limit`` is brought down to QUERY_EVENTS.
+    """A query of the audit store: events numbered in (after, before), with times in [since, until)
+    in Unix time. ``limit`` is capped at QUERY_EVENTS.
     """
 
     after: int = 0
@@ -264,27 +265,27 @@ class Audit(Protocol):
 
     @property
     def backend(self) -> str:
-        """Return the backend and its version, for people."""
+        """Return the backend and its version, for display."""
         ...
 
     def check(self) -> None:
-        """Raise ServiceUnavailable, saying what to do, where the store cannot be used now."""
+        """Raise ServiceUnavailable, with what to do, where the store cannot be used now."""
         ...
 
     def append(self, events: Sequence[Event]) -> None:
-        """Keep ``events``, all or none; those whose number is there already are there once.
+        """Store ``events``, all or none; numbers that are there already are not stored twice.
 
         Raises Conflict where a number belongs to another event, ServiceUnavailable where the
-        outcome is unknown: appending the same again is right.
+        outcome is unknown: appending the same events again is safe.
         """
         ...
 
     def last(self) -> int:
-        """Return the highest number kept, 0 before the first."""
+        """Return the highest stored number, 0 before the first."""
         ...
 
     def query(self, asked: Question = EVERYTHING) -> list[Event]:
-        """Return the events asked for; page on with the last number as ``after`` (or as ``before``
+        """Return the matching events; to page, pass the last number as ``after`` (or as ``before``
         where the newest come first).
         """
         ...
@@ -292,16 +293,16 @@ class Audit(Protocol):
     def prune(self, keep: int) -> int:
         """Delete the oldest events beyond the newest ``keep`` (at least 1); return how many.
 
-        At most PRUNE_EVENTS at once: call again where it returns so many.
+        At most PRUNE_EVENTS per call: call again where it returns that many.
         """
         ...
 
     def close(self) -> None:
-        """Let go of files and connections."""
+        """Release files and connections."""
         ...
 
 
-# A deployment's memo as text, with the one thing in it that a reboot spoils: monotonic times.
+# A deployment's memo as text; its monotonic times are invalid after a reboot and are rebased.
 
 
 def write_memo(memo: Memo) -> str:
@@ -310,26 +311,28 @@ def write_memo(memo: Memo) -> str:
 
 
 def read_memo(text: str, now_s: float, *, same_boot: bool) -> Memo:
-    """Return the memo in ``text``; where another boot (or machine) wrote it, its durations go on
-    from where they were."""
+    """Return the memo in ``text``.
+
+    Where another boot or machine wrote it, its durations continue from their stored values.
+    """
     memo = Memo.from_json(text)
-    # Linux's monotonic clock goes on across processes, and begins anew with a boot.
+    # Linux's monotonic clock is shared by all processes, and restarts with each boot.
     return memo if same_boot else memo.rebased(now_s)
 
 
 def boot_id() -> str:
-    """Return what names this boot of this machine."""
+    """Return an identifier of this machine's current boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return "unknown boot"
 
 
-# What every coordination backend refuses with, said the same way.
+# Errors that every coordination backend raises, with the same text.
 
 
 def stale(term: Term, newest: int, where: object) -> StaleEpoch:
-    """Return the refusal of a write by a term that has ended."""
+    """Return the error for a write by a term that has ended."""
     ended = newest == term.epoch
     return StaleEpoch(
         "this term has ended" if ended else "a newer coordinator leads",
@@ -341,7 +344,7 @@ def stale(term: Term, newest: int, where: object) -> StaleEpoch:
 
 
 def load_first(where: object) -> ServiceUnavailable:
-    """Return the refusal of a write that follows one whose outcome is unknown."""
+    """Return the error for a write after one whose outcome is unknown."""
     return ServiceUnavailable(
         "an earlier write failed, and nobody knows whether it was kept",
         wanted="load() before the next write",
@@ -351,7 +354,7 @@ def load_first(where: object) -> ServiceUnavailable:
 
 
 def outbox_is_full(waiting: int) -> ServiceUnavailable:
-    """Return the refusal of a write whose events would have nowhere to go."""
+    """Return the error for a write with events while the outbox is full."""
     return ServiceUnavailable(
         "too many events wait for the audit store",
         got=f"{waiting} events",

@@ -1,4 +1,4 @@
-"""Progress within one process: enough for one replica, gone with it."""
+"""The progress store in process memory: for one replica, lost when it ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.schemas.records import WorkerProgress
 
 
 class MemoryProgress:
-    """Two dictionaries behind a lock, as the Progress contract wants it."""
+    """Implements the Progress contract with two dictionaries and a lock."""
 
     backend = "memory"
     healthy = True
@@ -20,14 +20,14 @@ class MemoryProgress:
         self._beats: dict[str, float] = {}
 
     def begin(self) -> None:
-        """Forget what was put in an earlier term."""
+        """Drop what was stored in an earlier term."""
         with self._lock:
             self._parts, self._beats = {}, {}
 
     def put(
         self, parts: Mapping[tuple[str, str], WorkerProgress], beats: Mapping[str, float]
     ) -> None:
-        """Note parts and beats."""
+        """Store parts and heartbeat times."""
         with self._lock:
             for (deployment_id, worker_id), part in parts.items():
                 self._parts.setdefault(deployment_id, {})[worker_id] = part
@@ -39,14 +39,14 @@ class MemoryProgress:
             return dict(self._parts.get(deployment_id, {}))
 
     def beats(self) -> dict[str, float]:
-        """Return when each worker last beat."""
+        """Return the time of each worker's last heartbeat."""
         with self._lock:
             return dict(self._beats)
 
     def drop(self, deployment_id: str) -> None:
-        """Forget a deployment."""
+        """Delete a deployment's parts."""
         with self._lock:
             self._parts.pop(deployment_id, None)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources to release."""

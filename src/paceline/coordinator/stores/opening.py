@@ -1,4 +1,4 @@
-"""Opens the state stores that a profile's [control] names; clients are imported only then."""
+"""Opens the stores that a profile's [control] names; client libraries are imported on demand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.coordinator.stores.contracts import Audit, Coordination, Progress
 from paceline.errors import InvalidProfile
 
 FILE = "coordinator.sqlite"  # in the state directory
-AUDIT_FILE = "audit.sqlite"  # where coordination is elsewhere
+AUDIT_FILE = "audit.sqlite"  # where coordination is not SQLite
 
 
 def open_coordination(runtime: Runtime) -> Coordination:
@@ -46,7 +46,7 @@ def open_coordination(runtime: Runtime) -> Coordination:
 
 
 def open_progress(runtime: Runtime) -> Progress:
-    """Return the progress store; a Redis that is away is no error."""
+    """Return the progress store; raises InvalidProfile. An unavailable Redis is no error."""
     control = runtime.profile.control
     if control.progress == "memory":
         from paceline.coordinator.stores.memory_progress import MemoryProgress
@@ -65,10 +65,10 @@ def open_progress(runtime: Runtime) -> Progress:
 
 
 def open_audit(runtime: Runtime) -> Audit:
-    """Return the audit store, its tables brought up to date.
+    """Return the audit store; SQLite's tables are created at once.
 
-    Raises InvalidProfile; ServiceUnavailable where SQLite's file cannot be used. A PostgreSQL that
-    is away is waited for by whoever appends.
+    Raises InvalidProfile; ServiceUnavailable where SQLite's file cannot be used. PostgreSQL is
+    connected and migrated on first use.
     """
     control = runtime.profile.control
     if control.audit == "sqlite":

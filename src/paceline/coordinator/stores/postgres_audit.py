@@ -1,8 +1,7 @@
-"""The audit history in PostgreSQL: one table, brought up to date when it is first reached.
+"""The audit store in PostgreSQL: one table, migrated on the first connection.
 
-Two connections, one that appends and one that answers, each used by one thread at a time. A server
-that stopped answering is given up by this side: each exchange has a deadline, after which its
-connection is cut.
+Two connections, one for appends and one for queries, each used by one thread at a time. Each
+exchange has a deadline, after which its connection is cut, because a server may stop answering.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ log = logging.getLogger(__name__)
 CONNECT_S = 3
 EXCHANGE_S = 5.0  # one transaction, before its connection is cut
 STATEMENT_MS = 4_000
-# What brings the tables from version N to N + 1; never change one that was released.
+# Migrations from version N to N + 1; never change a released one.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
-        # JSON, not JSONB: what was told is kept letter by letter, also what JSONB cannot hold.
+        # JSON, not JSONB: text is stored exactly, also what JSONB cannot hold.
         """CREATE TABLE audit (
              seq BIGINT PRIMARY KEY, name TEXT NOT NULL, at DOUBLE PRECISION NOT NULL,
              deployment_id TEXT, worker_id TEXT, data JSON NOT NULL)""",
@@ -47,7 +46,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX audit_by_time ON audit (at)",
     ),
 )
-MIGRATION_LOCK = 0x7061_6365  # one process migrates, the others wait and find it done
+MIGRATION_LOCK = 0x7061_6365  # one process migrates while the others wait
 _INSERT = f"""
 INSERT INTO audit ({COLUMNS})
 SELECT * FROM unnest(%s::bigint[], %s::text[], %s::float8[], %s::text[], %s::text[], %s::json[])
@@ -58,7 +57,7 @@ Found = TypeVar("Found")
 
 
 class PostgresAudit:
-    """One database, as the Audit contract wants it."""
+    """Implements the Audit contract with one database."""
 
     def __init__(self, url: str, *, password: str = "") -> None:
         """Nothing is connected yet; raises InvalidProfile for a URL that libpq cannot read."""
@@ -95,7 +94,7 @@ class PostgresAudit:
         self._do(self._asking, lambda db: db.execute("SELECT 1").fetchone())
 
     def append(self, events: Sequence[Event]) -> None:
-        """Keep all of ``events`` in one transaction."""
+        """Store all of ``events`` in one transaction."""
         if not events:
             return
         rows = [row_of(each) for each in events]
@@ -103,7 +102,7 @@ class PostgresAudit:
         def insert(db: psycopg.Connection[Any]) -> None:
             columns = [list(column) for column in zip(*rows, strict=True)]
             added = {seq for (seq,) in db.execute(_INSERT, columns)}
-            # What was told twice within one call, or before, must be the same.
+            # An event repeated within this call, or stored before, must be the same.
             told = {event.seq: event for event in events}
             there = [each.seq for each in events if each.seq not in added or told[each.seq] != each]
             query = f"SELECT {COLUMNS} FROM audit WHERE seq = ANY(%s)"  # noqa: S608
@@ -115,14 +114,14 @@ class PostgresAudit:
         self._do(self._appending, insert)
 
     def last(self) -> int:
-        """Return the highest number kept."""
+        """Return the highest stored number."""
         query = "SELECT COALESCE(MAX(seq), 0) FROM audit"
         found = self._do(self._asking, lambda db: db.execute(query).fetchone())
         assert found is not None
         return int(found[0])
 
     def query(self, asked: Question = EVERYTHING) -> list[Event]:
-        """Return the events asked for."""
+        """Return the matching events."""
         query, values = select(asked, "%s")
         rows = self._do(self._asking, lambda db: db.execute(query.encode(), values).fetchall())
         return [event_of(row) for row in rows]
@@ -133,7 +132,7 @@ class PostgresAudit:
         return self._do(self._appending, lambda db: db.execute(query.encode(), values).rowcount)
 
     def close(self) -> None:
-        """Let both connections go."""
+        """Close both connections."""
         self._appending.close()
         self._asking.close()
 
@@ -187,7 +186,7 @@ class PostgresAudit:
 
 
 class _Line:
-    """One connection, made when it is needed and again after an error."""
+    """One connection, opened on demand and again after an error."""
 
     def __init__(self, connect: Callable[[], psycopg.Connection[Any]]) -> None:
         self._connect = connect
@@ -195,7 +194,7 @@ class _Line:
         self._db: psycopg.Connection[Any] | None = None
 
     def do(self, work: Callable[[psycopg.Connection[Any]], Found]) -> Found:
-        """Do ``work`` in a transaction; once more where a connection of before was dead."""
+        """Run ``work`` in a transaction; once more where the existing connection was dead."""
         with self._lock:
             if self._db is not None:
                 try:
@@ -217,7 +216,7 @@ class _Line:
             raise
 
     def close(self) -> None:
-        """Let the connection go."""
+        """Close the connection."""
         with self._lock:
             if self._db is not None:
                 self._db.close()
@@ -226,7 +225,7 @@ class _Line:
 
 @contextlib.contextmanager
 def _cut_after(db: psycopg.Connection[Any], seconds: float) -> Iterator[None]:
-    """Cut the connection if the block takes longer: a frozen server answers nothing, ever."""
+    """Cut the connection if the block takes longer, because a frozen server never answers."""
 
     def cut() -> None:
         with (

@@ -1,9 +1,9 @@
-"""Progress in Redis, so that standbys can show it: sent in the background, never waited for.
+"""The progress store in Redis, from which standbys read; written in the background.
 
-Nobody depends on it. ``put`` is a dictionary update; a thread sends the newest values twice a
-second in one round trip. Where Redis does not answer, it is left alone for a while, longer each
-time; readers then get nothing at once. Whatever it lost, it is sent again: a marker that is gone,
-or any error, has the thread send everything it was given since the term began.
+Correctness does not depend on it. ``put`` is a dictionary update; a thread sends the newest values
+twice a second in one round trip. After a failure Redis is not called for a while, longer each time;
+reads then return nothing at once. Lost data is sent again: a missing marker, or any error, makes
+the thread send everything that it was given since the term began.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 
 SEND_S = 0.5  # between two round trips
 ANSWER_S = 0.5  # Redis's time to answer
-SHUN_S = (1.0, 5.0)  # after a failure it is left alone so long: the first time, at most
+SHUN_S = (1.0, 5.0)  # pause after a failure: the first, the longest
 FIELDS_A_CALL = 1_000
-MOST_PARTS = 200_000  # remembered here; beyond it, new ones are not shown
-MOST_BEATS = 100_000  # of workers; beyond it, those that are heard of now are remembered
-FORGET_S = 24 * 3600  # after the last change Redis forgets by itself
+MOST_PARTS = 200_000  # held here; further ones are not stored
+MOST_BEATS = 100_000  # of workers; beyond it, only the newest call's are held
+FORGET_S = 24 * 3600  # after the last change Redis expires the keys
 
 
 class RedisProgress:
-    """One Redis (or Valkey), as the Progress contract wants it."""
+    """Implements the Progress contract with one Redis (or Valkey)."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class RedisProgress:
         password: str = "",
         ca: Path | None = None,
     ) -> None:
-        """Nothing is connected yet; raises InvalidProfile for a URL that is none."""
+        """Nothing is connected yet; raises InvalidProfile for an invalid URL."""
         options: dict[str, object] = {} if ca is None else {"ssl_ca_certs": str(ca)}
         try:
             self._redis = redis.Redis.from_url(
@@ -56,7 +56,7 @@ class RedisProgress:
                 password=password or None,
                 socket_timeout=ANSWER_S,
                 socket_connect_timeout=ANSWER_S,
-                retry=Retry(NoBackoff(), 0),  # this class decides when to try again
+                retry=Retry(NoBackoff(), 0),  # this class decides when to retry
                 decode_responses=True,
                 **options,
             )
@@ -70,7 +70,7 @@ class RedisProgress:
         self._beats: dict[str, float] = {}
         self._new: set[tuple[str, str]] = set()
         self._new_beats: set[str] = set()
-        self._old_beats = False  # Redis has some that are to go
+        self._old_beats = False  # Redis has some that must be deleted
         self._dropped: set[str] = set()
         self._parts = 0
         self._all = True  # the next round sends everything
@@ -88,11 +88,11 @@ class RedisProgress:
 
     @property
     def healthy(self) -> bool:
-        """Return whether the last exchange worked."""
+        """Return whether the last exchange succeeded."""
         return self._healthy
 
     def begin(self) -> None:
-        """Forget what was put in an earlier term; what Redis has of it stays until it is newer."""
+        """Drop what was stored in an earlier term; Redis keeps its values until replaced."""
         with self._lock:
             self._known, self._beats, self._parts = {}, {}, 0
             self._new, self._new_beats, self._dropped = set(), set(), set()
@@ -100,7 +100,7 @@ class RedisProgress:
     def put(
         self, parts: Mapping[tuple[str, str], WorkerProgress], beats: Mapping[str, float]
     ) -> None:
-        """Remember the newest values for the next round."""
+        """Hold the newest values for the next round."""
         with self._lock:
             for (deployment_id, worker_id), part in parts.items():
                 known = self._known.setdefault(deployment_id, {})
@@ -112,22 +112,22 @@ class RedisProgress:
                 self._new.add((deployment_id, worker_id))
                 self._dropped.discard(deployment_id)
             self._beats.update(beats)
-            if len(self._beats) > MOST_BEATS:  # most are of workers that are long forgotten
+            if len(self._beats) > MOST_BEATS:  # most are of workers that were pruned long ago
                 self._beats, self._new_beats, self._old_beats = dict(beats), set(), True
             self._new_beats.update(beats)
             self._begin()
 
     def get(self, deployment_id: str) -> dict[str, WorkerProgress]:
-        """Return what Redis has; nothing where it is away."""
+        """Return Redis's values; nothing where it is unavailable."""
         raw = self._read(self._key("parts", deployment_id))
         found = {}
         for worker_id, text in raw.items():
-            with contextlib.suppress(ValidationError):  # of another version: shown when it is new
+            with contextlib.suppress(ValidationError):  # of another version: stored again later
                 found[worker_id] = WorkerProgress.model_validate_json(text)
         return found
 
     def beats(self) -> dict[str, float]:
-        """Return what Redis has; nothing where it is away."""
+        """Return Redis's values; nothing where it is unavailable."""
         found = {}
         for worker_id, text in self._read(self._key("beats")).items():
             with contextlib.suppress(ValueError):
@@ -135,7 +135,7 @@ class RedisProgress:
         return found
 
     def drop(self, deployment_id: str) -> None:
-        """Have the next round delete a deployment."""
+        """Make the next round delete a deployment."""
         with self._lock:
             self._parts -= len(self._known.pop(deployment_id, {}))
             self._new = {each for each in self._new if each[0] != deployment_id}
@@ -143,7 +143,7 @@ class RedisProgress:
             self._begin()
 
     def close(self) -> None:
-        """Send what is left, for a second at most."""
+        """Send pending values, for a second at most."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(2 * ANSWER_S + SEND_S)
@@ -162,7 +162,7 @@ class RedisProgress:
         self._round()
 
     def _round(self) -> None:
-        """Send what is new, if anything is, and everything where Redis may have lost some."""
+        """Send new values, if there are any, and all values where Redis may have lost some."""
         nothing = not (self._new or self._new_beats or self._dropped)
         if nothing or time.monotonic() < self._shunned_until_s:
             return
@@ -207,7 +207,7 @@ class RedisProgress:
             with self._lock:
                 self._dropped |= dropped - self._known.keys()
                 self._old_beats |= old_beats
-                self._new_beats |= beats.keys() & self._beats.keys()  # so that it is tried again
+                self._new_beats |= beats.keys() & self._beats.keys()  # so that they are sent again
                 self._new |= {(d, w) for d, some in parts.items() for w in some if d in self._known}
             raise
 
@@ -231,7 +231,7 @@ class RedisProgress:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Translate errors, and leave Redis alone after one; raises ServiceUnavailable."""
+        """Translate errors, and pause the calls after one; raises ServiceUnavailable."""
         try:
             yield
         except (redis.RedisError, OSError) as error:

@@ -1,8 +1,8 @@
 """Ships events from coordination's outbox to the audit store, on a thread of the leader.
 
-An event waits in the outbox until the audit store has it, and is appended under its number, so
-that neither a crash between the two nor a second leader loses or doubles one. An audit store that
-is away costs nothing until OUTBOX_EVENTS wait; then coordination refuses writes.
+An event stays in the outbox until the audit store has it, and is appended under its number, so
+neither a crash in between nor a second leader loses or duplicates one. While the audit store is
+unavailable, writes continue until OUTBOX_EVENTS wait; then coordination refuses them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from paceline.schemas.events import Event
 log = logging.getLogger(__name__)
 
 BATCH_EVENTS = 500
-PAUSE_S = 0.25  # between two looks: a batch costs both stores one transaction
-KEPT_EVENTS = 1_000_000  # in the audit store, unless it is said otherwise
+PAUSE_S = 0.25  # between two rounds: a batch costs both stores one transaction
+KEPT_EVENTS = 1_000_000  # in the audit store, by default
 PRUNE_S = 3600.0
-PATIENCE_S = 2.0  # between two tries while the audit store is away
+PATIENCE_S = 2.0  # between two attempts while the audit store is unavailable
 
 
 class Shipper:
-    """One term's shipping; a new term gets a new shipper."""
+    """Ships events during one term; each term gets a new instance."""
 
     def __init__(
         self,
@@ -37,21 +37,21 @@ class Shipper:
         *,
         keep_events: int = KEPT_EVENTS,
     ) -> None:
-        """``keep_events``: the newest in the audit store; older ones are deleted each hour."""
+        """``keep_events``: how many the audit store keeps; older ones are deleted each hour."""
         self._coordination, self._audit, self._term = coordination, audit, term
         self._keep_events = keep_events
         self._pruned_s = float("-inf")
         self._numbered = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._ship_on, name="audit-shipper", daemon=True)
-        self.trouble: PacelineError | None = None  # why nothing is shipped at the moment
+        self.trouble: PacelineError | None = None  # why nothing is shipped now
 
     def start(self) -> None:
-        """Begin to ship."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Stop; what waits is shipped by the next leader."""
+        """Stop the thread; the next leader ships the rest."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -76,10 +76,10 @@ class Shipper:
         return len(events)
 
     def _tell_again(self, events: list[Event]) -> None:
-        """Ship what can be shipped; tell the rest again, under numbers that are free.
+        """Ship the events without a conflict; commit the others again, under free numbers.
 
-        Coordination was restored from an older backup, and went on before the audit store could
-        be asked for its newest number.
+        Coordination was restored from an older backup, and continued before it could read the audit
+        store's newest number.
         """
         self._coordination.number_after(self._term, self._audit.last())
         first, last = events[0].seq, events[-1].seq
@@ -106,7 +106,7 @@ class Shipper:
                 self._note(error)
                 pause_s = PATIENCE_S
             except Exception:
-                # A defect must not stop the shipping for good and unsaid.
+                # A defect must not stop the shipping silently: log it and continue.
                 log.exception("events were not shipped")
                 pause_s = PATIENCE_S
             else:
@@ -122,7 +122,7 @@ class Shipper:
         except PacelineError as error:
             log.info("the audit history is shortened later: %s", error)
             pruned = 0
-        if pruned < PRUNE_EVENTS:  # else the next round goes on with it
+        if pruned < PRUNE_EVENTS:  # otherwise the next round continues
             self._pruned_s = time.monotonic()
 
     def _note(self, error: PacelineError | None) -> None:

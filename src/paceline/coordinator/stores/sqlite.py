@@ -1,8 +1,8 @@
-"""Coordination on one machine: one SQLite file, one transaction for each handled command.
+"""The coordination store in one SQLite file, for one machine; one transaction per handled event.
 
-The newest campaign leads: it raises the epoch in the file, and the older leader's next write finds
-that out in its own transaction. One connection, one lock; nothing here waits longer than the file's
-busy timeout. Progress is not kept, and no decision is taken.
+The newest campaign wins: it raises the epoch in the file, and the older leader's next write detects
+that in its own transaction. One connection, one lock; no call waits longer than the file's busy
+timeout. Progress is not stored, and no decision is made.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from paceline.schemas.plan import Plan
 from paceline.schemas.records import Deployment, Receipt, StageRecord, Worker
 
 KEPT_PLANS = 3  # of each deployment, the newest
-LOOK_S = 0.1  # between two looks whether the file changed
+LOOK_S = 0.1  # between two checks whether the file changed
 _EVENT = "seq, name, at, deployment_id, worker_id, data"
 
 
 class SqliteCoordination:
-    """The file, as the Coordination contract wants it."""
+    """Implements the Coordination contract with one file."""
 
     standbys = False
 
@@ -70,7 +70,7 @@ class SqliteCoordination:
         self.backend = f"sqlite {sqlite3.sqlite_version}"
         self._boot_id = boot_id()
         self._unsure = False  # a write failed, and nothing was loaded since
-        self._lost: set[int] = set()  # epochs of ours that were refused
+        self._lost: set[int] = set()  # own epochs that were refused
         self._closed = False
         self._file = SqliteFile(path, "coordinator's file", lambda db: bring_up_to_date(db, path))
         self._db = self._file.db
@@ -80,11 +80,11 @@ class SqliteCoordination:
         self.leader()
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         self._closed = True
         self._file.close()
 
-    # --- who leads -------------------------------------------------------------------------------
+    # --- leadership ------------------------------------------------------------------------------
 
     def campaign(self, candidate: Candidate, give_up: Callable[[], bool]) -> Term | None:
         """Take over at once; raises ServiceUnavailable where the file cannot be written."""
@@ -99,7 +99,7 @@ class SqliteCoordination:
         return Term(epoch, candidate.replica_id, candidate.url)
 
     def resign(self, term: Term) -> None:
-        """Leave the file without a leader, if ``term`` still leads."""
+        """Clear the leader in the file, if ``term`` still leads."""
         self._lost.add(term.epoch)
         with contextlib.suppress(PacelineError), self._writing():
             self._db.execute(
@@ -111,14 +111,14 @@ class SqliteCoordination:
         return not self._closed and term.epoch not in self._lost
 
     def leader(self) -> Term | None:
-        """Return who campaigned last and has not resigned."""
+        """Return the newest campaign's term, unless it resigned."""
         row = self._file.one("SELECT epoch, replica_id, url FROM leader")
         return Term(*row) if row[1] else None
 
     # --- state -----------------------------------------------------------------------------------
 
     def commit(self, term: Term, effects: Iterable[Effect]) -> list[Event]:
-        """Keep all of ``effects`` in one transaction, or nothing."""
+        """Commit all of ``effects`` in one transaction, or none."""
         kept = [each for each in effects if not isinstance(each, Answer)]
         if not kept:
             return []
@@ -128,7 +128,7 @@ class SqliteCoordination:
             return [e for effect in kept if (e := self._keep(effect, term.epoch)) is not None]
 
     def load(self, now_s: float) -> Kept:
-        """Return everything, as one transaction shows it."""
+        """Return everything, from one transaction."""
         rows = self._file.rows
         with self._file.reading():
             plans: dict[str, str] = dict(
@@ -169,7 +169,7 @@ class SqliteCoordination:
         return int(self._file.one("SELECT revision FROM counters")[0])
 
     def wait(self, after: int, timeout_s: float) -> int:
-        """Look ten times a second whether the file changed."""
+        """Check ten times a second whether the file changed."""
         until_s = time.monotonic() + timeout_s
         while (now := self.revision()) <= after and (left := until_s - time.monotonic()) > 0:
             time.sleep(min(LOOK_S, left))
@@ -185,7 +185,7 @@ class SqliteCoordination:
         return None if row is None else StageRecord.model_validate_json(row[0])
 
     def ledger(self) -> list[LedgerLine]:
-        """Return a line for each record of the ledger."""
+        """Return the size and age of each ledger record."""
         rows = self._file.rows(
             "SELECT stage, input_digest, json_extract(record, '$.run_id'),"
             " json_extract(record, '$.finished_at'), LENGTH(CAST(record AS BLOB)) FROM ledger"
@@ -193,7 +193,7 @@ class SqliteCoordination:
         return [LedgerLine(*row) for row in rows]
 
     def keep_stage(self, term: Term, record: StageRecord, told: Observed) -> list[Event]:
-        """Put ``record`` into the ledger and return what to tell."""
+        """Put ``record`` into the ledger and return the numbered event."""
         raw = record.model_dump_json()
         with self._fenced(term):
             self._require_room()
@@ -206,7 +206,7 @@ class SqliteCoordination:
     # --- the outbox of events --------------------------------------------------------------------
 
     def outbox(self) -> Outbox:
-        """Return the numbers between which events wait."""
+        """Return the range of event numbers that wait for the audit store."""
         return Outbox(*self._file.one("SELECT shipped, last FROM counters"))
 
     def events_after(self, seq: int, limit: int) -> list[Event]:
@@ -215,7 +215,7 @@ class SqliteCoordination:
         return [read_event(row) for row in self._file.rows(query, (seq, limit))]
 
     def trim_events(self, term: Term, seq: int) -> None:
-        """Note what was shipped, and drop what is neither waiting nor recent."""
+        """Record what was shipped, and delete events that are shipped and not recent."""
         with self._fenced(term, decides=False):
             self._db.execute(
                 "UPDATE counters SET shipped = MAX(shipped, MIN(last, ?)) WHERE id = 1", (seq,)
@@ -227,7 +227,7 @@ class SqliteCoordination:
             )
 
     def number_after(self, term: Term, seq: int) -> None:
-        """Leave the numbers up to ``seq`` out, if nothing waits for a number there."""
+        """Continue the numbering above ``seq``; ``shipped`` moves too where all are shipped."""
         with self._fenced(term):
             self._db.execute(
                 "UPDATE counters SET shipped = CASE WHEN shipped = last THEN ?1 ELSE shipped END,"
@@ -315,7 +315,7 @@ class SqliteCoordination:
 
     @contextlib.contextmanager
     def _fenced(self, term: Term, *, decides: bool = True) -> Iterator[None]:
-        """A transaction that proves that ``term`` leads; none where a decision failed before."""
+        """Run a transaction that proves that ``term`` leads; refused after a failed decision."""
         with self._file.held():
             if term.epoch in self._lost:
                 newest = int(self._file.one("SELECT epoch FROM leader")[0])

@@ -1,6 +1,7 @@
-"""One SQLite file, one connection: transactions that are whole or nothing, and errors said our way.
+"""One SQLite file with one connection: atomic transactions and translated errors.
 
-What stands in the file is its owner's matter (``sqlite``, ``sqlite_audit``).
+Its owners (``sqlite``, ``audit``) define what is stored. The schema and migrations of the
+coordinator's file are below.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from paceline.coordinator.stores.contracts import RECENT_EVENTS
 from paceline.errors import ServiceUnavailable
 from paceline.system.files import PRIVATE_DIRECTORY, ensure_private, make_directories
 
-BUSY_S = 5.0  # how long a transaction waits for another process's
+BUSY_S = 5.0  # longest wait for another process's transaction
 
 
 class SqliteFile:
-    """A file that is open; used by several threads, one at a time.
+    """An open file; threads use it one at a time.
 
-    ``what`` names it in errors, ``prepare`` gives it its tables. Raises ServiceUnavailable where it
-    cannot be used, as every method does.
+    ``what`` names it in errors; ``prepare`` creates its tables. The constructor and every method
+    raise ServiceUnavailable where the file cannot be used.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class SqliteFile:
         self._lock = threading.RLock()
         with self.translated():
             make_directories(path.parent, PRIVATE_DIRECTORY)
-            ensure_private(path)  # SQLite gives the two files beside it the same mode
+            ensure_private(path)  # SQLite gives its -wal and -shm files the same mode
             for beside in (f"{path}-wal", f"{path}-shm"):
                 if Path(beside).exists():
                     ensure_private(Path(beside))
@@ -51,13 +52,13 @@ class SqliteFile:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Commit what is done in the block, or nothing of it."""
+        """Commit all writes of the block, or none."""
         with self.held(), self.translated(), transaction(self.db):
             yield self.db
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Show the file to the block as it is at one moment."""
+        """Give the block a consistent snapshot of the file."""
         with self.held(), self.translated():
             self.db.execute("BEGIN")
             try:
@@ -77,17 +78,17 @@ class SqliteFile:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other threads away; may be nested."""
+        """Exclude other threads; reentrant."""
         with self._lock:
             yield
 
     @contextlib.contextmanager
     def translated(self) -> Iterator[None]:
-        """Raise what SQLite and the file system raise as ServiceUnavailable."""
+        """Translate SQLite's and the file system's errors to ServiceUnavailable."""
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            # Full, locked or gone: nothing was acknowledged, and the same call may work later.
+            # Full, locked or missing: nothing was acknowledged, and the same call may work later.
             raise ServiceUnavailable(
                 f"the {self._what} cannot be used",
                 got=f"{type(error).__name__}: {error}",
@@ -96,14 +97,14 @@ class SqliteFile:
             ) from error
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         with self.held():
             self.db.close()
 
 
 @contextlib.contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Commit what is done in the block, or nothing of it."""
+    """Commit all writes of the block, or none."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -119,10 +120,9 @@ def _roll_back(db: sqlite3.Connection) -> None:
             db.execute("ROLLBACK")
 
 
-# The coordinator's SQLite file: its tables, and how a file of an older version gets them.
-#
-# Version 1 kept the whole history in ``audit``. Since version 2 events wait in ``outbox`` until the
-# audit store has them; ``audit`` is that store's own table, which may stand in the same file.
+# The schema of the coordinator's SQLite file, and its migrations. Version 1 kept all events in
+# ``audit``. Since version 2 they wait in ``outbox`` until the audit store has them; ``audit`` is
+# that store's own table, which may be in the same file.
 
 SCHEMA_VERSION = 2
 
@@ -151,7 +151,7 @@ CREATE TABLE IF NOT EXISTS audit (
   at REAL NOT NULL, deployment_id TEXT, worker_id TEXT, data TEXT NOT NULL);
 """
 
-# What was told under version 1 is in ``audit`` already: the newest of it is also kept to follow.
+# The events of version 1 are in ``audit`` already; the newest are also copied to ``outbox``.
 _VERSION_2 = f"""
 ALTER TABLE leader ADD COLUMN replica_id TEXT NOT NULL DEFAULT '';
 ALTER TABLE leader ADD COLUMN url TEXT NOT NULL DEFAULT '';
@@ -173,7 +173,7 @@ _STEPS = (_VERSION_1, _VERSION_2)
 
 
 def bring_up_to_date(db: sqlite3.Connection, path: Path) -> None:
-    """Give the file behind ``db`` this version's tables; within a transaction of the caller's.
+    """Migrate the file behind ``db`` to this version's tables, in the caller's transaction.
 
     Raises ServiceUnavailable where a newer Paceline wrote it, and sqlite3.Error.
     """

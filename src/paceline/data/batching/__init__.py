@@ -1,7 +1,7 @@
-"""Which pieces of which documents make which row of which batch: four ways, all pure.
+"""Batching: which pieces of which documents form which row of which batch, as pure plans.
 
-Each way is a Plan: from the lengths of a group's documents it gives the rows of that group, in the
-order they come. Plans hold no tokens and know no ranks; ``fill`` copies tokens into a plan's rows.
+There are four plans. A Plan maps the document lengths of a group of shards to that group's rows, in
+order. Plans hold no tokens and do not depend on ranks; ``fill`` copies tokens into a plan's rows.
 """
 
 from __future__ import annotations

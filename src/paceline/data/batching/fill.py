@@ -1,7 +1,10 @@
-"""Copying tokens and features into a plan's rows: from pieces to one rank's arrays.
+"""Copy tokens and features into the rows of a plan: one rank's arrays of a batch.
 
-What can be said of all pieces at once is (``layout``); one at a time costs one copy of its tokens
-out of the mapped shard. Shape letters: B rows, T tokens a row, P pieces, N places of all rows.
+``layout`` computes what follows from positions alone, for all pieces at once; here each piece costs
+one copy of its tokens out of the memory-mapped shard.
+
+Shape letters: B rows, T tokens of a row, D documents of a row, P pieces, N token positions of all
+rows.
 """
 
 from __future__ import annotations
@@ -19,25 +22,21 @@ from paceline.data.batching.rows import Ints
 from paceline.data.snapshot import Column, Vocabulary, require_token_features
 from paceline.errors import InvalidInput
 
-# Features beside tokens: gathered piece by piece, then laid out as a share's rows are.
-#
-# Shape letters: B rows, T tokens a row, D documents a row.
-
 Array = npt.NDArray[Any]
 
 
 class Place(NamedTuple):
-    """Where a piece is in its share, and in its document."""
+    """The position of a piece in its rank's share of the batch, and in its document."""
 
     row: int
-    slot: int  # which of the row's documents
+    slot: int  # index among the row's documents
     column: int
-    position: int  # of its first input in its document
+    position: int  # of its first input, in its document
     length: int
 
 
 class Gathered:
-    """The features of a share's pieces, gathered; those of tokens are cut as the tokens are."""
+    """Collects the features of a share's pieces; per-token features are cut as the tokens are."""
 
     def __init__(self, columns: Sequence[Column], along: frozenset[str]) -> None:
         self._columns = columns
@@ -45,14 +44,14 @@ class Gathered:
         self._taken: dict[str, list[tuple[Place, Array]]] = {each.name: [] for each in columns}
 
     def take(self, shard: OpenShard, document: int, at: Place) -> bool:
-        """Gather a piece's features; return False where its document is bad."""
+        """Add a piece's features; return False if its document cannot be read."""
         found = shard.features(document)
         if found is None:
             return False
         for name, taken in self._taken.items():
             values = found[name]
             if name in self._along:
-                # The first input is the separator before the document: it has no value.
+                # The first input is the separator before the document, which has no feature value.
                 first = max(at.position - 1, 0)
                 lead = 1 if at.position == 0 else 0
                 values = values[first : first + at.length - lead]
@@ -71,7 +70,7 @@ class Gathered:
         return True
 
     def arrays(self, count: int, width: int, documents: int) -> dict[str, Array]:
-        """Return (B, T, …) for features of tokens; else (B, D, …), shorter ones padded with 0."""
+        """Return (B, T, …) for per-token features, else (B, D, …), padded with 0."""
         found: dict[str, Array] = {}
         for column in self._columns:
             taken = self._taken[column.name]
@@ -98,12 +97,12 @@ def _sizes(shape: Sequence[int | None]) -> tuple[int, ...]:
     return tuple(each for each in shape if each is not None)
 
 
-Get = Callable[[int], OpenShard | None]  # index of a shard → it, or None: in quarantine
+Get = Callable[[int], OpenShard | None]  # index of a shard → the shard, None if in quarantine
 
 
 @dataclass
 class Filled:
-    """One share's arrays; ``skipped`` names the shards and samples whose pieces have weight 0."""
+    """One share's arrays; ``skipped`` names unreadable shards and samples (their weight is 0)."""
 
     inputs_BT: Array  # noqa: N815
     targets_BT: Array  # noqa: N815
@@ -116,14 +115,14 @@ class Filled:
 
 
 def token_dtype(vocab_size: int) -> npt.DTypeLike:
-    """Return the smallest integer type that batches of such a vocabulary have."""
+    """Return the smallest integer type for the tokens of a vocabulary of this size."""
     if vocab_size <= 2**8:
         return np.uint8
     return np.uint16 if vocab_size <= 2**16 else np.int32
 
 
 class Filler:
-    """Fills rows with the tokens of one snapshot: its separator, its columns."""
+    """Fills rows with the tokens and features of one snapshot."""
 
     def __init__(
         self,
@@ -137,15 +136,17 @@ class Filler:
         self._separator = vocabulary.separator
         self._dtype = token_dtype(vocabulary.vocab_size)
         self._columns = columns
-        self._name = name  # index of a shard → what it is listed as
+        self._name = name  # index of a shard → its name
 
     def fill(self, shares: Sequence[Share], count: int, get: Get) -> list[Filled]:
-        """Return the arrays of each of ``shares``, of ``count`` rows: parts of larger ones, no
-        place of which is in two."""
+        """Return the arrays of each share of ``count`` rows.
+
+        They are views into larger arrays that do not overlap.
+        """
         layout = lay_out(shares, count)
         masked = any(rows.masked for rows, _, _ in shares[0].taken)
         weights_N = layout.weights()
-        bad: list[tuple[int, str]] = []  # row, and whose places in it have no weight
+        bad: list[tuple[int, str]] = []  # row, name of an unreadable shard or sample
         _expect(layout, get)
         if layout.document_P is None:
             inputs_N, targets_N = self._windows(layout, get, weights_N, bad)
@@ -180,16 +181,16 @@ class Filler:
     def _documents(
         self, layout: Layout, get: Get, weights_N: Array, bad: list[tuple[int, str]]
     ) -> tuple[Array, Array]:
-        """Return inputs and targets where pieces are documents, or parts of them.
+        """Return inputs and targets where each piece is a document or a part of one.
 
-        Targets are a piece's tokens, and the separator where its document ends. Inputs are the
-        targets one place later, but for a piece's first: the separator before its document, or
-        the token before the piece.
+        Targets are a piece's tokens, then the separator at the document's end. Inputs are the
+        targets shifted by one, except for a piece's first input: the separator before its document,
+        or the token before the piece.
         """
         assert layout.document_P is not None
         assert layout.position_P is not None
         targets = np.full(int(layout.begin_B1[-1]), self._separator, dtype=self._dtype)
-        before: list[tuple[Ints, Array]] = []  # places of inputs, and what stands there
+        before: list[tuple[Ints, Array]] = []  # positions of inputs, and their tokens
         for index, these in layout.by_shard:
             shard = get(index)
             at, length = layout.at_P[these], layout.length_P[these]
@@ -199,7 +200,9 @@ class Filler:
             document, position = layout.document_P[these], layout.position_P[these]
             if shard.flat is not None:
                 first, count = shard.first_D[document], shard.count_D[document]
-                stop = at + np.clip(count - position, 0, length)  # below 0: features only
+                stop = at + np.clip(
+                    count - position, 0, length
+                )  # negative: a sample with features only
                 _copy(targets, shard.flat, at, stop, first + position)
                 going_on = np.flatnonzero((position > 0) & (count > 0))
                 if len(going_on):
@@ -219,7 +222,7 @@ class Filler:
                     before.append((np.array([place]), tokens[skip - 1 : skip]))
         inputs = np.empty_like(targets)
         inputs[1:] = targets[:-1]
-        inputs[layout.begin_B1[:-1]] = self._separator  # of rows that hold nothing, too
+        inputs[layout.begin_B1[:-1]] = self._separator  # also in empty rows
         inputs[layout.at_P] = self._separator
         for places, found in before:
             inputs[places] = found
@@ -228,7 +231,7 @@ class Filler:
     def _windows(
         self, layout: Layout, get: Get, weights_N: Array, bad: list[tuple[int, str]]
     ) -> tuple[Array, Array]:
-        """Return inputs and targets where each piece is a row, of whatever documents it meets."""
+        """Return inputs and targets where each piece is a row that crosses document boundaries."""
         width, rows = int(layout.width_B[0]), len(layout.width_B)
         wide = width + 1
         tokens = np.full(rows * wide, self._separator, dtype=self._dtype)
@@ -269,7 +272,8 @@ class Filler:
         bad: list[tuple[int, str]],
         count: int,
     ) -> list[dict[str, Array]]:
-        """Return the features of each share's pieces; one whose sample is bad gets weight 0."""
+        """Return the features of each share's pieces; a piece of an unreadable sample gets weight
+        0."""
         assert layout.document_P is not None
         assert layout.position_P is not None
         shares = len(layout.width_B) // count
@@ -300,7 +304,7 @@ class Filler:
         pieces: Ints,
         name: str,
     ) -> None:
-        """Give pieces that cannot be read weight 0, and name them."""
+        """Set the weight of unreadable pieces to 0 and record their names."""
         bad += [(row, name) for row in dict.fromkeys(layout.row_P[pieces].tolist())]
         at = layout.at_P[pieces]
         for low, high in zip(at.tolist(), (at + layout.length_P[pieces]).tolist(), strict=True):
@@ -308,7 +312,7 @@ class Filler:
 
 
 def _expect(layout: Layout, get: Get) -> None:
-    """Let what makes samples begin with all that are wanted before the first is waited for."""
+    """Start computing all wanted transformed samples before the first one is needed."""
     for index, these in layout.by_shard:
         shard = get(index)
         if shard is None or shard.flat is not None:
@@ -320,7 +324,7 @@ def _expect(layout: Layout, get: Get) -> None:
 
 
 def _copy(out: Array, flat: Array, at: Ints, stop: Ints, source: Ints) -> None:
-    """Copy ``flat`` from ``source`` on to ``out[at:stop]``, piece by piece."""
+    """For each piece, copy ``flat`` from index ``source`` on into ``out[at:stop]``."""
     ends = source + stop - at
     pieces = zip(at.tolist(), stop.tolist(), source.tolist(), ends.tolist(), strict=True)
     for low, high, first, last in pieces:

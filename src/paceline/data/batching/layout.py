@@ -1,10 +1,10 @@
-"""Where each piece of some shares lies, and what follows from that: weights, masks, positions.
+"""The position of each piece in a rank's rows, and the weights, masks and positions that follow.
 
-The shares of several batches are laid out at once, whole arrays at a time: a batch of few documents
-costs no more calls than its part of that. Places are numbered through all rows of all shares, row
-after row, which may differ in width from share to share.
+The shares of several batches are laid out in one call on whole arrays, so that small batches do not
+cost more numpy calls. Token positions are numbered through all rows of all shares, row after row;
+the row width may differ between shares.
 
-Shape letters: P pieces, B rows of all shares, N places of all rows.
+Shape letters: P pieces, B rows of all shares, N token positions of all rows.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ Ints32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """One rank's rows of one batch: of each group's rows, which, and which row of the share each
-    is; ``width`` is T."""
+    """One rank's rows of one batch.
+
+    ``taken`` lists (a group's rows, the indexes wanted of them, the row of the share for each);
+    ``width`` is T.
+    """
 
     taken: Sequence[tuple[Rows, Ints, Ints]]
     width: int
@@ -45,25 +48,25 @@ class Layout:
     document_P: Ints | None  # noqa: N815 - None: pieces cross documents
     position_P: Ints | None  # noqa: N815 - in the document
     row_P: Ints  # noqa: N815
-    slot_P: Ints  # noqa: N815 - which of its row's pieces
-    column_P: Ints  # noqa: N815 - where in its row
+    slot_P: Ints  # noqa: N815 - index among the row's pieces
+    column_P: Ints  # noqa: N815 - position in the row
 
     def __len__(self) -> int:
         return len(self.length_P)
 
     @cached_property
     def begin_B1(self) -> Ints:  # noqa: N802
-        """Return the first place of each row, and how many places there are."""
+        """Return the first position of each row, and the number of positions."""
         return np.concatenate([[0], np.cumsum(self.width_B)])
 
     @cached_property
     def at_P(self) -> Ints:  # noqa: N802
-        """Return each piece's first place."""
+        """Return each piece's first position."""
         return self.begin_B1[self.row_P] + self.column_P
 
     @cached_property
     def by_shard(self) -> list[tuple[int, Ints]]:
-        """Return each shard's index and which pieces are of it, in order."""
+        """Return each shard's index and the indexes of its pieces, in order."""
         if not len(self):
             return []
         order = np.argsort(self.shard_P, kind="stable")
@@ -72,17 +75,17 @@ class Layout:
         return [(int(sorted_P[low]), order[low:high]) for low, high in pairwise(edges)]
 
     def weights(self) -> npt.NDArray[np.float32]:
-        """Return (N): 1 where a piece is."""
+        """Return the weights (N): 1 where there is a piece, else 0."""
         used_B = self._used_B
         flags = np.tile(np.array([1, 0], dtype=np.float32), len(used_B))
         return np.repeat(flags, np.stack([used_B, self.width_B - used_B], axis=1).reshape(-1))
 
     def slots(self) -> Ints32:
-        """Return (N): which piece of the row is there, or PADDING."""
+        """Return the index of the piece within its row (N), or PADDING."""
         return self._spread(self.slot_P, PADDING)
 
     def positions(self) -> Ints32:
-        """Return (N): the place in its document of what is there, 0 where nothing is."""
+        """Return each token's position in its document (N), 0 for padding."""
         assert self.position_P is not None
         found = np.arange(int(self.begin_B1[-1]), dtype=np.int32)
         found += self._spread(self.position_P - self.at_P, 0)
@@ -98,8 +101,10 @@ class Layout:
 
     @cached_property
     def _stretches(self) -> tuple[Ints, Ints]:
-        """Return where each piece stands among pieces and what is left of rows, and the lengths of
-        all these: a row's pieces, then what is left of it."""
+        """Return each piece's index among segments, and the lengths of all segments.
+
+        The segments of a row are its pieces and then its padding.
+        """
         piece = np.arange(len(self)) + self.row_P
         rows = np.arange(len(self.width_B))
         left = np.searchsorted(self.row_P, rows, side="right") + rows
@@ -109,7 +114,7 @@ class Layout:
         return piece, lengths
 
     def _spread(self, value_P: Ints, rest: int) -> Ints32:
-        """Return (N): each piece's value in all its places, ``rest`` in those of none."""
+        """Return each piece's value at all its positions (N), and ``rest`` at padding."""
         piece, lengths = self._stretches
         values = np.full(len(lengths), rest, dtype=np.int32)
         values[piece] = value_P
@@ -117,7 +122,7 @@ class Layout:
 
 
 def lay_out(shares: Sequence[Share], count: int) -> Layout:
-    """Return the layout of ``shares`` of ``count`` rows each, one after the other."""
+    """Return the layout of ``shares``, of ``count`` rows each, one after the other."""
     groups: dict[int, list[tuple[Rows, Ints, Ints]]] = {}
     for number, share in enumerate(shares):
         for rows, ids, places in share.taken:
@@ -133,7 +138,7 @@ def lay_out(shares: Sequence[Share], count: int) -> Layout:
     return Layout(np.repeat([each.width for each in shares], count), *fields)
 
 
-_ROW = 5  # which of the fields of _laid
+_ROW = 5  # index of the rows among the fields of _laid
 
 
 def _joined(parts: Sequence[tuple[Rows, Ints, Ints]]) -> tuple[Ints, Ints]:
@@ -143,7 +148,7 @@ def _joined(parts: Sequence[tuple[Rows, Ints, Ints]]) -> tuple[Ints, Ints]:
 
 
 def _laid(rows: Rows, ids: Ints, places: Ints) -> tuple[Array | None, ...]:
-    """Return a layout's fields, but for widths, of rows ``ids`` of a group at rows ``places``."""
+    """Return the fields of a layout but widths: rows ``ids`` of a group, at rows ``places``."""
     first_R = rows.first_R1[ids]
     count_R = rows.first_R1[ids + 1] - first_R
     before_R = np.cumsum(count_R) - count_R

@@ -1,7 +1,14 @@
-"""The shards that a stream has open: opened ahead on threads, closed when their group is over.
+"""The open shards of a stream: opened ahead on threads, closed when their group is finished.
 
-Nothing is copied here: a shard's samples are views into the cached file where the format allows.
-A shard that cannot be read is put in quarantine and its pieces get weight 0. Knows no order.
+Copies nothing: samples are views into the cached file where the format allows it. A shard that
+cannot be read is put in quarantine and its pieces get weight 0. Does not decide the order of
+shards.
+
+A shard's framed token stream is: separator, document, separator, …, document, separator. Where
+samples lie end to end as stored, their tokens are one array from which a batch is cut; where
+samples are computed on reading (a transform), they are requested one by one.
+
+Shape letters: D documents of a shard.
 """
 
 from __future__ import annotations
@@ -20,28 +27,22 @@ from paceline.data.loading.samples import ShardSamples
 from paceline.data.snapshot import Shard
 from paceline.errors import CorruptData, DataRejected, InvalidInput
 
-# One open shard's framed token stream: separator, document, separator, …, document, separator.
-#
-# Where samples lie end to end as they were stored, their tokens are one array, and a batch is cut
-# out of it; where each is made when it is read (a transform), they are asked for one by one.
-#
-# Shape letters: D documents of a shard.
-
 Array = npt.NDArray[Any]
 
 
 class OpenShard:
-    """A shard's samples, and where each is; ``lengths`` are its index's, None: as they are stored.
+    """A shard's samples and their positions in the shard's framed token stream.
 
-    ``flat`` is all tokens end to end, of document d the ``count_D[d]`` from ``first_D[d]`` on (none
-    for a sample of features only), or None. ``offsets_D1`` are places in the framed stream: of each
-    document's separator, and of the last one. Raises CorruptData where shard and index disagree.
+    ``lengths`` are those of the shard's index; None: as stored. ``flat`` holds all tokens end to
+    end, document d at ``first_D[d]`` with ``count_D[d]`` tokens (0 for a sample of features only),
+    or is None. ``offsets_D1`` are positions in the framed stream: of each document's separator and
+    of the last one. Raises CorruptData where shard and index disagree.
     """
 
     def __init__(self, shard: Shard, samples: ShardSamples, lengths: Array | None) -> None:
         self.shard = shard
         self.samples = samples
-        self.bad: dict[int, str] = {}  # document → why
+        self.bad: dict[int, str] = {}  # document → reason
         self.flat: Array | None = None
         self.first_D = self.count_D = np.zeros(0, dtype=np.int64)
         if (laid := samples.flat()) is not None:
@@ -70,13 +71,16 @@ class OpenShard:
             )
 
     def expect(self, documents: Ints) -> None:
-        """Say which documents come next, in this order; begins with those that must be made."""
+        """Announce the documents that are read next, in order; starts computing transformed
+        samples."""
         if self.flat is None:
             self.samples.expect(list(dict.fromkeys(documents.tolist())))
 
     def met(self, start_P: Ints, size: int) -> tuple[Ints, Ints]:
-        """Return, of stretches of ``size`` tokens of the framed stream, each document that each
-        one meets: the number of the stretch, and the document's."""
+        """Return each (window, document) pair that overlaps, as two arrays.
+
+        The windows are ``size`` tokens of the framed stream from each ``start_P`` on.
+        """
         low = np.searchsorted(self.offsets_D1, start_P, side="right") - 1
         high = np.searchsorted(self.offsets_D1[:-1], start_P + size, side="left")
         count = high - low
@@ -84,7 +88,7 @@ class OpenShard:
         return np.repeat(np.arange(len(start_P)), count), np.repeat(low, count) + within
 
     def features(self, document: int) -> dict[str, Array] | None:
-        """Return the document's features, or None where it is bad."""
+        """Return the document's features, or None if it cannot be read."""
         try:
             return self.samples.features(document)
         except CorruptData as error:
@@ -92,7 +96,7 @@ class OpenShard:
             return None
 
     def tokens(self, document: int) -> Array | None:
-        """Return the document's tokens, none for one of features only; None where it is bad."""
+        """Return the document's tokens (none for one of features only); None if unreadable."""
         try:
             tokens = self.samples.tokens(document)
         except CorruptData as error:
@@ -117,13 +121,13 @@ class OpenShard:
 
 log = logging.getLogger(__name__)
 
-LENGTHS_AT_ONCE = 16  # small files, and a plan waits for all of a group's
+LENGTHS_AT_ONCE = 16  # small files, and a plan needs those of a whole group
 
 
 class Shards(Protocol):
     """What a stream needs of a shard cache; its methods are called on several threads."""
 
-    quarantined: dict[str, str]  # sha256 of a shard, or sha256#sample → why
+    quarantined: dict[str, str]  # sha256 of a shard, or sha256#sample → reason
 
     def lengths(self, shard: Shard) -> npt.NDArray[np.int32]: ...
     def samples(self, shard: Shard) -> ShardSamples: ...
@@ -131,11 +135,12 @@ class Shards(Protocol):
 
 
 class Reader:
-    """The open shards of one stream; close it. All but ``close`` is for one thread only.
+    """The open shards of one stream; close it. All methods but ``close`` are for one thread only.
 
-    Raises DataRejected once more than ``max_bad_share`` of the shards is in quarantine: of its own
-    ones, where this stream reads but a ``share`` of them. ``plans_lengths``: its plan is made from
-    lengths, so that each shard must agree with its index. Both are set before it is used.
+    Raises DataRejected once more than ``max_bad_share`` of the shards that this stream reads are in
+    quarantine. ``share``: the fraction of the shards that this stream reads. ``plans_lengths``: the
+    plan is made from document lengths, so that each shard must agree with its index. Set both
+    before use.
     """
 
     def __init__(
@@ -150,31 +155,34 @@ class Reader:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="data-open")
         self._small = ThreadPoolExecutor(LENGTHS_AT_ONCE, thread_name_prefix="data-lengths")
         self._lock = threading.Lock()
-        self._known: dict[int, Future[Array]] = {}  # lengths that plans are made from
+        self._known: dict[int, Future[Array]] = {}  # document lengths, for plans
         self._open: dict[int, Future[OpenShard]] = {}
-        self._ready: dict[int, OpenShard | None] = {}  # of those, the ones that came out
+        self._ready: dict[int, OpenShard | None] = {}  # those already returned by ``get``
 
     def lengths(self, indexes: Sequence[int]) -> list[Array]:
-        """Return the lengths of each shard's documents; for the thread that plans ahead."""
+        """Return the lengths of each shard's documents; for the planning thread."""
         return [each.result() for each in [self._lengths_of(index) for index in indexes]]
 
     def expect(self, indexes: Sequence[int], planned: Collection[int] = ()) -> None:
-        """Open these shards ahead, in this order, and close all others; of the shards ``planned``
-        and of these, lengths are remembered."""
+        """Open these shards ahead, in this order, and close all others.
+
+        Lengths are kept for these shards and for those in ``planned``.
+        """
         wanted = set(indexes)
         remembered = wanted.union(planned)
         with self._lock:
             self._known = {each: its for each, its in self._known.items() if each in remembered}
         for index in [each for each in self._open if each not in wanted]:
             self._forget(index)
-        # What is being opened is named again: a cache lets go of what it is no longer told of.
+        # Shards being opened are named again, because ``prefetch`` drops all shards that it is not
+        # given.
         coming = [each for each in indexes if not self._is_open(each)]
         self._cache.prefetch([self.shards[each] for each in coming])
         for index in indexes:
             self._submit(index)
 
     def get(self, index: int) -> OpenShard | None:
-        """Return the shard once it is open, or None where it is in quarantine."""
+        """Return the shard once it is open, or None if it is in quarantine."""
         if index not in self._ready:
             self._ready[index] = self._get(index)
         return self._ready[index]
@@ -230,8 +238,8 @@ class Reader:
             return _byte_lengths(samples)
 
     def _lengths_beside(self, index: int, samples: ShardSamples) -> Array | None:
-        """Return the lengths that the plan is made from; None where it is made from none, and the
-        samples tell them."""
+        """Return the lengths that the plan is made from; None where it needs none and the samples
+        suffice."""
         shard = self.shards[index]
         if shard.lengths_sha256 is None:
             return _byte_lengths(samples)
@@ -252,7 +260,7 @@ class Reader:
     def _refuse_if_too_many(self, error: CorruptData) -> None:
         bad = len(self._digests & set(self._cache.quarantined))
         ours = self.share * len(self._digests)
-        # one bad shard of two or three is no reason to stop what has others
+        # One bad shard of two or three does not stop a stream that has other shards.
         allowed = self._max_bad_share * ours
         if bad > (allowed if self.share == 1.0 else max(1.0, allowed)):
             raise DataRejected(
@@ -264,5 +272,5 @@ class Reader:
 
 
 def _byte_lengths(samples: ShardSamples) -> Array:
-    """Return the lengths of a shard of version 1, which has no index and a token a byte."""
+    """Return the document lengths of a version 1 shard, which has no index and a token per byte."""
     return np.array([len(samples.text_bytes(i)) for i in range(len(samples))], dtype=np.int64)

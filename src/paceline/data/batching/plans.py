@@ -1,8 +1,9 @@
-"""Packed: whole documents, best fit, several a row, masked from each other.
+"""Four batching plans: packed, bucketed, carried (stateful) and windows.
 
-A document longer than the context is cut; its pieces' positions go on, and each piece stands alone
-(a model without carried state cannot look back past its row). Best fit runs within one group, so
-what stays empty is about one row a group plus what no document is short enough to fill.
+Packed: whole documents, best-fit bin packing, several a row, masked from each other. A document
+longer than the context is cut; the positions of its pieces continue, but each piece is attended to
+alone (a model without carried state cannot look back past its row). Bin packing runs within one
+group, so padding is about one row a group plus what no document is short enough to fill.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from paceline.data.loading.ordering import ShardOrder
 from paceline.data.snapshot import require_windows
 from paceline.errors import CorruptData, InvalidInput
 
-# Bucketed: documents of like length in one batch, one a row, padded to the batch's longest.
+# Bucketed: documents of similar length in one batch, one a row, padded to the batch's longest.
 #
-# A group's documents are sorted by length and cut into batches, whose order is then mixed. What is
-# left over, its shortest, is a batch with empty rows of weight 0: batches do not cross groups here,
-# for then lengths would not be alike.
+# A group's documents are sorted by length and cut into batches, and the order of batches is
+# shuffled. The shortest documents form a last batch with empty rows of weight 0: batches do not
+# cross groups, because lengths would then not be similar.
 
-# Widths are multiples of this: matrix units like it, sequence parallelism needs it, and compiled
+# Widths are multiples of this: matrix units prefer it, sequence parallelism needs it, and compiled
 # code sees fewer shapes.
 WIDTH_STEP = 8
 
 
 class BucketedPlan(DocumentPlan):
-    """Batches of documents of like length; T differs from batch to batch, the same on all ranks."""
+    """Batches of documents of similar length; T differs between batches and is the same on all
+    ranks."""
 
     batching = "bucketed"
     shares = "documents"
@@ -39,8 +41,8 @@ class BucketedPlan(DocumentPlan):
     def rows(self, epoch: int, group: int) -> Rows:
         """Return the group's rows: a multiple of the global batch.
 
-        Each column sorts its own documents: their lengths are drawn from the same shards' mixture,
-        so that the n-th batch of each is about as long.
+        Each column sorts its own documents. Their lengths come from the same distribution, so that
+        the n-th batch of each column is about as long.
         """
         pieces = self.pieces(epoch, group)
         deep = self.global_batch // self.columns  # rows of a batch in one column
@@ -66,18 +68,18 @@ class BucketedPlan(DocumentPlan):
         return pieces.rows(row_P, batches * self.global_batch, width_R=width_R)
 
 
-# Carried: long documents cut; each row goes on where the same row stopped a batch before.
+# Carried (stateful): long documents are cut; each row continues the same row of the batch before.
 #
 # Row r of every global batch is lane r: one document after another, each cut every ``context``
-# tokens, each beginning at a row's start with fresh state. Documents are dealt to lanes longest
-# first, to the lane with least so far, so that lanes of a group end together; lanes that end early
-# have empty rows of weight 0. Lanes depend on the global batch and not on the number of ranks, and
-# a data rank's rows are the same in every batch: state stays where it is. With columns, each column
+# tokens, each starting at a row's start with fresh state. Documents are assigned longest first to
+# the lane with the least load, so that the lanes of a group end together; lanes that end early have
+# empty rows of weight 0. Lanes depend on the global batch and not on the number of ranks, and a
+# data rank has the same rows in every batch, so that state never moves. With columns, each column
 # has its own lanes and its own documents.
 
 
 class CarriedPlan(DocumentPlan):
-    """Lanes of long documents; state is carried within a document and begins anew with the next."""
+    """Lanes of long documents; state is carried within a document and reset at the next one."""
 
     batching = "carried"
 
@@ -85,7 +87,7 @@ class CarriedPlan(DocumentPlan):
         """Return the group's rows: a multiple of the global batch."""
         pieces = self.pieces(epoch, group)
         columns = self.columns
-        lanes = self.global_batch // columns  # of each column
+        lanes = self.global_batch // columns  # per column
         generator = self.generator(epoch, group)
         row_P = np.zeros(len(pieces), dtype=np.int64)
         most = 0
@@ -93,7 +95,7 @@ class CarriedPlan(DocumentPlan):
             position_P = pieces.position_P[part]
             if not len(position_P):
                 continue
-            heads = np.flatnonzero(position_P == 0)  # one a document
+            heads = np.flatnonzero(position_P == 0)  # one per document
             parts_D = np.diff(np.append(heads, len(position_P)))
             step_D, lane_D, steps = deal(parts_D, lanes, generator)
             step_P = np.repeat(step_D - heads, parts_D) + np.arange(len(position_P))
@@ -107,11 +109,11 @@ class CarriedPlan(DocumentPlan):
 
 
 def deal(parts_D: Ints, lanes: int, generator: np.random.Generator) -> tuple[Ints, Ints, int]:
-    """Return each document's first step and lane, and how many steps the longest lane has."""
+    """Return each document's first step and lane, and the number of steps of the longest lane."""
     documents = len(parts_D)
     mixed = generator.permutation(documents)
     by_length = mixed[np.argsort(-parts_D[mixed], kind="stable")]
-    tie = generator.permutation(lanes).tolist()  # which of several empty lanes is first
+    tie = generator.permutation(lanes).tolist()  # order among empty lanes
     heap = [(0, order, lane) for lane, order in enumerate(tie)]
     heapq.heapify(heap)
     lane_D = np.zeros(documents, dtype=np.int64)
@@ -121,7 +123,7 @@ def deal(parts_D: Ints, lanes: int, generator: np.random.Generator) -> tuple[Int
         lane_D[document] = lane
         heapq.heapreplace(heap, (load + parts[document], order, lane))
     steps = max(load for load, _, _ in heap)
-    # Within a lane documents come in a random order, not longest first.
+    # Within a lane, documents are in random order, not longest first.
     order_D = mixed[np.argsort(lane_D[mixed], kind="stable")]
     ends = np.cumsum(parts_D[order_D])
     begins = ends - parts_D[order_D]
@@ -132,17 +134,18 @@ def deal(parts_D: Ints, lanes: int, generator: np.random.Generator) -> tuple[Int
     return step_D, lane_D, steps
 
 
-# Windows: each shard's framed stream cut every ``context`` tokens, mixed within a group.
+# Windows: each shard's framed stream is cut every ``context`` tokens; windows are shuffled within a
+# group.
 #
 # A window is ``context + 1`` tokens; windows overlap by one, so that each token is predicted once.
-# A shard's last ``< context + 1`` tokens make no window: ``tail_tokens`` counts them. Needs only
-# the streams' lengths, which stand in the snapshot's record.
+# The last ``< context + 1`` tokens of a shard form no window: ``tail_tokens`` counts them. Needs
+# only the lengths of the streams, which are in the snapshot's record.
 
 EMPTY = -1
 
 
 class WindowPlan:
-    """Windows of streams of ``stream_tokens``; batches go on into the next group and epoch."""
+    """Windows of streams of ``stream_tokens``; batches continue into the next group and epoch."""
 
     batching = "windows"
     needs_lengths = False
@@ -177,7 +180,7 @@ class WindowPlan:
 
     @property
     def groups(self) -> int:
-        """Return how many groups an epoch has."""
+        """Return the number of groups in an epoch."""
         return self._order.groups
 
     def shards(self, epoch: int, group: int, columns: range | None = None) -> Ints:
@@ -185,8 +188,8 @@ class WindowPlan:
         return self._order.read_by(epoch, group, columns or range(self.columns))
 
     def rows(self, epoch: int, group: int) -> Rows:
-        """Return the group's windows, mixed: each column an equal stretch of them, and an empty
-        row at the end where they do not divide."""
+        """Return the group's windows, shuffled: an equal part for each column, padded with an empty
+        row."""
         shards = self.shards(epoch, group)
         counts = self.windows[shards]
         first = np.cumsum(counts) - counts
@@ -211,25 +214,25 @@ class WindowPlan:
         )
 
 
-# Best fit decreasing: which pieces share a row, so that as little as possible stays empty.
+# Best fit decreasing: which pieces share a row, so that padding is minimal.
 #
 # D. S. Johnson, "Near-optimal bin packing algorithms" (1973): longest first, each into the fullest
-# row that still has room. Rows with equal room are alike, and pieces of equal length too, so whole
-# runs of them are placed at once: the work grows with the number of different lengths, not with the
-# number of pieces (1 M pieces of up to 2,048 tokens: see docs/LOG.md).
+# row that still has space. Rows with equal space are interchangeable, and so are pieces of equal
+# length, so that whole runs are placed at once: the work grows with the number of different
+# lengths, not with the number of pieces (1 M pieces of up to 2,048 tokens: see docs/LOG.md).
 
 
 def best_fit(length_P: Ints, capacity: int) -> Ints:
-    """Return the row of each piece, rows numbered from 0 in the order they were opened.
+    """Return the row of each piece; rows are numbered from 0 in the order they were opened.
 
-    Lengths are 1 to ``capacity``. A row's pieces never add up to more than ``capacity``.
+    Lengths are 1 to ``capacity``. The pieces of a row never add up to more than ``capacity``.
     """
     order = np.argsort(-length_P, kind="stable")
     sizes = length_P[order]
     edges = np.flatnonzero(np.diff(sizes)) + 1
     runs = np.split(order, edges)
     row_P = np.empty(len(length_P), dtype=np.int64)
-    # room → stacks of rows that have so much left; ``rooms`` are its keys, sorted
+    # free space → stacks of rows with that much left; ``rooms`` are its keys, sorted
     open_rows: dict[int, list[Ints]] = {}
     rooms: list[int] = []
     opened = 0
@@ -259,8 +262,8 @@ def best_fit(length_P: Ints, capacity: int) -> Ints:
                 room = capacity
                 rows = np.arange(opened, opened - (-left // (capacity // length)))
                 opened += len(rows)
-            # A row that took one piece has less room than before and is still the fullest that
-            # fits, so it takes as many as it can before the next row is looked at.
+            # A row that received one piece is still the fullest that fits, so it is filled as far
+            # as possible before the next row is considered.
             each = room // length
             used = min(len(rows), -(-left // each))
             count = min(left, used * each)
@@ -274,13 +277,16 @@ def best_fit(length_P: Ints, capacity: int) -> Ints:
 
 
 class PackedPlan(DocumentPlan):
-    """Rows of whole documents; batches go on into the next group and epoch."""
+    """Rows of whole documents; batches continue into the next group and epoch."""
 
     batching = "packed"
 
     def rows(self, epoch: int, group: int) -> Rows:
-        """Return the group's rows, mixed; each column packs its own documents, and one with fewer
-        rows than another has empty ones at the end."""
+        """Return the group's rows, shuffled.
+
+        Each column packs its own documents; a column with fewer rows than another has empty ones at
+        the end.
+        """
         pieces = self.pieces(epoch, group)
         generator = self.generator(epoch, group)
         row_P = np.zeros(len(pieces), dtype=np.int64)
@@ -294,7 +300,8 @@ class PackedPlan(DocumentPlan):
         return pieces.rows(row_P, most * self.columns, masked=True)
 
     def outline(self, rows: Rows) -> Outline:
-        """Return what readers of some columns need to know of all: ``rows`` are the group's."""
+        """Return the summary of all columns that readers of some columns need, from the group's
+        ``rows``."""
         filled_RC = np.diff(rows.first_R1).reshape(-1, self.columns) > 0
         return Outline(
             tuple(filled_RC.sum(axis=0).tolist()),
@@ -302,9 +309,10 @@ class PackedPlan(DocumentPlan):
         )
 
     def rows_of(self, epoch: int, group: int, columns: range, outline: Outline) -> Rows:
-        """Return the group's rows, of which only those of ``columns`` have pieces: as many of
-        these, and the same, as of ``rows``. Reads only these columns' lengths; raises CorruptData
-        where ``outline`` is not this group's.
+        """Return the group's rows, with pieces only in those of ``columns``.
+
+        The row count and the pieces are the same as in ``rows``. Reads only these columns' lengths;
+        raises CorruptData where ``outline`` is of another group.
         """
         pieces, column_P = self.pieces_of(epoch, group, columns)
         total = int(self._tokens[self.shards(epoch, group)].sum())
@@ -315,7 +323,7 @@ class PackedPlan(DocumentPlan):
         if not fits or sum(outline.tokens_S) != total or min(outline.count_C) < 0:
             raise _other_outline(f"{len(outline.count_C)} columns, {sum(outline.tokens_S)} tokens")
         for column, count in enumerate(outline.count_C[: columns.stop]):
-            mixed = generator.permutation(count)  # others' too: each takes from the generator
+            mixed = generator.permutation(count)  # each column advances the generator
             if column < columns.start:
                 continue
             part = column_P == column
@@ -333,6 +341,6 @@ def _other_outline(got: str) -> CorruptData:
 
 
 def waste(rows: Rows, context: int) -> float:
-    """Return the share of a group's places that hold no token."""
+    """Return the fraction of a group's token positions that hold no token."""
     width = len(rows) * context if rows.width_R is None else int(np.sum(rows.width_R))
     return 1.0 - float(rows.tokens_R1[-1]) / width if width else 0.0

@@ -1,6 +1,6 @@
-"""What the next batches of a stream are made of: groups planned ahead, and a rank's rows of them.
+"""Plan ahead: the rows of the next batches of a stream, for one rank.
 
-Groups are planned on a thread of its own, this one and the next. Knows no tokens and opens nothing.
+The current group and the next are planned on a separate thread. Reads no tokens and opens no files.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from paceline.data.batching.rows import Ints, Outline, Plan, Rows, identity, row
 from paceline.data.loading.batch import Position
 from paceline.errors import CorruptData, InvalidInput, NotReady, PacelineError
 
-# Batches are made several at once where they are small: so many places, so many batches.
+# Small batches are made several at once, up to this many token positions together.
 PLACES_AT_ONCE = 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
 class Next:
-    """A batch before it is filled: this rank's share, the whole batch's weight, what comes next."""
+    """A batch before it is filled: this rank's share, the global batch's weight, the position
+    after."""
 
     share: Share
     tokens: float
@@ -37,9 +38,10 @@ class Next:
 
 
 class Ahead:
-    """The rows ``ours`` of each batch of a plan, for one thread; close it.
+    """The rows ``ours`` of each batch of a plan, planned ahead; for one thread; close it.
 
-    ``rows_of`` gives a group's rows, those of others as far as the plan's ``tokens_R1`` need them.
+    ``rows_of`` returns a group's rows, those of other ranks only as far as ``tokens_R1`` needs
+    them.
     """
 
     def __init__(self, plan: Plan, ours: range, rows_of: Callable[[int, int], Rows]) -> None:
@@ -50,13 +52,14 @@ class Ahead:
         self._planned: dict[tuple[int, int], Future[Rows]] = {}
 
     def close(self) -> None:
-        """End the thread that plans."""
+        """End the planning thread."""
         self._planner.shutdown(wait=True, cancel_futures=True)
 
     def look(self, position: Position) -> list[tuple[int, int]]:
-        """Plan this group and the next; return both, as (epoch, group), unless they are planned.
+        """Plan this group and the next; return both as (epoch, group), or nothing if both are
+        planned.
 
-        The first time only this one: whoever waits for a first batch waits for nothing else.
+        The first call plans only the current group, so that the first batch is not delayed.
         """
         here = (position.epoch, position.group)
         keys = [here, self.after(*here)] if self._planned else [here]
@@ -97,8 +100,10 @@ class Ahead:
         return taken, after
 
     def next(self, position: Position, most: int, skip: Collection[int]) -> list[Next]:
-        """Return what the next batches are made of; more than one only within a group, and none
-        that is to be passed over."""
+        """Return what the next batches consist of: at least one, none of ``skip`` after the first.
+
+        More than one is returned only within a group.
+        """
         rows, size = self.rows(position.epoch, position.group), self.plan.global_batch
         most = max(0, min((len(rows) - position.item) // size, most))
         edges = position.item + size * np.arange(most + 1)
@@ -131,7 +136,8 @@ class Ahead:
 
 
 def _of_rows(taken: list[tuple[Rows, int, int]], wanted: Ints) -> list[tuple[Rows, Ints, Ints]]:
-    """Return the rows ``wanted`` of those ``taken``: which of each group, and where they go."""
+    """Return, of the rows ``taken``, those at ``wanted``: the indexes in each group and their
+    places."""
     first = 0
     found = []
     for rows, start, stop in taken:
@@ -142,25 +148,25 @@ def _of_rows(taken: list[tuple[Rows, int, int]], wanted: Ints) -> list[tuple[Row
     return found
 
 
-# Outlines that readers share, so that not each of them plans from the lengths of all documents.
+# Shared plans, so that not every reader plans from the lengths of all documents.
 #
-# A reader needs few things of columns that it does not read: how many rows they have, and how many
-# tokens each batch. Of each group one reader plans everything and leaves the outline where all find
-# it; the others read their own columns' lengths and that. It is a pure function of the plan:
-# whoever finds none in time, or another group's, plans everything itself and comes to the same
-# rows.
+# A reader needs little about the columns that it does not read: their row counts and the tokens of
+# each batch. For each group one reader plans everything and publishes this summary, the shared
+# plan; the others read their own columns' lengths and the shared plan. It is a pure function of the
+# plan: a reader that finds none in time, or one of another group, plans everything itself and gets
+# the same rows.
 
 log = logging.getLogger(__name__)
 
-# A first group is wanted at once: a plan of 2 million documents takes 10 s on a busy core. All
-# later ones are planned a group ahead.
+# The first group is needed at once: a plan of 2 million documents takes 10 s on a busy core. All
+# later groups are planned one group ahead.
 WAIT_S = 20.0
-VERSION = 1  # of how rows are planned: an outline that older code left is not this plan's
-LOOK_S = (0.1, 2.0)  # between two looks: the first, and the longest
+VERSION = 1  # of the planning: a shared plan by older code does not match
+LOOK_S = (0.1, 2.0)  # polling interval: first and longest
 
 
 class Kept(Protocol):
-    """Where outlines are kept: few small objects, seen by all readers."""
+    """The store of shared plans: few small objects, visible to all readers."""
 
     def get(self, name: str) -> bytes | None: ...
     def put(self, name: str, content: bytes) -> None: ...
@@ -168,9 +174,10 @@ class Kept(Protocol):
 
 
 class Outlines:
-    """What ``reader`` of ``readers`` plans with; ``data`` names what is read, for all the same.
+    """Plans groups with shared plans, for reader number ``reader`` of ``readers``.
 
-    For one thread; ``stop`` ends its waiting.
+    ``data`` names the data that is read and is the same for all readers. For one thread; ``stop``
+    ends its waiting.
     """
 
     def __init__(
@@ -184,15 +191,15 @@ class Outlines:
     ) -> None:
         self._kept, self._data = kept, data
         self._reader, self._readers, self._clock = reader, readers, clock
-        self._left = ""  # the one that we left last
+        self._left = ""  # the name of the one published last
         self._stop = threading.Event()
 
     def stop(self) -> None:
-        """Wait for nobody any more, from any thread."""
+        """Stop waiting for shared plans; any thread may call this."""
         self._stop.set()
 
     def rows(self, plan: Plan, epoch: int, group: int, columns: range) -> Rows:
-        """Return the group's rows, those of other columns than ``columns`` without pieces."""
+        """Return the group's rows; those of columns other than ``columns`` have no pieces."""
         if not isinstance(plan, PackedPlan) or len(columns) == plan.columns:
             return plan.rows(epoch, group)
         name = self._name_of(plan, epoch, group)
@@ -222,11 +229,12 @@ class Outlines:
     def _leave(self, name: str, outline: Outline) -> None:
         try:
             self._kept.put(name, written(outline))
-            # Everybody is past the one before: as many groups ago as there are readers.
+            # All readers have passed the previous one: it is as many groups old as there are
+            # readers.
             if self._left and self._left != name:
                 self._kept.drop(self._left)
             self._left = name
-        except PacelineError as error:  # the others wait, and then plan everything themselves
+        except PacelineError as error:  # the others time out and plan everything themselves
             log.warning("outline cannot be left name=%s: %s", name, error)
 
     def _name_of(self, plan: Plan, epoch: int, group: int) -> str:
@@ -236,14 +244,14 @@ class Outlines:
 
 
 def written(outline: Outline) -> bytes:
-    """Return the outline as a file: its digest, and JSON."""
+    """Return the content of a shared plan's file: its digest and JSON."""
     said = {"rows": outline.count_C, "tokens": outline.tokens_S}
     raw = json.dumps(said, separators=(",", ":")).encode()
     return hashlib.sha256(raw).hexdigest().encode() + b"\n" + raw
 
 
 def parsed(content: bytes) -> Outline:
-    """Return the outline in a file; raises CorruptData where it is not what was written."""
+    """Return the shared plan in a file; raises CorruptData if the digest does not match."""
     digest, _, raw = content.partition(b"\n")
     if hashlib.sha256(raw).hexdigest().encode() != digest:
         raise CorruptData("outline of a group is damaged", got=repr(content[:80]))

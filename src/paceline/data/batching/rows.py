@@ -1,14 +1,15 @@
-"""The rows of one group, as a plan gives them, and what a stream needs of a plan.
+"""Rows of a group of shards: the result of a batching plan, and the Plan protocol.
 
-Everything is said in terms of a shard's framed token stream: separator, document, separator, …,
-document, separator. A document of n tokens is n + 1 inputs there (its separator and its tokens)
-and the n + 1 targets one place later (its tokens and the separator that ends it).
+Positions are in a shard's framed token stream: separator, document, separator, …, document,
+separator. A document of n tokens is n + 1 inputs there (its separator and its tokens) and the n + 1
+targets one position later (its tokens and the separator that ends it).
 
-With C columns a group's row number n is of column n mod C: any stretch of rows that begins at a
-multiple of C has as many of each. ``rows_of_batch`` puts the rows of one column side by side, so
-that a rank, whose rows are neighbours, reads few columns.
+With C columns, row n of a group belongs to column n mod C, so that any run of rows that begins at a
+multiple of C has equally many of each. ``rows_of_batch`` puts the rows of one column side by side,
+so that a rank, whose rows are adjacent, reads few columns.
 
-Shape letters: R rows of a group, P pieces of all its rows, C columns, S stretches of C rows.
+Shape letters: R rows of a group, P pieces of all its rows, C columns, S runs of C rows, D
+documents.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """One group's rows, in the order they come; row r holds pieces first_R1[r] to first_R1[r+1].
+    """One group's rows, in order; row r holds pieces first_R1[r] to first_R1[r+1].
 
-    A row without pieces is empty: of weight 0.
+    A row without pieces is empty and has weight 0.
     """
 
     first_R1: Ints  # noqa: N815 - arrays carry shape letters; R + 1 of them
     shard_P: Ints  # noqa: N815 - index into the split's shards
     start_P: Ints  # noqa: N815 - of the piece's inputs in the shard's framed stream
     length_P: Ints  # noqa: N815 - inputs, and as many targets
-    document_P: Ints | None = None  # noqa: N815 - index within its shard; None: crosses documents
+    document_P: Ints | None = None  # noqa: N815 - index within its shard; None: pieces cross documents
     position_P: Ints | None = None  # noqa: N815 - of the piece's first input in its document
     carries_R: npt.NDArray[np.bool_] | None = None  # noqa: N815
-    width_R: Ints | None = None  # noqa: N815 - T of the batch that the row is in; None: context
-    masked: bool = False  # several documents a row, which must not see each other
-    # Where only some columns' pieces are here: the weighted tokens of each stretch of ``columns``
-    # rows, of which the first begins with row 0.
+    width_R: Ints | None = None  # noqa: N815 - T of the row's batch; None: context
+    masked: bool = False  # several documents a row, masked from each other
+    # Where only some columns' pieces are present: the weighted tokens of each run of ``columns``
+    # rows; the first run begins with row 0.
     tokens_S: Ints | None = None  # noqa: N815
 
     def __len__(self) -> int:
@@ -53,8 +54,10 @@ class Rows:
 
     @cached_property
     def tokens_R1(self) -> Ints:  # noqa: N802
-        """Return the number of weighted tokens before each row, and of all rows at the end; where
-        ``tokens_S`` is known, before each stretch's first row (the others' are as theirs)."""
+        """Return the number of weighted tokens before each row, and of all rows as the last entry.
+
+        Where ``tokens_S`` is set, all rows of a run have the value of its first row.
+        """
         if self.tokens_S is not None:
             columns = len(self) // max(1, len(self.tokens_S))
             before_S1 = np.concatenate([[0], np.cumsum(self.tokens_S)])
@@ -64,30 +67,30 @@ class Rows:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a reader of some columns needs to know of all: few bytes a batch, none a document."""
+    """A shared plan: summary of a group for readers of some columns, with some bytes a batch."""
 
     count_C: tuple[int, ...]  # noqa: N815 - rows of each column that are not empty
-    tokens_S: tuple[int, ...]  # noqa: N815 - weighted tokens of each stretch of a row a column
+    tokens_S: tuple[int, ...]  # noqa: N815 - weighted tokens of each run of one row a column
 
 
 class Plan(Protocol):
-    """Rows of every group of every epoch: a pure function of (seed, epoch, group)."""
+    """The rows of every group of every epoch: a pure function of (seed, epoch, group)."""
 
     batching: str
     context: int
     global_batch: int
     seed: int
     columns: int
-    needs_lengths: bool  # of documents; else the record says enough
+    needs_lengths: bool  # of documents; else the snapshot's record suffices
 
     @property
     def groups(self) -> int:
-        """Return how many groups an epoch has."""
+        """Return the number of groups in an epoch."""
         ...
 
     def shards(self, epoch: int, group: int, columns: range | None = None) -> Ints:
-        """Return the indexes of the group's shards, in the order they should be fetched; of those,
-        the ones that ``columns`` read."""
+        """Return the indexes of the group's shards in fetch order, or of those that ``columns``
+        read."""
         ...
 
     def rows(self, epoch: int, group: int) -> Rows:
@@ -96,7 +99,7 @@ class Plan(Protocol):
 
 
 def identity(plan: Plan) -> dict[str, Any]:
-    """Return what a position must agree on with ``plan``."""
+    """Return the settings that a saved position must share with ``plan``."""
     return {
         "batching": plan.batching,
         "context": plan.context,
@@ -107,18 +110,18 @@ def identity(plan: Plan) -> dict[str, Any]:
 
 
 def rows_of_batch(wanted: range, global_batch: int, columns: int) -> Ints:
-    """Return which of the ``global_batch`` rows that come next are the rows ``wanted`` of a batch:
-    the first ``global_batch / columns`` rows of a batch are the first column's, and so on."""
+    """Return the indexes, among the next ``global_batch`` rows, of the rows ``wanted`` of a batch.
+
+    The first ``global_batch / columns`` rows of a batch are the first column's, and so on.
+    """
     rows = np.arange(wanted.start, wanted.stop)
     deep = global_batch // columns
     return (rows % deep) * columns + rows // deep
 
 
-# The documents of a group, cut where they are longer than a row: the start of three plans.
-#
-# Shape letters: P pieces, R rows.
+# The documents of a group, cut where they are longer than a row: shared by three of the plans.
 
-# Indexes of shards → the lengths of each one's documents, in tokens, separators not counted.
+# Indexes of shards → the lengths of each one's documents, in tokens without separators.
 Lengths = Callable[[Sequence[int]], Sequence[npt.NDArray[Any]]]
 
 
@@ -136,7 +139,7 @@ class Pieces:
         return len(self.length_P)
 
     def only(self, wanted_P: npt.NDArray[np.bool_]) -> Pieces:
-        """Return some of the pieces."""
+        """Return the pieces where ``wanted_P`` is true."""
         return Pieces(
             self.shard_P[wanted_P],
             self.document_P[wanted_P],
@@ -173,7 +176,7 @@ class Pieces:
 
 
 def cut(shards: Sequence[int], lengths: Sequence[npt.NDArray[Any]], context: int) -> Pieces:
-    """Return the pieces of the documents of ``shards``: all but the last of each are full rows."""
+    """Return the documents of ``shards`` as pieces; all but the last of each fill a whole row."""
     counts = [len(each) for each in lengths]
     framed_D = np.concatenate([np.zeros(0, np.int64), *lengths]).astype(np.int64) + 1
     shard_D = np.repeat(np.asarray(shards, dtype=np.int64), counts)
@@ -197,17 +200,17 @@ def cut(shards: Sequence[int], lengths: Sequence[npt.NDArray[Any]], context: int
 
 
 class DocumentPlan:
-    """What the plans of whole documents share: groups of shards, their pieces, and whose they are.
+    """Base of the plans of whole documents: groups of shards, their pieces, and columns of pieces.
 
-    Lengths come from the shards' indexes, on every rank the same; one that cannot be read raises
-    CorruptData, because ranks that plan from different lengths would train on different batches.
-    ``documents`` (one number a shard) is wanted by plans whose columns share documents out by
-    number; by default they share out tokens.
+    Document lengths come from the shards' indexes and are the same on every rank; an index that
+    cannot be read raises CorruptData, because ranks that plan from different lengths would train on
+    different batches. ``documents`` (one count per shard) is needed by plans whose columns get
+    equal numbers of documents; by default columns get equal numbers of tokens.
     """
 
     batching = ""
     needs_lengths = True
-    shares = "tokens"  # what columns have equal parts of: "tokens" or "documents"
+    shares = "tokens"  # what is divided equally among columns: "tokens" or "documents"
 
     def __init__(
         self,
@@ -238,7 +241,7 @@ class DocumentPlan:
 
     @property
     def groups(self) -> int:
-        """Return how many groups an epoch has."""
+        """Return the number of groups in an epoch."""
         return self._order.groups
 
     def shards(self, epoch: int, group: int, columns: range | None = None) -> Ints:
@@ -251,9 +254,9 @@ class DocumentPlan:
         return cut(shards, self._lengths(shards), self.context)
 
     def parts(self, pieces: Pieces) -> list[slice]:
-        """Return each column's pieces: neighbours, whole documents, of the group an equal part.
+        """Return each column's pieces: adjacent whole documents, an equal part of the group.
 
-        A document is of the column that its middle falls in.
+        A document belongs to the column in which its middle falls.
         """
         if self.columns == 1:
             return [slice(0, len(pieces))]
@@ -269,9 +272,10 @@ class DocumentPlan:
         return [slice(*edges[each : each + 2]) for each in range(self.columns)]
 
     def pieces_of(self, epoch: int, group: int, columns: range) -> tuple[Pieces, Ints]:
-        """Return the pieces of neighbouring ``columns`` and the column of each, from the lengths of
-        these columns' shards alone. Raises CorruptData where the record does not agree with them,
-        and assumes that columns share out tokens.
+        """Return the pieces of adjacent ``columns`` and the column of each.
+
+        Reads only the lengths of these columns' shards. Raises CorruptData where the snapshot's
+        record disagrees with them. Requires columns of equal numbers of tokens.
         """
         shards = [int(each) for each in self.shards(epoch, group, columns)]
         pieces = cut(shards, self._lengths(shards), self.context)
@@ -291,7 +295,7 @@ class DocumentPlan:
         weight_D = np.add.reduceat(pieces.length_P, heads) if len(heads) else heads
         shard_D = pieces.shard_P[heads]
         ends_D = np.cumsum(weight_D)
-        if len(heads):  # places in the group: shards between these may be others'
+        if len(heads):  # positions in the group: shards in between may be other columns'
             first_D = np.searchsorted(
                 place_D := np.cumsum(np.diff(shard_D, prepend=-1) != 0), place_D
             )
@@ -304,5 +308,5 @@ class DocumentPlan:
         return pieces.only(ours), column_P[ours]
 
     def generator(self, epoch: int, group: int) -> np.random.Generator:
-        """Return the group's own generator."""
+        """Return the group's own random generator."""
         return self._order.generator(epoch, group + 1)

@@ -1,7 +1,7 @@
-"""Formats: what files of a source say (text, JSONL, Parquet, tar), and what a shard is on disk.
+"""File formats: readers of source files (text, JSONL, Parquet, tar), and the shard format.
 
-Each reader is a generator over one local file, in the file's own order, that holds one sample (of
-Parquet: a few rows) in memory. Knows no snapshots, splits or stores.
+Each reader is a generator over one local file, in the file's own order, that holds one sample (for
+Parquet: a few rows) in memory. Does not depend on splits or stores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Fields:
-    """Where a sample's text and its key are: JSONL fields, Parquet columns, a tar's extension."""
+    """The location of a sample's text and key: JSONL fields, Parquet columns, a tar member's
+    extension."""
 
     text: str = "text"
     key: str = "key"
@@ -37,8 +38,10 @@ Reader = Callable[[Path, str, Fields], Iterator[Sample | Unusable]]
 
 @contextmanager
 def open_reader(format_: Format) -> Iterator[Reader]:
-    """Give the generator that reads one file: of (its place here, its name in the source, the
-    fields). Parquet is read in a process of its own, which ends with this."""
+    """Yield the reader of a format: a generator function of (path, name in the source, fields).
+
+    Parquet is read in a separate process, which ends with this context.
+    """
     if format_ == "parquet":
         from paceline.data.formats.parquet_process import ParquetProcess
 

@@ -1,6 +1,6 @@
-"""Compressed files read forward: a bounded piece in memory, and a bounded growth altogether.
+"""Decompress a file as a forward-only stream, with bounds on memory and on total expansion.
 
-gzip, bzip2 and xz are recognised by their first bytes; anything else is read as it is.
+Detects gzip, bzip2 and xz by their first bytes; reads other files unchanged.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any, BinaryIO
 from paceline.data.formats.sample import EXPANSION_SLACK_BYTES, MAX_EXPANSION
 
 STEP_BYTES = 64 * 1024
-XZ_MEMORY_BYTES = 128 * 1024 * 1024  # ``xz -9`` takes 65 MiB; a header may ask for 4 GiB
+XZ_MEMORY_BYTES = 128 * 1024 * 1024  # ``xz -9`` needs 65 MiB; a header may demand 4 GiB
 
 
 class Damaged(Exception):
-    """The file cannot be read on; the message says why."""
+    """The file cannot be read further; the message is the reason."""
 
 
 class Decompressed:
-    """The content of the file at ``path``; a context manager. Raises Damaged, OSError."""
+    """The decompressed content of the file at ``path``; a context manager. Raises Damaged,
+    OSError."""
 
     def __init__(self, path: Path) -> None:
         self._raw = path.open("rb")
@@ -44,7 +45,7 @@ class Decompressed:
         self._raw.close()
 
     def read(self, size: int) -> bytes:
-        """Return the next ``size`` bytes, fewer only where the file ends."""
+        """Return the next ``size`` bytes, fewer only at the end of the file."""
         try:
             found = self._file.read(size)
         except (OSError, EOFError, zlib.error, _Malformed) as error:
@@ -57,7 +58,7 @@ class Decompressed:
         return found
 
     def skip(self, size: int) -> None:
-        """Pass over the next ``size`` bytes; raises Damaged where the file ends before."""
+        """Skip the next ``size`` bytes; raises Damaged if the file ends before."""
         while size > 0:
             passed = len(self.read(min(size, STEP_BYTES)))
             if not passed:
@@ -66,11 +67,11 @@ class Decompressed:
 
 
 class _Malformed(Exception):
-    """Bytes that a decompressor refuses."""
+    """A decompressor rejected its input."""
 
 
 class _Inflated(io.RawIOBase):
-    """Streams of one kind, one after another, decompressed no further than there is space."""
+    """Concatenated streams of one format, each read decompressing at most the caller's buffer."""
 
     def __init__(self, raw: BinaryIO, make: Callable[[], Any]) -> None:
         self._raw, self._make = raw, make
@@ -91,7 +92,7 @@ class _Inflated(io.RawIOBase):
                 raise EOFError("it ends within compressed data")
             try:
                 made = self._stream.decompress(given, len(buffer))
-            except Exception as error:  # its own kind of error, of a module that may be missing
+            except Exception as error:  # each module has its own exception, and may be missing
                 raise _Malformed(str(error)) from error
             if made:
                 buffer[: len(made)] = made

@@ -1,8 +1,8 @@
-"""Parquet: each row is a sample; one column its text (or its tokens), one its key, numbers its
-features: scalars, lists (events), lists of lists (frames). A few rows are in memory at a time.
+"""Parquet reader: each row is a sample; one column is its text or tokens, one its key.
 
-It runs in a process of its own (``parquet_process``): a page of a few bytes can stand for gigabytes
-of rows, and pyarrow's decoder has no limit but the process's memory.
+Other columns of numbers are features: scalars, lists (events), lists of lists (frames). A few rows
+are in memory at a time. Runs in a separate process (``parquet_process``) with limited memory: a
+page of a few bytes can decode to gigabytes of rows, and pyarrow's decoder has no other limit.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from paceline.data.formats.sample import (
 from paceline.errors import InvalidInput
 
 ROWS = 256  # decoded at once
-BATCH_BYTES = 16 * 1024 * 1024  # or so many, of rows of the usual size
-ROW_BYTES = 32  # that a row counts for at least
-MEMORY_BYTES = 1024 * 1024 * 1024  # beside what the libraries take: of pages, and of one row
+BATCH_BYTES = 16 * 1024 * 1024  # or this much, by the row group's mean row size
+ROW_BYTES = 32  # a row counts as at least this much
+MEMORY_BYTES = 1024 * 1024 * 1024  # beyond what the libraries use: for pages, and for one row
 MAX_FOOTER_BYTES = 16 * 1024 * 1024  # 100,000 column chunks
 BUFFER_BYTES = 1024 * 1024
 
@@ -43,7 +43,7 @@ _Cell = Array | bytes | Unusable | None
 
 
 def main() -> None:
-    """Answer orders until standard input ends; see ``parquet_process``."""
+    """Serve requests until standard input ends; see ``parquet_process``."""
     answers = Answers()
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
@@ -85,7 +85,7 @@ def _reading(order: Order) -> Iterator[Sample | Unusable]:
 def read_parquet(
     path: Path, name: str, text_field: str, key_field: str
 ) -> Iterator[Sample | Unusable]:
-    """Yield the file's samples. Raises what pyarrow raises, and MemoryError."""
+    """Yield the file's samples. Raises pyarrow's exceptions and MemoryError."""
     number = 0
     for columns, rows in _batches(path, name, of_ours=True):
         for row in range(rows):
@@ -95,8 +95,10 @@ def read_parquet(
 
 
 def read_features(path: Path, key_field: str) -> Iterator[Sample]:
-    """Yield a sample with the key and the arrays of each row; raises InvalidInput for a row without
-    them, and what pyarrow raises."""
+    """Yield a sample with the key and the arrays of each row.
+
+    Raises InvalidInput for a row without them, and pyarrow's exceptions.
+    """
     number = 0
     for columns, rows in _batches(path, path.name):
         if key_field not in columns:
@@ -119,8 +121,10 @@ def read_features(path: Path, key_field: str) -> Iterator[Sample]:
 def _batches(
     path: Path, name: str, *, of_ours: bool = False
 ) -> Iterator[tuple[dict[str, list[_Cell]], int]]:
-    """Yield the file's rows in order, a few at a time: their cells by column, and how many they
-    are; ``of_ours``: only columns that can hold something, if any can."""
+    """Yield the file's rows in order, a few at a time: their cells by column, and their number.
+
+    ``of_ours``: read only columns of usable types, if there are any.
+    """
     with path.open("rb") as raw:
         size = raw.seek(0, os.SEEK_END)
         raw.seek(max(0, size - 8))
@@ -128,7 +132,7 @@ def _batches(
     if footer > min(MAX_FOOTER_BYTES, size):
         raise _unreadable(name, f"a footer of {footer} bytes in a file of {size}")
     made, most = 0, EXPANSION_SLACK_BYTES + MAX_EXPANSION * size
-    # buffered: or a row group's whole column would be in memory
+    # buffered reads: otherwise a row group's whole column would be in memory
     with closing(pq.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES)) as file:
         columns = [
             str(each.name) for each in file.schema_arrow if not of_ours or _is_ours(each.type)
@@ -144,8 +148,11 @@ def _batches(
 def _of_group(
     file: Any, group: int, columns: list[str] | None
 ) -> Iterator[tuple[dict[str, list[_Cell]], int, int]]:
-    """Yield the rows of a row group and their bytes; one by one where several together take too
-    much memory. Where one row does, it and those behind it in its group are unusable."""
+    """Yield the rows of a row group and their bytes.
+
+    Reads row by row where several together take too much memory. Where one row does, it and the
+    rows behind it in its group are unusable.
+    """
     about = file.metadata.row_group(group)
     row_bytes = about.total_byte_size // max(1, about.num_rows)
     at_once, done = max(1, min(ROWS, BATCH_BYTES // max(1, row_bytes))), 0
@@ -205,7 +212,7 @@ def _name(cell: _Cell) -> str | None:
 
 
 def _cells(column: Any) -> list[_Cell]:
-    """Return one value a row: an array, text, or None for what is null or neither."""
+    """Return one value a row: an array, text, or None for nulls and unsupported types."""
     kind = column.type
     if not _is_ours(kind):
         return [None] * len(column)
@@ -257,7 +264,7 @@ def _nested(scalar: Any, leaf: Any) -> Array | None:
 
 
 def _is_ours(kind: Any) -> bool:
-    """Return whether a column of this type can hold something of a sample."""
+    """Return whether a column of this type can hold text or numbers of a sample."""
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     return bool(text or _is_binary(kind) or _is_number(_leaf(kind)))
 

@@ -1,7 +1,7 @@
-"""Parquet files, read in a process of its own whose memory is limited: this side of it.
+"""Parquet reading in a separate process with limited memory: the parent's side.
 
-An order opens a file, an empty request asks for its next samples; each answer holds a few of them.
-Knows nothing of Parquet; ``parquet`` is what the process runs.
+An Order opens a file, an empty request returns its next samples; each answer holds a few of them.
+Does not import pyarrow; the child process runs ``parquet``.
 """
 
 from __future__ import annotations
@@ -22,32 +22,35 @@ from paceline.data.child_process import FAILED, Child, how_ended
 from paceline.data.formats.sample import Array, Sample, Unusable
 from paceline.errors import InvalidInput, NotReady, WorkerLost
 
-DEADLINE_S = 300.0  # for an answer
+DEADLINE_S = 300.0  # per answer
 ANSWER_BYTES = 1024 * 1024  # or one sample
 ANSWER_SAMPLES = 256
 LENGTH_BYTES = 4
-# Both would reserve far more address space than they use, and that is what is limited.
+# Both defaults reserve far more address space than they use, and the limit is on address space.
 _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "1"}
 
 
 @dataclass(frozen=True)
 class Order:
-    """Which file to read, what errors call it, and its columns of text and keys."""
+    """The file to read, its name in errors, and its columns of text and keys."""
 
     path: str
     name: str
     text: str
     key: str
-    features: bool = False  # every column but the key is one
+    features: bool = False  # every column but the key is a feature
 
     @staticmethod
     def parse(request: bytes) -> Order:
-        """Return the order that ``request`` holds."""
+        """Return the order encoded in ``request``."""
         return Order(**json.loads(request))
 
 
 class ParquetProcess:
-    """Reads one file after another; a context manager, of one thread. Starts with the first."""
+    """Reads one file after another in a child process; a context manager, for one thread.
+
+    The process starts with the first file.
+    """
 
     def __init__(self) -> None:
         self._child: Child | None = None
@@ -67,13 +70,15 @@ class ParquetProcess:
     def samples(self, path: Path, name: str, fields: Any) -> Iterator[Sample | Unusable]:
         """Yield the file's samples; ``fields``: see ``formats.Fields``.
 
-        Raises InvalidInput for a file that cannot be read, or not within the process's memory.
+        Raises InvalidInput for a file that cannot be read within the process's memory limit.
         """
         yield from self._read(Order(str(path), name, fields.text, fields.key))
 
     def features(self, path: Path, key_field: str) -> Iterator[tuple[str, dict[str, Array]]]:
-        """Yield the key and the arrays of each row; raises InvalidInput for a row without them, and
-        what ``samples`` does."""
+        """Yield the key and the arrays of each row.
+
+        Raises InvalidInput for a row without them, and the errors of ``samples``.
+        """
         for each in self._read(Order(str(path), path.name, "", key_field, features=True)):
             assert isinstance(each, Sample)
             yield each.key, dict(each.features)
@@ -81,7 +86,7 @@ class ParquetProcess:
     def _read(self, order: Order) -> Iterator[Sample | Unusable]:
         self._send(json.dumps(asdict(order)).encode())
         while found := unpacked_samples(self._receive(order.name)):
-            self._send(b"")  # the next ones are made while these are used
+            self._send(b"")  # the child decodes the next ones meanwhile
             yield from found
 
     def _send(self, request: bytes) -> None:
@@ -90,7 +95,7 @@ class ParquetProcess:
                 "the Parquet reader", "paceline.data.formats.parquet", env=_ENVIRONMENT
             )
             self._child.wait_until_ready()
-        with contextlib.suppress(OSError):  # it has ended: the answer says how
+        with contextlib.suppress(OSError):  # it has ended; ``_receive`` reports how
             self._child.send(request, time.monotonic() + DEADLINE_S)
 
     def _receive(self, name: str) -> bytes:
@@ -105,7 +110,7 @@ class ParquetProcess:
         except (OSError, EOFError) as error:
             code = self._child.end()
             self._child = None
-            if code >= 0:  # an exception that is none of pyarrow's: its traceback is in the log
+            if code >= 0:  # not one of pyarrow's: its traceback is in the log
                 raise WorkerLost(
                     "the Parquet reader ended", got=how_ended(code), where=name
                 ) from error
@@ -121,14 +126,14 @@ class ParquetProcess:
 
 
 def packed_error(error: InvalidInput) -> bytes:
-    """Return ``error`` as bytes."""
+    """Return ``error`` as JSON."""
     fields = ("what", "got", "wanted", "where", "do")
     said = {each: getattr(error, each) for each in fields}
     return json.dumps({k: None if v is None else str(v) for k, v in said.items()}).encode()
 
 
 def packed_samples(found: Iterator[Sample | Unusable]) -> bytes:
-    """Return the next few of ``found`` as bytes."""
+    """Return the next few samples as bytes."""
     said: list[list[Any]] = []
     parts: list[bytes] = []
     held = 0
@@ -149,7 +154,7 @@ def packed_samples(found: Iterator[Sample | Unusable]) -> bytes:
 
 
 def unpacked_samples(raw: bytes) -> list[Sample | Unusable]:
-    """Return what was packed; each array has memory of its own."""
+    """Return the samples encoded by ``packed_samples``; each array owns its memory."""
     at = LENGTH_BYTES + int.from_bytes(raw[:LENGTH_BYTES], "little")
     found: list[Sample | Unusable] = []
     for key, reason, *content in json.loads(raw[LENGTH_BYTES:at]):

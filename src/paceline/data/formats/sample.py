@@ -1,4 +1,4 @@
-"""One sample as a source gives it, before it is tokenised; and what one cannot be."""
+"""One sample as read from a source, before tokenisation, and the limits on samples."""
 
 from __future__ import annotations
 
@@ -15,54 +15,56 @@ Array = npt.NDArray[Any]
 
 MAX_DOCUMENT_BYTES = 8 * 1024 * 1024  # of one text
 TOO_LARGE = f"too large: a text has at most {MAX_DOCUMENT_BYTES >> 20} MiB, cut it up (JSONL)"
-MAX_SAMPLE_BYTES = 64 * 1024 * 1024  # of one sample with all its arrays
+MAX_SAMPLE_BYTES = 64 * 1024 * 1024  # of one sample with all arrays
 MAX_AXES = 8
 MAX_KEY_BYTES = 4096
-MAX_COLUMNS = 1000  # as many as a snapshot's record lists
+MAX_COLUMNS = 1000  # the limit of a snapshot's record
 MAX_COLUMN_NAME = 128
 MAX_JSON_BYTES = 3 * MAX_DOCUMENT_BYTES  # the longest text with each character escaped
-MAX_JSON_MEMORY = 128 * 1024 * 1024  # of the values that JSON spells
-# Bytes that the parser allocates at most for each of these, measured with CPython 3.11.
+MAX_JSON_MEMORY = 128 * 1024 * 1024  # of the parsed JSON values
+# Bytes that the parser allocates at most for each of these; measured with CPython 3.11.
 _JSON_COSTS = {b",": 40, b"[": 64, b"{": 64, b":": 200}
-_FOUR_BYTES = re.compile(rb"[\xf0-\xff]")  # a character beyond U+FFFF begins
-# What a compressed file may grow to: a slack, and so many times the bytes read of it. Deflate
-# reaches 1,032, text 3 to 10; a file beyond it is refused, or a few MB keep a build busy for hours.
+_FOUR_BYTES = re.compile(rb"[\xf0-\xff]")  # lead byte of a character beyond U+FFFF
+# Maximum size of a decompressed file: a constant, plus a multiple of the bytes read of it. Deflate
+# reaches a ratio of 1,032, text 3 to 10; without a limit a few MB keep a build busy for hours.
 EXPANSION_SLACK_BYTES = 256 * 1024 * 1024
 MAX_EXPANSION = 256
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A key, and a text, or tokens, or arrays, or several of them."""
+    """A key with a text, tokens or arrays, or several of them."""
 
     key: str
     text: bytes | None = None  # UTF-8
-    tokens: Array | None = None  # 1-D integers: the source was tokenised before
+    tokens: Array | None = None  # 1-D integers: the source is tokenised already
     features: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def payload_bytes(self) -> int:
-        """Return how much the source gave."""
+        """Return the size of text, tokens and arrays."""
         tokens = 0 if self.tokens is None else self.tokens.nbytes
         arrays = sum(each.nbytes for each in self.features.values())
         return len(self.text or b"") + tokens + arrays
 
     def with_features(self, more: Mapping[str, Array]) -> Sample:
-        """Return the sample with ``more`` beside what it has."""
+        """Return the sample with the features ``more`` added."""
         return replace(self, features={**self.features, **more})
 
 
 @dataclass(frozen=True)
 class Unusable:
-    """Something in a source that is no sample, and why."""
+    """A part of a source that is not a usable sample, and the reason."""
 
     key: str
     reason: str
 
 
 def checked(sample: Sample) -> Sample | Unusable:
-    """Return ``sample``, or why it is none; what a snapshot cannot hold is refused here, a sample
-    at a time, and not when the snapshot is written."""
+    """Return ``sample``, or Unusable with the reason.
+
+    Rejects what a snapshot cannot hold for each sample, before the snapshot is written.
+    """
     reason = _key_fault(sample.key) or _columns_fault(sample.features)
     if reason is not None:
         pass
@@ -91,7 +93,7 @@ def _columns_fault(features: Mapping[str, Array]) -> str | None:
     if len(features) > MAX_COLUMNS:
         return f"{len(features)} features, at most {MAX_COLUMNS} wanted"
     for name in features:
-        # A shard keeps "NAME.ends" beside each column.
+        # A shard stores "NAME.ends" beside each column.
         taken = name.endswith(".ends") and name.removesuffix(".ends") in features
         if not 1 <= len(name) <= MAX_COLUMN_NAME or not _is_utf8(name) or taken:
             return f"a feature is called {name[:MAX_COLUMN_NAME]!r}"
@@ -107,7 +109,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def why_no_text(text: bytes) -> str | None:
-    """Return why ``text`` is no document, or None where it is one."""
+    """Return why ``text`` is not a valid document, or None if it is valid."""
     if len(text) > MAX_DOCUMENT_BYTES:
         return TOO_LARGE
     if b"\0" in text:
@@ -122,8 +124,10 @@ def why_no_text(text: bytes) -> str | None:
 
 
 def require_numbers(dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    """Raise ValueError where arrays of this type and shape are none of ours (objects, strings,
-    complex numbers, too many axes, an axis longer than any sample)."""
+    """Raise ValueError for an array type or shape that samples cannot have.
+
+    These are objects, strings, complex numbers, too many axes, or an axis longer than any sample.
+    """
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise ValueError(f"dtype {str(dtype)[:40]} holds no numbers of ours")
     if len(shape) > MAX_AXES:
@@ -133,8 +137,10 @@ def require_numbers(dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
 
 
 def clean_array(value: Any) -> Array:
-    """Return ``value`` as a contiguous little-endian array of numbers; raises ValueError where it
-    is none (see ``require_numbers``)."""
+    """Return ``value`` as a contiguous little-endian array of numbers.
+
+    Raises ValueError where it is none (see ``require_numbers``).
+    """
     array = np.asarray(value)
     require_numbers(array.dtype, array.shape)
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
@@ -142,8 +148,11 @@ def clean_array(value: Any) -> Array:
 
 
 def parsed_json(raw: bytes) -> Any:
-    """Return the value that ``raw`` spells; raises ValueError for what is no JSON, is too long, or
-    has so many values that they would take over ``MAX_JSON_MEMORY``."""
+    """Return the value of the JSON text ``raw``.
+
+    Raises ValueError for invalid JSON, text that is too long, or values that would take more than
+    ``MAX_JSON_MEMORY``.
+    """
     if len(raw) > MAX_JSON_BYTES:
         raise ValueError(
             f"too large: JSON has at most {MAX_JSON_BYTES >> 20} MiB a sample, numbers fit into "
@@ -162,10 +171,10 @@ def parsed_json(raw: bytes) -> Any:
 
 
 def json_array(value: object) -> Array | None:
-    """Return numbers out of JSON, or None for what holds none (a name, a comment, a tag).
+    """Return a JSON value as an array, or None if it holds no numbers (a name, a comment, a tag).
 
-    JSON does not say what kind of number it means, so that all become float32; a source whose types
-    matter is Parquet or npy. Raises ValueError for lists of differing lengths.
+    JSON does not distinguish number types, so that all become float32; a source whose types matter
+    should be Parquet or npy. Raises ValueError for lists of differing lengths.
     """
     if isinstance(value, bool):
         return np.array(value)
@@ -176,13 +185,15 @@ def json_array(value: object) -> Array | None:
         return array
     if array.dtype.kind not in "iuf":
         return None
-    with np.errstate(over="ignore"):  # infinite then; validation reports it
+    with np.errstate(over="ignore"):  # becomes infinite; validation reports it
         return clean_array(array.astype(np.float32))
 
 
 def _is_numeric(value: object) -> bool:
-    """Return whether nested lists hold numbers alone: of strings, numpy would make an array as wide
-    as the longest one."""
+    """Return whether nested lists hold only numbers.
+
+    numpy would store strings in an array as wide as the longest one.
+    """
     pending = [value]
     while pending:
         each = pending.pop()

@@ -1,9 +1,9 @@
-"""A shard on disk: a safetensors file whose tensors are the columns of its samples.
+"""The shard format: a safetensors file whose tensors are the columns of its samples.
 
 ``tokens``, ``text``, ``keys`` and ``feature.NAME`` hold all samples end to end; ``….ends`` (int64)
-say where each stops. Reading is a view into the file's memory: nothing is parsed or copied. Any
-safetensors reader opens it; we write and read it ourselves, so that its bytes (and digest) do not
-change with a library's version, and so that a column is a view and no copy.
+hold the end of each sample. Reading returns views into the file's memory: samples are neither
+parsed nor copied. Any safetensors reader can open it; we write and read it ourselves, so that its
+bytes (and digest) do not change with a library's version.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _DTYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _CODES.items
 
 
 def column_of(name: str, array: Array) -> Column:
-    """Return the column that ``array`` belongs in: its first axis may differ between samples."""
+    """Return the column of ``array``; its first axis may differ between samples."""
     shape = (None, *array.shape[1:]) if array.ndim else ()
     return Column(name=name, dtype=array.dtype.name, shape=shape)
 
 
 class ColumnWriter:
-    """Gathers samples until they are a shard's worth; the same samples give the same bytes."""
+    """Collects the samples of one shard; the same samples give the same bytes."""
 
     def __init__(self, columns: Sequence[Column], token_dtype: str) -> None:
         self._columns = tuple(columns)
@@ -62,7 +62,7 @@ class ColumnWriter:
         *,
         text_bytes: int,
     ) -> None:
-        """Add one sample; ``text`` is kept beside its tokens, ``text_bytes`` is only counted."""
+        """Add one sample; ``text`` is stored beside its tokens, ``text_bytes`` is only counted."""
         self._put("keys", np.frombuffer(key.encode(), dtype=np.uint8))
         self._put("tokens", tokens.astype(self._token_dtype, copy=False))
         if text is not None:
@@ -81,7 +81,7 @@ class ColumnWriter:
         self.tokens += len(tokens)
 
     def lengths(self) -> bytes:
-        """Return the file of lengths: int32, little endian, one a sample."""
+        """Return the content of the lengths file: int32, little endian, one a sample."""
         return np.array(self._lengths, dtype="<i4").tobytes()
 
     def write(self, path: Path) -> None:
@@ -92,7 +92,7 @@ class ColumnWriter:
         for name, ends in self._ends.items():
             arrays[f"{name}.ends"] = np.array(ends, dtype="<i8")
         header: dict[str, Any] = {"__metadata__": {"layout": LAYOUT}}
-        # The widest first, so that every column is aligned to its own width.
+        # Widest types first, so that every column is aligned to its own width.
         order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
         at = 0
         for name in order:
@@ -109,7 +109,7 @@ class ColumnWriter:
             file.write(len(raw).to_bytes(8, "little"))
             file.write(raw)
             for name in order:
-                file.write(np.ascontiguousarray(arrays[name]).data)  # no copy of it
+                file.write(np.ascontiguousarray(arrays[name]).data)  # without a copy
 
     def _put(self, name: str, array: Array) -> None:
         ends = self._ends.setdefault(name, [])
@@ -119,7 +119,7 @@ class ColumnWriter:
 
 
 class ColumnSamples:
-    """The samples of a shard as views into ``buffer``; see ``samples.ShardSamples``.
+    """The samples of a shard as views into ``buffer``; implements ``samples.ShardSamples``.
 
     Raises ValueError, with the reason, for a file that is not a shard of this schema.
     """
@@ -150,7 +150,7 @@ class ColumnSamples:
         tokens = self._arrays["tokens"]
         if tokens.ndim != 1 or tokens.dtype.kind != "u":
             raise ValueError(f"tokens are {tokens.dtype.name} with {tokens.ndim} axes")
-        # 1 ms a million tokens; a byte cannot leave a vocabulary of 256
+        # Takes 1 ms per million tokens; a byte cannot exceed a vocabulary of 256.
         if len(tokens) and np.iinfo(tokens.dtype).max >= vocabulary.vocab_size:
             largest = int(tokens.max())
             if largest >= vocabulary.vocab_size:
@@ -161,15 +161,15 @@ class ColumnSamples:
         return self._samples
 
     def key(self, i: int) -> str:
-        """Return what names the sample within its snapshot."""
+        """Return the sample's name within its snapshot."""
         return bytes(self._cut("keys", i)).decode("utf-8", errors="replace")
 
     def tokens(self, i: int) -> Array:
-        """Return the sample's tokens, a view."""
+        """Return the sample's tokens as a view."""
         return self._cut("tokens", i)
 
     def features(self, i: int) -> dict[str, Array]:
-        """Return the sample's arrays, views."""
+        """Return the sample's arrays as views."""
         return {
             each.name: (
                 self._cut(f"feature.{each.name}", i)
@@ -180,7 +180,7 @@ class ColumnSamples:
         }
 
     def text_bytes(self, i: int) -> bytes:
-        """Return the sample's text; raises InvalidInput where the snapshot keeps none here."""
+        """Return the sample's text; raises InvalidInput where the snapshot stores none here."""
         if self._text is None:
             raise InvalidInput(
                 "these samples keep no text, only its tokens",
@@ -190,19 +190,19 @@ class ColumnSamples:
         return self._cut(self._text, i).tobytes()
 
     def flat(self) -> tuple[Array, npt.NDArray[np.int64]]:
-        """Return all tokens end to end, and where each sample stops: views."""
+        """Return all tokens end to end, and the end of each sample, as views."""
         return self._arrays["tokens"], self._arrays["tokens.ends"]
 
     def lengths(self) -> npt.NDArray[np.int32]:
-        """Return each sample's length, as the file of lengths has it."""
+        """Return each sample's length, as in the lengths file."""
         found = [length_of(self.tokens(i), self.features(i)) for i in range(len(self))]
         return np.array(found, dtype=np.int32)
 
     def expect(self, samples: Sequence[int]) -> None:
-        """Do nothing: they are here."""
+        """Do nothing: all samples are in memory."""
 
     def close(self) -> None:
-        """Let the cache have the file's place; its memory goes with the last view."""
+        """Allow the cache to remove the file; its memory is freed with the last view."""
         if self._on_close is not None:
             self._on_close()
 
@@ -224,7 +224,7 @@ class ColumnSamples:
             ok = name.startswith("feature.") and array.shape == (self._samples,)
         else:
             ok = ends.dtype == np.int64 and ends.shape == (self._samples,) and array.ndim > 0
-            # a hundred thousand ends take 0.1 ms; they are what keeps each view inside its column
+            # A hundred thousand ends take 0.1 ms; this check keeps each view inside its column.
             ok = ok and int(ends[-1]) == len(array) and int(ends[0]) >= 0
             ok = ok and bool(np.all(ends[1:] >= ends[:-1]))
         if not ok:

@@ -1,12 +1,12 @@
-"""WebDataset tar: members of one key that stand together are one sample.
+"""WebDataset tar reader: adjacent members with the same key are one sample.
 
 ``dir/000017.frames.npy`` belongs to the sample ``dir/000017`` as ``frames``. By extension: npy is
 an array, json gives numbers and perhaps the text, txt (or the text field's own extension) is the
-text, cls is a whole number, anything else is kept as bytes (uint8), for a transform to decode.
+text, cls is an integer, anything else is stored as bytes (uint8) for a transform to decode.
 
-Read forward, one member at a time. The standard library parses a header's block; what stands
-between blocks (long names, PAX records, sparse maps) is read here, because ``tarfile`` reads it
-whole, by regular expressions that can take quadratic time, and by recursion.
+Reads forward, one member at a time. The standard library parses the header blocks; what lies
+between (long names, PAX records, sparse maps) is parsed here, because ``tarfile`` reads it whole,
+with regular expressions that can take quadratic time, and recursively.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ from paceline.data.formats.sample import (
 from paceline.data.formats.text import sample_of
 from paceline.errors import InvalidInput
 
-MAX_MEMBERS = 256  # of one sample
-MAX_EXTENSION_BYTES = 1024 * 1024  # of a long name, or of PAX records
+MAX_MEMBERS = 256  # per sample
+MAX_EXTENSION_BYTES = 1024 * 1024  # of a long name, or PAX records
 _FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE, tarfile.GNUTYPE_SPARSE)
 _PAX = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 _NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
 def read_tar(path: Path, name: str, fields: Any) -> Iterator[Sample | Unusable]:
-    """Yield the file's samples; ``fields``: see ``formats.Fields``. Raises InvalidInput where the
-    archive itself is damaged."""
+    """Yield the file's samples; ``fields``: see ``formats.Fields``.
+
+    Raises InvalidInput where the archive itself is damaged.
+    """
     key: str | None = None
     members: dict[str, bytes] = {}
     held, fault = 0, None
@@ -65,7 +67,7 @@ def read_tar(path: Path, name: str, fields: Any) -> Iterator[Sample | Unusable]:
                 if fault is None:
                     members[extension] = member.read(file)
                 else:
-                    members = {}  # nothing of it is kept
+                    members = {}  # drop what was read of the sample
             if key is not None:
                 yield _sample(key, members, fault, fields.text)
     except (Damaged, OSError) as error:
@@ -76,11 +78,11 @@ def read_tar(path: Path, name: str, fields: Any) -> Iterator[Sample | Unusable]:
 
 @dataclass
 class _Member:
-    """A regular file of an archive; its content comes next, until ``left`` bytes are read."""
+    """A regular file of an archive; its content follows, until ``left`` bytes are read."""
 
     name: str
     size: int
-    left: int  # with what fills its last block
+    left: int  # including the padding of its last block
     fault: str | None = None
 
     def read(self, file: Decompressed) -> bytes:
@@ -93,14 +95,14 @@ class _Member:
 
 
 def _members(file: Decompressed) -> Iterator[_Member]:
-    """Yield the archive's regular files; what is left of one is passed over before the next."""
-    name: str | None = None  # of extension headers, for the member that follows
+    """Yield the archive's regular files; skips the unread rest of one before the next."""
+    name: str | None = None  # from extension headers, for the next member
     size: int | None = None
     fault: str | None = None
     while (info := _header(file)) is not None:
         if info.type in (*_NAMES, *_PAX, tarfile.XGLTYPE):
             if info.type not in (tarfile.GNUTYPE_LONGNAME, *_PAX):
-                file.skip(_blocks(info.size))  # where links lead, what holds for all members
+                file.skip(_blocks(info.size))  # link targets, global PAX records
             elif info.size > MAX_EXTENSION_BYTES:
                 fault = f"a header of {info.size} bytes, at most {MAX_EXTENSION_BYTES} wanted"
                 file.skip(_blocks(info.size))
@@ -130,7 +132,7 @@ def _members(file: Decompressed) -> Iterator[_Member]:
 
 
 def _header(file: Decompressed) -> tarfile.TarInfo | None:
-    """Return the next header, None where the archive ends."""
+    """Return the next header, None at the end of the archive."""
     block = file.read(tarfile.BLOCKSIZE)
     if not block.strip(b"\0") and len(block) in (0, tarfile.BLOCKSIZE):
         return None
@@ -141,7 +143,7 @@ def _header(file: Decompressed) -> tarfile.TarInfo | None:
     if info.size < 0:
         raise Damaged(f"a member of {info.size} bytes")
     more = info.type == tarfile.GNUTYPE_SPARSE and block[482]
-    while more:  # of the map of a sparse member
+    while more:  # extension blocks of a sparse member's map
         block = file.read(tarfile.BLOCKSIZE)
         if len(block) < tarfile.BLOCKSIZE:
             raise Damaged("it ends within a sparse member's map")
@@ -150,8 +152,10 @@ def _header(file: Decompressed) -> tarfile.TarInfo | None:
 
 
 def _pax(raw: bytes, name: str | None, size: int | None) -> tuple[str | None, int | None]:
-    """Return the name and the size that PAX records give, as they were where they give none; -1 is
-    the size of a sparse member. Raises ValueError for what are no such records."""
+    """Return the name and size in PAX records, or the given ones where they have none.
+
+    A size of -1 marks a sparse member. Raises ValueError for malformed records.
+    """
     at = 0
     while at < len(raw) and raw[at]:
         space = raw.find(b" ", at, at + 20)
@@ -178,12 +182,12 @@ def _text(raw: bytes) -> str:
 
 
 def _blocks(size: int) -> int:
-    """Return what ``size`` bytes take in an archive."""
+    """Return ``size`` rounded up to whole blocks."""
     return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return key and extension: the base name's first dot parts them."""
+    """Return key and extension, separated at the first dot of the base name."""
     directory, slash, base = name.removeprefix("./").rpartition("/")
     stem, _, extension = base.partition(".")
     return f"{directory}{slash}{stem}", extension
@@ -223,7 +227,7 @@ def _decoded(key: str, column: str, kind: str, body: bytes, text_field: str) -> 
         if not set(value) - {text_field} and isinstance(value.get(text_field), str):
             return Sample(key, value[text_field].encode())
         found = sample_of(key, value, text_field)
-        # A member that says nothing in numbers is no reason to refuse the others.
+        # A JSON member without numbers is no reason to reject the others.
         return Sample(key) if isinstance(found, Unusable) and "neither" in found.reason else found
     if kind == "npy":
         array = _npy(body)
@@ -235,8 +239,10 @@ def _decoded(key: str, column: str, kind: str, body: bytes, text_field: str) -> 
 
 
 def _npy(body: bytes) -> Array:
-    """Return the array of an npy file, a view where it can be; raises ValueError for another file,
-    and for one that claims more numbers than it has."""
+    """Return the array of an npy file, as a view where possible.
+
+    Raises ValueError for an invalid file, and for one whose header claims more data than it has.
+    """
     file = io.BytesIO(body)
     parse = {
         (1, 0): np.lib.format.read_array_header_1_0,
@@ -244,10 +250,10 @@ def _npy(body: bytes) -> Array:
     }
     try:
         version = np.lib.format.read_magic(file)
-        if version not in parse:  # 3.0 is for names of fields, which are no numbers
+        if version not in parse:  # 3.0 is for field names, not for numbers
             raise ValueError(f"version {version}")
         shape, in_columns, dtype = parse[version](file)
-    except Exception as error:  # numpy evaluates Python: what its parser raises comes through
+    except Exception as error:  # numpy evaluates Python: its parser can raise anything
         raise ValueError(f"not npy: {type(error).__name__}: {str(error)[:60]}") from error
     require_numbers(dtype, shape)
     claimed, there = math.prod(shape) * dtype.itemsize, len(body) - file.tell()

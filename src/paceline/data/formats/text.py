@@ -1,7 +1,7 @@
-"""JSONL: each line is a sample; one field is its text, one its key, numbers are its features.
+"""Readers of JSONL (each line is a sample) and of text files (each file is a document).
 
-A line without a key field is named by its file and number. Fields that are neither text nor numbers
-say something about the sample, and are not kept.
+In JSONL one field is the text, one the key, and numbers are features; other fields are dropped. A
+line without a key field is named by its file and line number.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from paceline.errors import InvalidInput
 
 
 def read_jsonl(path: Path, name: str, fields: Any) -> Iterator[Sample | Unusable]:
-    """Yield the file's samples; ``fields``: see ``formats.Fields``. Raises InvalidInput for a file
-    that the disk does not give."""
+    """Yield the file's samples; ``fields``: see ``formats.Fields``.
+
+    Raises InvalidInput for a file that the disk cannot read.
+    """
     try:
         with path.open("rb") as file:
             number = 0
@@ -35,7 +37,7 @@ def read_jsonl(path: Path, name: str, fields: Any) -> Iterator[Sample | Unusable
                 if line.strip():
                     yield _sample(line, where, fields)
                 while len(line) > MAX_JSON_BYTES and not line.endswith(b"\n"):
-                    line = file.readline(MAX_JSON_BYTES + 1)  # what is left of it
+                    line = file.readline(MAX_JSON_BYTES + 1)  # skip the rest of the line
     except OSError as error:
         raise InvalidInput(
             "JSONL file cannot be read", got=error.strerror or str(error), where=name
@@ -56,7 +58,7 @@ def _sample(line: bytes, where: str, fields: Any) -> Sample | Unusable:
 
 
 def sample_of(key: str, value: Mapping[str, object], text_field: str) -> Sample | Unusable:
-    """Return the sample that a JSON object describes."""
+    """Return the sample in a JSON object."""
     text = value.get(text_field)
     if text is not None and not isinstance(text, str):
         return Unusable(key, f"its {text_field!r} is no text")
@@ -64,22 +66,19 @@ def sample_of(key: str, value: Mapping[str, object], text_field: str) -> Sample 
     for name, each in value.items():
         try:
             array = None if name == text_field else json_array(each)
-        except (ValueError, OverflowError) as error:  # ragged, or an integer beyond any float
+        except (ValueError, OverflowError) as error:  # ragged, or an integer larger than any float
             return Unusable(key, f"{name[:MAX_COLUMN_NAME]!r}: {str(error)[:100]}")
         if array is not None:
             features[name] = array
     try:
         encoded = None if text is None else text.encode("utf-8")
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+    except UnicodeEncodeError:  # an unpaired surrogate, which JSON can encode
         return Unusable(key, "not UTF-8")
     return checked(Sample(key, encoded, None, features))
 
 
-# Text: each file is one document, named by its path.
-
-
 def read_text(path: Path, name: str, fields: object = None) -> Iterator[Sample | Unusable]:
-    """Yield the file's document; ``fields`` mean nothing here."""
+    """Yield the file as one document, named by its path; ``fields`` are ignored."""
     del fields
     try:
         with path.open("rb") as file:

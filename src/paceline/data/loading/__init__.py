@@ -1,1 +1,1 @@
-"""Streaming a snapshot to ranks: shards fetched, cached, transformed, batched and prefetched."""
+"""Stream a snapshot to ranks: fetch, cache, transform, batch and prefetch shards."""

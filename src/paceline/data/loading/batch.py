@@ -1,4 +1,4 @@
-"""One rank's share of one global batch: what a stream hands over and the loop takes apart.
+"""Batch and Position: one rank's share of a global batch, and a position in the data stream.
 
 Shape letters: B rows of this share, T tokens of a row, D documents of a row at most.
 """
@@ -16,14 +16,14 @@ import numpy.typing as npt
 from paceline.data.formats.sample import Array
 from paceline.errors import InvalidInput
 
-Tokens = npt.NDArray[Any]  # uint8, uint16 or int32, as the shards have them
+Tokens = npt.NDArray[Any]  # uint8, uint16 or int32, by the vocabulary's size
 
-PADDING = -1  # in ``documents_BT``: no document's
+PADDING = -1  # in ``documents_BT``: no document
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of a global batch; arrays are this batch's own, free to be changed.
+    """One rank's share of a global batch; its arrays are writable and belong to this batch.
 
     ``weights_BT`` is 0 for padding and for the samples of a shard in quarantine, else 1. The step's
     gradient is that of (the sum over the global batch of weighted losses) / ``global_tokens``.
@@ -35,22 +35,22 @@ class Batch:
     weights_BT: npt.NDArray[np.float32]  # noqa: N815
     rows: range  # this share's rows within the global batch
     # Σ weights over the whole global batch as planned (quarantine is found later, maybe on some
-    # ranks only): every rank knows it without asking the others.
+    # ranks only): every rank computes it without communication.
     global_tokens: float
     documents_BT: npt.NDArray[np.int32] | None = None  # noqa: N815 - None: no masks
     positions_BT: npt.NDArray[np.int32] | None = None  # noqa: N815 - None: 0 … T - 1
-    # The row goes on where the same row of the batch before stopped; else its state starts anew.
+    # Whether the row continues the same row of the batch before; else its state is reset.
     carries_B: npt.NDArray[np.bool_] | None = None  # noqa: N815
-    # name → (B, T, …) for features of tokens; else (B, D, …): those of document d of row b, d as in
+    # name → (B, T, …) for per-token features; else (B, D, …): those of document d of row b, d as in
     # documents_BT (0 where that is None)
     features: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()  # what was passed over up to here: shards, or samples of shards
+    skipped: tuple[str, ...] = ()  # shards, or samples of shards, skipped so far
 
     def split(self, parts: int) -> list[Batch]:
-        """Return exactly ``parts`` parts, by rows, for accumulation and pipelines.
+        """Return exactly ``parts`` parts, by rows, for gradient accumulation and pipeline stages.
 
-        Where there are fewer rows than parts, the rest are one row each, of weight 0: ranks with
-        uneven shares must pass through the model equally often.
+        With fewer rows than parts, the rest are one row each, of weight 0: ranks with uneven shares
+        must run the model equally often.
         """
         if parts < 1:
             raise InvalidInput("batch split in no parts", got=parts, wanted="at least 1")
@@ -81,32 +81,33 @@ class Batch:
         )
 
 
-# Where a stream stands: small JSON that means the same to any number of ranks.
+# A position in a stream, as small JSON that is valid for any number of ranks.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The next global batch: its number, and the row it starts with.
+    """The position of the next global batch: its number, and the row it starts with.
 
-    What makes rows and batches is named too, so that a position is refused by another stream.
+    Includes the settings that define rows and batches, so that a stream with other settings rejects
+    it.
     """
 
     batching: str
     context: int
     global_batch: int
     seed: int
-    columns: int = 1  # that the rows of a batch are read in; positions kept before had none
+    columns: int = 1  # of a batch's rows; positions saved by older versions have none
     batch: int = 0
     epoch: int = 0
     group: int = 0  # of shards, within the epoch
     item: int = 0  # row within the group
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the JSON for a checkpoint."""
         return asdict(self)
 
     def resumed(self, kept: Mapping[str, Any] | None) -> Position:
-        """Return the position that ``to_json`` gave, or this one where there is none.
+        """Return the position saved by ``to_json``, or this one if ``kept`` is None.
 
         Raises InvalidInput for one that is malformed or of a stream with other settings.
         """
@@ -132,11 +133,11 @@ class Position:
         return Position(**kept)
 
 
-# Named arrays of numbers as bytes, and back: for a scratch file, for a pipe. Not a file format.
+# Serialise named arrays, for a scratch file or a pipe; not a file format.
 
 
 def packed(arrays: Mapping[str, Array]) -> bytes:
-    """Return ``arrays`` in one piece; the same arrays give the same bytes."""
+    """Return ``arrays`` as bytes; the same arrays give the same bytes."""
     names = sorted(arrays)
     head = json.dumps([[each, arrays[each].dtype.name, arrays[each].shape] for each in names])
     raw = head.encode()
@@ -146,7 +147,7 @@ def packed(arrays: Mapping[str, Array]) -> bytes:
 
 
 def unpacked(raw: bytes) -> dict[str, Array]:
-    """Return what was packed, as read-only views into ``raw``."""
+    """Return the arrays serialised by ``packed``, as read-only views into ``raw``."""
     end = 4 + int.from_bytes(raw[:4], "little")
     found, at = {}, end
     for name, dtype, shape in json.loads(raw[4:end]):

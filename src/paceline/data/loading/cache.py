@@ -1,16 +1,16 @@
-"""Files of known size on this node's disk, by name, within a limit; shared by all its processes.
+"""Disk cache: files of known size by name, within a byte limit, shared by all processes of a node.
 
-The kernel keeps the books, so that a process that is killed leaves nothing to clean up:
+Processes coordinate through kernel file locks, so that a killed process leaves nothing to clean up:
 
-- *in use* is a shared ``flock`` on the file; what is locked is never removed;
-- *being made* is an exclusive one on its ``.part``: whoever wants the same file waits for it, and a
-  part without its lock is a dead process's, and is removed;
-- *room* is taken under one lock of the directory, and the part is allocated at its full size at
-  once, so that two processes never promise the same room; the lock's file says how much is here at
-  most, so that the files are looked at only when that comes near the limit;
-- *least recently used* is the file's time of change, set each time it is opened.
+- *in use* is a shared ``flock`` on the file; a locked file is never removed;
+- *being written* is an exclusive one on its ``.part``: a process that needs the same file waits for
+  it, and a part without its lock is of a dead process and is removed;
+- *space* is reserved under one lock of the directory, and the part is allocated at its full size at
+  once, so that two processes never reserve the same space; the lock's file holds an upper bound of
+  the bytes used, so that files are listed only when that approaches the limit;
+- *least recently used* is the file's modification time, set each time it is opened.
 
-Knows nothing of what the files hold: whoever reads one checks it.
+Does not verify contents: the reader of a file checks it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from paceline.errors import InvalidInput, NotReady, StorageFailed, StorageFull
 LOCK_FILE = ".lock"
 MANY_FILES = 500
 POLL_S = 0.005
-ROOM_DEADLINE_S = 60.0  # for the directory's lock, held for a listing at most
+ROOM_DEADLINE_S = 60.0  # for the directory's lock, held at most for one listing
 MAKING_DEADLINE_S = 600.0  # for another process to finish a file
 
 
 class Held:
-    """A file that stays on the disk until ``close`` (or until nobody refers to it)."""
+    """A cached file in use: it stays on the disk until ``close`` or garbage collection."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor: int | None = descriptor
@@ -43,17 +43,17 @@ class Held:
         self.size = os.fstat(descriptor).st_size
 
     def map(self) -> mmap.mmap | bytes:
-        """Return the file's bytes as memory; it stays good after ``close``."""
+        """Return the file's bytes as memory, which stays valid after ``close``."""
         assert self._descriptor is not None, "the file is closed"
         if not self.size:
-            return b""  # nothing can be mapped
+            return b""  # an empty file cannot be mapped
         return mmap.mmap(self._descriptor, self.size, prot=mmap.PROT_READ)
 
     def close(self) -> None:
-        """Let others remove the file; a second call does nothing."""
+        """Allow other processes to remove the file; a second call does nothing."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            # a mapping keeps a copy of the descriptor, and with it the lock, unless it is undone
+            # a mapping holds a copy of the descriptor, and with it the lock, unless it is unlocked
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
@@ -64,27 +64,27 @@ class Held:
 
 @dataclass
 class Part:
-    """A file in the making: ``write`` its bytes, look at them, then ``commit`` or leave."""
+    """A file being written: ``write`` its bytes, check them, then ``commit`` or abandon it."""
 
     descriptor: int
     path: Path
     final: Path
-    has_room: bool  # False: everything else is in use, so that it goes as soon as it is closed
+    has_room: bool  # False: all other files are in use, so it is deleted when closed
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write ``data`` at ``offset``; several threads may."""
+        """Write ``data`` at ``offset``; thread-safe."""
         with _translated(self.path):
             while data:
                 written = os.pwrite(self.descriptor, data, offset)
                 data, offset = data[written:], offset + written
 
     def map(self) -> mmap.mmap | bytes:
-        """Return what was written, as memory."""
+        """Return the written bytes as memory."""
         size = os.fstat(self.descriptor).st_size
         return mmap.mmap(self.descriptor, size, prot=mmap.PROT_READ) if size else b""
 
     def commit(self) -> Held:
-        """Give the file its name and return it, in use."""
+        """Rename the part to its final name and return it, in use."""
         with _translated(self.final):
             descriptor = os.dup(self.descriptor)
             if self.has_room:
@@ -96,7 +96,7 @@ class Part:
 
 
 class DiskCache:
-    """See the module; ``limit_bytes`` for everything in ``directory`` together."""
+    """See the module; ``limit_bytes`` bounds all files in ``directory`` together."""
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self.directory = Path(directory)
@@ -105,7 +105,7 @@ class DiskCache:
             self.directory.mkdir(parents=True, exist_ok=True)
 
     def open(self, name: str) -> Held | None:
-        """Return the file called ``name``, in use, or None where it is not here."""
+        """Return the file called ``name``, in use, or None if it is not cached."""
         path = self.directory / name
         until = time.monotonic() + ROOM_DEADLINE_S
         while time.monotonic() < until:
@@ -113,29 +113,30 @@ class DiskCache:
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 return None
-            if not _lock(descriptor, fcntl.LOCK_SH):  # being removed at this moment
+            if not _lock(descriptor, fcntl.LOCK_SH):  # another process is removing it
                 os.close(descriptor)
                 time.sleep(POLL_S)
                 continue
             if os.fstat(descriptor).st_nlink == 0:
                 os.close(descriptor)
                 continue
-            with contextlib.suppress(OSError):  # another user's file is still good to read
+            with contextlib.suppress(OSError):  # another user's file is still readable
                 os.utime(descriptor)
             return Held(descriptor, path)
         raise NotReady("a cached file stays locked", where=path, do="See who holds it: `lslocks`.")
 
     def discard(self, held: Held) -> None:
-        """Remove a file that turned out bad; whoever reads it now keeps what they have."""
+        """Remove a corrupt file; processes that have it open keep their mappings."""
         held.path.unlink(missing_ok=True)
         held.close()
 
     @contextlib.contextmanager
     def making(self, name: str, size: int) -> Iterator[Part | Held]:
-        """Yield the part to write ``size`` bytes to; or the file, where another process made it
-        meanwhile. A part that is not committed is removed.
+        """Yield a Part to write ``size`` bytes to, or the file if another process wrote it
+        meanwhile.
 
-        Raises InvalidInput where ``size`` alone exceeds the limit, StorageFull, StorageFailed.
+        A part that is not committed is removed. Raises InvalidInput where ``size`` alone exceeds
+        the limit, StorageFull, StorageFailed.
         """
         if size > self.limit_bytes:
             raise InvalidInput(
@@ -156,24 +157,26 @@ class DiskCache:
             fits = self._make_room(descriptor, size)
             yield Part(descriptor, path, self.directory / name, fits)
         finally:
-            # Ours until it is closed: after a commit the path is another's, or nothing.
+            # Remove the path only while it is still this part's: after a commit it may be another
+            # process's.
             if _is_at(descriptor, path):
                 path.unlink(missing_ok=True)
             os.close(descriptor)
 
     def used_bytes(self) -> int:
-        """Return how much is here, what is being made included."""
+        """Return the bytes used, including parts."""
         return sum(size for _, _, size in self._listed())
 
     def _own(self, path: Path) -> int:
-        """Return the descriptor of the part, ours alone; waits for who is making it."""
+        """Return the descriptor of the part, locked exclusively; waits while another process writes
+        it."""
         until = time.monotonic() + MAKING_DEADLINE_S
         while time.monotonic() < until:
             with _translated(path):
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             if _lock(descriptor, fcntl.LOCK_EX) and _is_at(descriptor, path):
                 return descriptor
-            os.close(descriptor)  # being made, or made since
+            os.close(descriptor)  # being written, or finished since
             time.sleep(POLL_S)
         raise NotReady(
             "another process does not finish a cached file",
@@ -183,28 +186,32 @@ class DiskCache:
         )
 
     def _make_room(self, descriptor: int, size: int) -> bool:
-        """Allocate the part, removing what was not used for longest; return whether it fits."""
+        """Allocate the part, removing least recently used files; return whether it fits the
+        limit."""
         with self._directory_lock() as books, _translated(self.directory):
             os.ftruncate(descriptor, 0)
             used = _noted(books)
             if used is None or used + size > self.limit_bytes:
-                used = self._evict(size)  # and what is really here is known again
+                used = self._evict(size)  # recounts the bytes used
             while size:
                 try:
                     os.posix_fallocate(descriptor, 0, size)
                     break
-                except OSError as error:  # others fill this disk too
+                except OSError as error:  # other programs fill this disk too
                     if error.errno not in _FULL or not self._remove_oldest():
                         raise
             _note(books, used + size)
             return used + size <= self.limit_bytes
 
     def _evict(self, size: int) -> int:
-        """Remove files until ``size`` more fit, or none is left that may go; return what is here
-        then. Looks at every file, which is why room is noted between two of these."""
+        """Remove unused files until ``size`` more fit, if possible; return the bytes used after
+        that.
+
+        Lists every file, which is why the bytes used are noted between two calls.
+        """
         listed = sorted(self._listed())
         used = sum(each for _, _, each in listed)
-        # With many files a little more goes, so that the next looks are far between.
+        # With many files a little more is removed, so that listings are rare.
         spare = self.limit_bytes // 20 if len(listed) > MANY_FILES else 0
         if used + size <= self.limit_bytes:
             return used
@@ -219,7 +226,7 @@ class DiskCache:
         return any(_remove_unless_used(path) for _, path, _ in sorted(self._listed()))
 
     def _listed(self) -> list[tuple[int, Path, int]]:
-        """Return each file's time of use, path and size; parts of dead processes are removed."""
+        """Return each file's time of use, path and size; removes the parts of dead processes."""
         found = []
         with os.scandir(self.directory) as entries:
             for entry in entries:
@@ -235,13 +242,13 @@ class DiskCache:
 
     @contextlib.contextmanager
     def _directory_lock(self) -> Iterator[int]:
-        """Yield the descriptor of the locked file, which holds how much is here at most."""
+        """Yield the descriptor of the lock file, which holds the upper bound of the bytes used."""
         path = self.directory / LOCK_FILE
         with _translated(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             until = time.monotonic() + ROOM_DEADLINE_S
-            pause_s = POLL_S / 16  # it is held for tens of microseconds, but for a listing
+            pause_s = POLL_S / 16  # held for tens of microseconds, except during a listing
             while not _lock(descriptor, fcntl.LOCK_EX):
                 if time.monotonic() > until:
                     raise NotReady("the cache's directory stays locked", where=path)
@@ -256,10 +263,10 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def _noted(books: int) -> int | None:
-    """Return how much was here at most when this was written, None where nobody wrote it.
+    """Return the noted upper bound of the bytes used, None if there is none.
 
-    Never too little: what is added is noted before it is written, and what a killed process or a
-    removal leaves unsaid only makes the next look at all files come sooner.
+    It is never too low: additions are noted before they are written; bytes that a killed process or
+    a removal frees without a note only cause an earlier listing.
     """
     try:
         return int(os.pread(books, 32, 0))

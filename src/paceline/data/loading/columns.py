@@ -1,7 +1,7 @@
-"""How many columns the rows of a global batch are read in, and what that costs each reader.
+"""Choose how many columns the rows of a global batch are read in, and estimate the cost per reader.
 
-A reader is one share of the data with a disk of its own, as a rule a node. ``order`` and
-``batching`` say what a column is. Pure arithmetic on a snapshot's record: no numpy, no I/O.
+A reader is one share of the data with a disk of its own, usually a node. ``ordering`` and
+``batching`` define columns. Pure arithmetic on a snapshot's record: no numpy, no I/O.
 """
 
 from __future__ import annotations
@@ -12,43 +12,44 @@ from dataclasses import dataclass
 from paceline.config import DataSettings
 from paceline.data.snapshot import Shard, require_columns
 
-SHUFFLE_SHARDS = 16  # in a group, where shards are of a usual size
-# A group should hold so many rows: what best fit leaves over is about one row a group, and a group
-# of few rows is a poor shuffle. Large shards reach it with few, tiny ones need more.
+SHUFFLE_SHARDS = 16  # in a group, for shards of a usual size
+# Rows that a group should hold: bin packing wastes about one row a group, and a group of few rows
+# is a poor shuffle. Large shards reach it with few, tiny ones need more.
 GROUP_ROWS = 1024
-GROUP_BATCHES = 16  # at least, so that lengths in a bucket are alike and lanes end together
+GROUP_BATCHES = 16  # minimum, so that lengths in a bucket are similar and lanes end together
 MAX_GROUP_SHARDS = 1024
-MAX_GROUP_TOKENS = 1 << 28  # 0.5 M documents: planned in 0.2 to 0.4 s and 100 MB
-# Of wide groups: every rank plans all of them, 5 µs each on a busy core, before its first batch.
+MAX_GROUP_TOKENS = 1 << 28  # 0.5 M documents: planned in 0.2 to 0.4 s with 100 MB
+# For wide groups: every rank plans all documents, 5 µs each on a busy core, before its first batch.
 MAX_GROUP_DOCUMENTS = 1 << 21
-USUAL_COLUMNS = 16  # whatever the readers are: a shard each, in a group of a usual size
-COLUMN_ROWS = 512  # of a group, in each column: what packing leaves over is about a row in each
+USUAL_COLUMNS = 16  # default maximum, independent of readers
+COLUMN_ROWS = 512  # of a group, in each column: packing wastes about a row in each
 
-# What is worth a word before a job starts: so many bytes an epoch, of all readers together,
+# Thresholds for a warning before a job starts: bytes an epoch of all readers together,
 TOLD_BYTES = 1 << 30
-COPIES_TOLD = 1.5  # for data that are fetched so many times,
-LENGTHS_TOLD = 0.5  # or for lengths, as a share of the shards that a reader fetches
+COPIES_TOLD = 1.5  # times that the data are fetched,
+LENGTHS_TOLD = 0.5  # or lengths, as a share of the shards that a reader fetches
 LENGTH_BYTES = 4
-SHARING_READERS = 8  # so many share outlines of groups (``batching.outlines``),
-SHARING_LENGTHS = 0.01  # where lengths of all are more than this beside their own shards
+SHARING_READERS = 8  # with so many readers, plans of groups are shared (``batching.prefetch``),
+SHARING_LENGTHS = 0.01  # if all lengths exceed this share of the readers' shards
 
 
 def fewest_shards(tokens: Sequence[int]) -> int:
-    """Return how many shards of so many ``tokens`` make a group: fewer where they are huge."""
+    """Return the minimum number of shards in a group; ``tokens``: of each shard. Lower for huge
+    shards."""
     mean = max(1, sum(tokens) // max(1, len(tokens)))
     return min(SHUFFLE_SHARDS, max(2, MAX_GROUP_TOKENS // mean))
 
 
 def group_shards(tokens: Sequence[int], context: int, global_batch: int) -> int:
-    """Return how many shards of so many ``tokens`` make a group of enough rows and batches."""
+    """Return the number of shards in a group of enough rows and batches; ``tokens``: of each
+    shard."""
     rows = max(GROUP_ROWS, GROUP_BATCHES * global_batch)
     mean = max(1, sum(tokens) // max(1, len(tokens)))
     return min(max(fewest_shards(tokens), -(-rows * context // mean)), MAX_GROUP_SHARDS)
 
 
 def shards_for_columns(usual: int, columns: int, tokens: Sequence[int], context: int) -> int:
-    """Return how many shards make a group that is read in ``columns``, where one read as a whole
-    has ``usual`` of them."""
+    """Return the number of shards in a group read in ``columns``; ``usual``: with one column."""
     if columns == 1:
         return usual
     mean = max(1, sum(tokens) // max(1, len(tokens)))
@@ -57,13 +58,13 @@ def shards_for_columns(usual: int, columns: int, tokens: Sequence[int], context:
 
 
 def columns_read(wanted: range, global_batch: int, columns: int) -> range:
-    """Return the columns that the rows ``wanted`` of a batch are in."""
+    """Return the columns that contain the rows ``wanted`` of a batch."""
     deep = global_batch // columns
     return range(wanted.start // deep, (wanted.stop - 1) // deep + 1)
 
 
 def copies(columns: int, global_batch: int, readers: int) -> float:
-    """Return how often ``readers`` with a disk each fetch the data, all of them together."""
+    """Return how many times ``readers``, each with its own disk, fetch the data in total."""
     edges = [global_batch * each // readers for each in range(readers + 1)]
     shares = (range(*edges[each : each + 2]) for each in range(readers))
     return sum(len(columns_read(each, global_batch, columns)) for each in shares if each) / columns
@@ -77,19 +78,19 @@ def columns_of(
     readers: int = 1,
     documents: int = 0,
 ) -> int:
-    """Return how many columns the rows of a global batch are read in: ``wanted``, where it is set.
+    """Return how many columns the rows of a global batch are read in: ``wanted``, if it is not 0.
 
-    For 0, as many as leave each one enough rows of a group and shards of its own: at most
-    ``USUAL_COLUMNS``, whatever ``readers`` there are up to that number; of more, those with which
-    they fetch least, as the job began (``readers`` does not change when ranks are lost).
-    ``tokens`` are the shards', ``documents`` how many are in all of them. Raises InvalidInput where
-    ``wanted`` does not divide the batch.
+    For 0, as many as leave each column enough rows and shards of a group: at most ``USUAL_COLUMNS``
+    for up to that many ``readers``; for more readers, the number with which they fetch least.
+    ``readers`` is that of the job's start and does not change when ranks are lost. ``tokens``: of
+    each shard; ``documents``: of all shards. Raises InvalidInput where ``wanted`` does not divide
+    the batch.
     """
     if wanted:
         require_columns(wanted, global_batch)
         return wanted
     limits = min(_limits(tokens, context, documents).values())
-    if documents and fewest_shards(tokens) < SHUFFLE_SHARDS:  # groups are small, shards are huge
+    if documents and fewest_shards(tokens) < SHUFFLE_SHARDS:  # few, huge shards a group
         most = limits
     else:
         mean = sum(tokens) // max(1, len(tokens))
@@ -103,12 +104,15 @@ def columns_of(
 
 
 def _limits(tokens: Sequence[int], context: int, documents: int) -> dict[str, int]:
-    """Return how many columns each of these has enough of: shards (two an epoch in each column),
-    rows, shards of a size that a group's bounded number of them suffices, documents planned."""
+    """Return the largest number of columns that each limit allows.
+
+    The limits are shards (two an epoch in each column), rows, small shards (a group's bounded
+    number of shards must hold enough tokens), and documents planned per group.
+    """
     total, mean = sum(tokens), sum(tokens) // max(1, len(tokens))
     wanted = COLUMN_ROWS * max(1, context)  # tokens of a column, in a group
     shards = len(tokens) // 2
-    # A group has a shard of each column, and more where they are small.
+    # A group has a shard of each column, and more where shards are small.
     planned = (
         MAX_GROUP_DOCUMENTS * total // (documents * max(wanted, mean)) if documents else shards
     )
@@ -121,8 +125,12 @@ def _divisors(number: int, most: int) -> list[int]:
 
 
 def tokens_seen(settings: DataSettings, shards: Sequence[Shard], context: int) -> int:
-    """Return how many tokens a token may see at most, its own document's where documents are apart:
-    their mean length, which counts long ones, whose tokens see more, too little."""
+    """Return the maximum number of tokens a token attends to: the context, or the mean document
+    length.
+
+    The mean applies where documents are masked from each other. It underestimates the work, because
+    the tokens of long documents attend to more.
+    """
     if settings.batching not in ("packed", "bucketed"):
         return context
     documents = max(1, sum(each.samples for each in shards))
@@ -136,10 +144,10 @@ def columns_by(
     global_batch: int,
     readers: int = 1,
 ) -> int:
-    """Return the columns that ``settings`` ask for, or that suit ``shards`` and ``readers``.
+    """Return the columns that ``settings`` set, or that suit ``shards`` and ``readers``.
 
-    Bucketed rows are read whole unless it is asked for: the n-th longest documents of several
-    columns are not alike enough.
+    Bucketed rows default to one column: the n-th longest documents of several columns are not
+    similar enough.
     """
     if settings.batching == "bucketed" and not settings.columns:
         return 1
@@ -149,7 +157,7 @@ def columns_by(
 
 
 def _planned(settings: DataSettings, shards: Sequence[Shard], context: int) -> int:
-    """Return how many things there are to be planned in all of ``shards``."""
+    """Return the number of windows or documents in all of ``shards``."""
     if settings.batching == "windows":
         return sum(each.stream_bytes for each in shards) // max(1, context)
     return sum(each.samples for each in shards)
@@ -157,17 +165,17 @@ def _planned(settings: DataSettings, shards: Sequence[Shard], context: int) -> i
 
 @dataclass(frozen=True)
 class Reading:
-    """What an epoch costs so many readers, each with a disk of its own."""
+    """The cost of an epoch for so many readers, each with its own disk."""
 
     columns: int
     readers: int
-    copies: float  # of the data that all of them fetch together
-    lengths_share: float  # lengths of documents, beside the shards that one reader fetches
-    shares_outlines: bool = False  # so that each needs only its own shards' lengths
-    advice: str = ""  # what there is to be set; empty: nothing is worth a word
+    copies: float  # of the data, fetched by all readers together
+    lengths_share: float  # bytes of lengths, relative to the shards fetched
+    shares_outlines: bool = False  # then each reader needs only its own shards' lengths
+    advice: str = ""  # recommended settings; empty: none
 
     def __str__(self) -> str:
-        """Return it as a sentence."""
+        """Return a one-sentence summary."""
         return (
             f"{self.readers} readers in {self.columns} columns fetch the data "
             f"{self.copies:.1f} times in all, lengths beside it {self.lengths_share:.0%}"
@@ -183,15 +191,16 @@ def reading(
     *,
     sharing: bool = True,
 ) -> Reading:
-    """Return what reading ``shards`` costs ``readers``; raises InvalidInput as ``columns_of``.
+    """Return the cost of reading ``shards`` for ``readers``; raises InvalidInput as ``columns_of``.
 
-    ``sharing``: they share outlines where that is worth it.
+    ``sharing``: readers share plans where that saves enough.
     """
     columns = columns_by(settings, shards, context, global_batch, readers)
     times = copies(columns, global_batch, readers)
     size = sum(each.bytes for each in shards)
     every = LENGTH_BYTES * sum(each.samples for each in shards)
-    # windows are planned without any; else each reader needs all, or one of them and each its own
+    # Windows need no lengths. Otherwise each reader needs all lengths, or, with shared plans, one
+    # reader needs all and each its own.
     lengths = 0 if settings.batching == "windows" else readers * every
     shared = (
         sharing

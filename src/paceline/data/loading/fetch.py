@@ -1,12 +1,11 @@
-"""Objects from the store into memory's hands, in ranges, over several connections, with a second
-one where the first is slow.
+"""Fetch objects from the store in ranges over several connections, with hedged requests.
 
-A range that is not there after three times the recent median is asked for again on another
-connection, and after three times that once more; whichever answers first counts, the others are
-cut off ("hedged requests", Dean and Barroso, The Tail at Scale, 2013). Hedges are at most a tenth
-of the requests, so that a store that is slow as a whole is not asked twice for everything. Retries
-and their budget are the store's (``objects.patience``). Knows no digests: whoever
-wanted the bytes checks them.
+A range that has not arrived after three times the recent median is requested again on another
+connection, and after three times that once more; the first answer is used and the other requests
+are cancelled ("hedged requests", Dean and Barroso, The Tail at Scale, 2013). Hedges are at most a
+tenth of the requests, so that a store that is slow as a whole does not get twice the load. Retries
+and their budget belong to the store (``paceline.storage``). Does not check digests: the caller
+does.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from paceline.errors import CorruptData, PermanentError, ServiceUnavailable, Tem
 from paceline.storage import ObjectStore
 
 RANGE_BYTES = 8 * 1024 * 1024
-RANGES = 4  # of one object at once
+RANGES = 4  # of one object, concurrently
 HEDGE_FACTOR = 3.0  # times the median
 HEDGE_FLOOR_S = 0.1
-HEDGE_START_S = 2.0  # before there is a median worth the name
+HEDGE_START_S = 2.0  # until there are SEEN_WANTED measurements
 SEEN_WANTED = 8
-MOST_TRIES = 3  # of one range at once
-HEDGE_SHARE = 10  # one in so many
-DEADLINE_S = 600.0  # of one range, whatever happens
+MOST_TRIES = 3  # of one range, concurrently
+HEDGE_SHARE = 10  # one hedge in so many requests
+DEADLINE_S = 600.0  # of one range, including hedges
 
 
 class Fetcher:
-    """A context manager that owns the connections' threads; safe for many threads."""
+    """Owns the threads of the connections; thread-safe; close it."""
 
     def __init__(self, store: ObjectStore, connections: int) -> None:
         self._store = store
         self._slots = threading.BoundedSemaphore(connections)
-        # hedges run beside all that is stuck
+        # twice the connections: hedges run beside stuck requests
         self._pool = ThreadPoolExecutor(2 * connections, thread_name_prefix="shard-range")
         self._lock = threading.Lock()
         self._seen_s: deque[float] = deque(maxlen=64)
@@ -48,14 +47,14 @@ class Fetcher:
         self.hedges = 0
 
     def close(self) -> None:
-        """Wait for no one: what is under way ends by itself."""
+        """Cancel queued requests; does not wait for those in flight."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def fetch(self, url: str, size: int, write: Callable[[int, memoryview], None]) -> None:
-        """Have ``write(offset, data)`` called with all ``size`` bytes of the object, in any order
-        and from this thread only; at most ``RANGES`` ranges of it are in memory.
+        """Call ``write(offset, data)`` with all ``size`` bytes of the object, in any order.
 
-        Raises SourceMissing, CorruptData where the object has another size, ServiceUnavailable.
+        Calls it from this thread only, with at most ``RANGES`` ranges in memory. Raises
+        SourceMissing, CorruptData where the object has another size, ServiceUnavailable.
         """
         offsets = deque(range(0, size, RANGE_BYTES))
         running: dict[Future[memoryview], _Range] = {}
@@ -63,7 +62,7 @@ class Fetcher:
             while offsets or running:
                 while offsets and len(running) < RANGES:
                     one = _Range(self, url, offsets[0], min(RANGE_BYTES, size - offsets[0]), size)
-                    # one connection is always waited for; more are taken where there are some
+                    # wait for the first connection; take more only while some are free
                     if not self._slots.acquire(timeout=0.0 if running else DEADLINE_S):
                         break
                     offsets.popleft()
@@ -74,7 +73,7 @@ class Fetcher:
                 done, _ = wait(running, timeout=due, return_when=FIRST_COMPLETED)
                 for future in done:
                     if (its := running.pop(future, None)) is None:
-                        continue  # the other request for this range came in the same moment
+                        continue  # another request for this range finished at the same moment
                     data = its.finished(future, running)
                     if data is not None:
                         write(its.offset, data)
@@ -82,7 +81,7 @@ class Fetcher:
                     if (second := running[future].hedge()) is not None:
                         running[second] = running[future]
         except PermanentError as error:
-            if type(error) is PermanentError:  # a range beyond the end has no name of its own
+            if type(error) is PermanentError:  # a range beyond the end has no specific error
                 got = self._store.head(url).size
                 if got != size:
                     raise _other_size(url, got, size) from error
@@ -92,27 +91,27 @@ class Fetcher:
                 one.cancel()
 
     def deadline_s(self) -> float:
-        """Return after how long a range is asked for a second time."""
+        """Return the seconds after which a range is requested a second time."""
         with self._lock:
             if len(self._seen_s) < SEEN_WANTED:
                 return HEDGE_START_S
             return max(HEDGE_FLOOR_S, HEDGE_FACTOR * statistics.median(self._seen_s))
 
     def may_hedge(self) -> bool:
-        """Return whether one more hedge is within the tenth, and count it."""
+        """Return whether another hedge is within the limit of a tenth, and count it."""
         with self._lock:
             allowed = self.hedges < 2 + self.requests // HEDGE_SHARE
             self.hedges += allowed
             return allowed
 
     def took(self, seconds: float) -> None:
-        """Remember how long a range took."""
+        """Record the duration of a range."""
         with self._lock:
             self._seen_s.append(seconds)
 
 
 class _Range:
-    """One range, asked for up to three times; holds one of the fetcher's slots."""
+    """One range, requested up to three times; holds one of the fetcher's slots."""
 
     def __init__(self, owner: Fetcher, url: str, offset: int, length: int, size: int) -> None:
         self._owner, self._url, self._size = owner, url, size
@@ -120,17 +119,17 @@ class _Range:
         self._tries: list[_Try] = []
         self._began_s = 0.0
         self._over = False
-        self._due = 0  # how often the time for another request has come
+        self._due = 0  # number of hedges due so far
 
     def start(self) -> Future[memoryview]:
-        """Ask for it; the slot is already taken."""
+        """Send the first request; the caller has acquired the slot."""
         self._began_s = time.monotonic()
         with self._owner._lock:
             self._owner.requests += 1
         return self._ask()
 
     def hedge_due_s(self) -> float:
-        """Return in how many seconds something must happen to this range."""
+        """Return the seconds until this range is due for a hedge or its deadline."""
         return max(0.001, self._began_s + self._limit_s() - time.monotonic())
 
     def _limit_s(self) -> float:
@@ -139,7 +138,7 @@ class _Range:
         return min(DEADLINE_S, self._owner.deadline_s() * (2.0 ** (self._due + 1) - 1))
 
     def hedge(self) -> Future[memoryview] | None:
-        """Return another request, when it is time for one."""
+        """Return another request if one is due and allowed, else None."""
         waited_s = time.monotonic() - self._began_s
         if waited_s > DEADLINE_S:
             raise ServiceUnavailable(
@@ -155,8 +154,11 @@ class _Range:
     def finished(
         self, future: Future[memoryview], others: dict[Future[memoryview], _Range]
     ) -> memoryview | None:
-        """Return the bytes, None where another try of this range already gave or may yet give
-        them; raises what stopped the last one."""
+        """Return the bytes; None if another request of this range has returned them or is still
+        running.
+
+        Raises the error of the last request.
+        """
         if self._over:
             return None
         try:
@@ -176,7 +178,7 @@ class _Range:
         return data
 
     def cancel(self) -> None:
-        """Cut off what is still running, and give the slot back."""
+        """Cancel the running requests and release the slot."""
         if not self._over:
             self._over = True
             self._owner._slots.release()
@@ -190,7 +192,7 @@ class _Range:
 
 
 class _Try:
-    """One request for a range, which can be cut off from outside."""
+    """One request for a range, which another thread can cancel."""
 
     def __init__(self, store: ObjectStore, url: str, offset: int, length: int, size: int) -> None:
         self._ask = (store, url, offset, length, size)
@@ -201,7 +203,7 @@ class _Try:
         store, url, offset, length, size = self._ask
         view = memoryview(bytearray(length))
         try:
-            # by content, not by ETag: what comes is checked against a digest, and a HEAD is saved
+            # No ETag: the bytes are checked against a digest, and that saves a HEAD request.
             for _ in store.stream_range(
                 url, offset, view, etag=None, size=size, on_socket=self._connected
             ):

@@ -1,9 +1,9 @@
-"""Which shards come when: pure functions of (seed, epoch), whatever the number of ranks.
+"""The order of shards: pure functions of (seed, epoch), independent of the number of ranks.
 
-Each epoch has its own order of shards, cut into groups; samples are mixed within a group. So memory
-and look-ahead are bounded by a group, and to jump into the middle of an epoch costs one group. The
-rows of a global batch may be read in *columns*, each from shards of its own: then a rank opens only
-its columns' shards. Knows how large shards are, not what is in them.
+Each epoch has its own order of shards, cut into groups; samples are shuffled within a group. So
+memory and read-ahead are bounded by a group, and resuming in the middle of an epoch costs one
+group. The rows of a global batch may be read in *columns*, each from its own shards, so that a rank
+opens only its columns' shards. Uses the sizes of shards, not their contents.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from paceline.data.loading.columns import SHUFFLE_SHARDS
 from paceline.errors import InvalidInput
 
 AT_ONCE_BYTES = 16 * 1024 * 1024
-MOST_AT_ONCE = 16  # as many as there are connections
+MOST_AT_ONCE = 16  # the number of connections
 
 
 class ShardOrder:
     """The groups of shards of every epoch, and which column reads which of them.
 
-    ``sizes`` (one a shard, in whatever is shared out: tokens, documents, windows) decide only what
-    falls to which column. With one column a group is ``group_shards`` of the epoch's order (the
-    last one fewer). With more, each shard has its column for good, whatever the epoch, so that
-    what a node keeps in its cache is what it will want again; a group has a part of each column's
-    own order, one column after the other, and each column reads an equal stretch of all that.
+    ``sizes`` (one a shard: tokens, documents or windows, whatever columns divide equally) decide
+    only which shards each column reads. With one column a group is ``group_shards`` of the epoch's
+    order (the last one fewer). With more, each shard belongs to the same column in every epoch, so
+    that a node's cache holds the shards that it needs again; a group has a part of each column's
+    own order, one column after the other, and each column reads an equal part of the concatenation.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class ShardOrder:
         self.group_shards = group_shards
         if columns == 1:
             self.groups = -(-self.shards // group_shards)  # in an epoch
-        else:  # a last group of few shards would leave most columns without one
+        else:  # a last group of few shards would leave most columns empty
             self.groups = max(1, self.shards // group_shards)
         self._sizes = np.asarray(sizes, dtype=np.int64)
         self._own = self._dealt() if columns > 1 else [np.arange(self.shards)]
         self._epoch: tuple[int, list[npt.NDArray[np.int64]]] | None = None
 
     def group(self, epoch: int, group: int) -> npt.NDArray[np.int64]:
-        """Return the indexes of the shards of one group, in order: column by column."""
+        """Return the indexes of the shards of one group, in order, column by column."""
         orders = self._orders(epoch)
         if self.columns == 1:
             start = group * self.group_shards
@@ -68,8 +68,11 @@ class ShardOrder:
         return np.concatenate(parts)
 
     def read_by(self, epoch: int, group: int, columns: range) -> npt.NDArray[np.int64]:
-        """Return those shards of a group that neighbouring ``columns`` read, going by sizes: of
-        equal shards their share, and one more where an edge falls inside of one."""
+        """Return the shards of a group that adjacent ``columns`` read, by sizes.
+
+        For equal shards these are the columns' share, and one more where a boundary falls inside a
+        shard.
+        """
         shards = self.group(epoch, group)
         if len(columns) == self.columns:
             return shards
@@ -82,7 +85,7 @@ class ShardOrder:
         return shards[mine]
 
     def generator(self, epoch: int, stream: int) -> np.random.Generator:
-        """Return the epoch's generator number ``stream``: 0 for shards, ``group + 1`` for rows."""
+        """Return the epoch's random generator ``stream``: 0 for shards, ``group + 1`` for rows."""
         return _generator([self.seed & 0xFFFFFFFFFFFFFFFF, epoch, stream])
 
     def _orders(self, epoch: int) -> list[npt.NDArray[np.int64]]:
@@ -94,7 +97,8 @@ class ShardOrder:
         return kept[1]
 
     def _dealt(self) -> list[npt.NDArray[np.int64]]:
-        """Return each column's shards: largest first, to and fro, equal ones in any order."""
+        """Return each column's shards: largest first, in alternating direction, equal sizes
+        shuffled."""
         mixed = _generator([self.seed & 0xFFFFFFFFFFFFFFFF, 0, 0, 1]).permutation(self.shards)
         by_size = mixed[np.argsort(-self._sizes[mixed], kind="stable")]
         turn, place = np.divmod(np.arange(self.shards), self.columns)
@@ -108,7 +112,9 @@ def _generator(words: list[int]) -> np.random.Generator:
 
 
 def opened_at_once(wanted: int, sizes: Sequence[int]) -> int:
-    """Return how many shards of so many bytes are fetched and opened at once: ``wanted``, and more
-    where they are so small that waiting for the store is most of the time."""
+    """Return how many shards to fetch and open concurrently: ``wanted``, or more for small shards.
+
+    For small shards the store's latency dominates.
+    """
     mean = max(1, sum(sizes) // max(1, len(sizes)))
     return max(wanted, min(MOST_AT_ONCE, AT_ONCE_BYTES // mean))

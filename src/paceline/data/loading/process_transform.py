@@ -1,13 +1,12 @@
-"""Transforms in processes of their own: several at once, none under this interpreter's lock.
+"""Run a transform in several child processes in parallel, without this interpreter's lock.
 
-Each process is a fresh interpreter that has imported the user's function and nothing of this one's
-state; samples go to it and come back as bytes over its pipes, one at a time. It ends with its pipe:
-nothing stays behind when the rank is killed. Results come in the order that they are asked for,
-whoever made them, and are what the function gives on the thread that makes batches.
+Each process is a fresh interpreter that imports only the user's function; samples are sent and
+returned as bytes over its pipes, one at a time. It exits when its pipe closes, so that nothing
+remains after the rank is killed. Results are returned in the order requested and equal those of an
+in-process transform.
 
-A sample that takes longer than the deadline, or that ends its process twice (once may have been an
-accident), is bad, with that for a reason; its process is replaced. Too many of these are no longer
-about samples, and raise.
+A sample that exceeds the deadline, or that ends its process twice (once may be an accident), is
+bad, with that reason, and its process is replaced. Too many lost processes raise DataRejected.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ from paceline.data.loading.batch import packed, unpacked
 from paceline.data.loading.transform import KEY, Here, TransformFailed, Transforms, load_transform
 from paceline.errors import DataRejected, InvalidInput, WorkerLost
 
-MOST_LOST = 8  # processes of one stream that hung or died
+MOST_LOST = 8  # processes of one stream that hung or died, at most
 
 
 def open_transforms(
     name: str, sources: Sequence[str], *, processes: int, deadline_s: float
 ) -> Transforms | None:
-    """Return where the transform called ``name`` runs: in so many processes, or for 0 of them on a
-    thread of this one; None where there is none. See ``load_transform``.
+    """Return the runner of the transform called ``name``; None for ``""``. See ``load_transform``.
+
+    It runs in ``processes`` child processes, or for 0 on a thread of this process.
     """
     transform = load_transform(name, sources)
     if transform is None:
@@ -43,8 +43,10 @@ def open_transforms(
 
 
 def require_runnable(name: str) -> None:
-    """Raise InvalidInput where the transform called ``name`` cannot be imported, with the reason;
-    it is tried in a process that ends again."""
+    """Raise InvalidInput where the transform called ``name`` cannot be imported, with the reason.
+
+    The import is tried in a child process.
+    """
     if not name:
         return
     child = _started(name)
@@ -63,10 +65,10 @@ def require_runnable(name: str) -> None:
 
 
 class Apart:
-    """A transform called ``module:function`` in so many ``processes``; close it.
+    """Runs the transform ``module:function`` in ``processes`` child processes; close it.
 
-    Processes start with the first sample, each kept by a thread of this one. Raises what
-    ``load_transform`` does, here and now.
+    Processes start with the first samples, one for each thread of a pool. The constructor raises
+    the errors of ``load_transform``.
     """
 
     def __init__(
@@ -105,12 +107,12 @@ class Apart:
         return result
 
     def close(self) -> None:
-        """End the processes, whatever they do; samples that wait raise WorkerLost."""
+        """Kill the processes; pending samples raise WorkerLost."""
         with self._lock:
             self._closed = True
             children, self._children = self._children, []
         for each in children:
-            each.kill()  # its thread sees that, and closes its pipes
+            each.kill()  # its thread notices, and closes its pipes
         self._pool.shutdown(wait=True, cancel_futures=True)
         for each in children:
             each.end()
@@ -122,7 +124,7 @@ class Apart:
         self.close()
 
     def _run(self, key: str, arrays: bytes) -> dict[str, Array]:
-        """Return one sample's result; on a thread of the pool, which has a process of its own."""
+        """Return one sample's result; runs on a pool thread, which owns a child process."""
         request = b"".join([len(raw := key.encode()).to_bytes(LENGTH_BYTES, "little"), raw, arrays])
         for attempt in (1, 2):
             child = self._child()
@@ -158,7 +160,7 @@ class Apart:
         return child
 
     def _replace(self, child: Child, key: str, what: str) -> int:
-        """End a process that is of no more use; return its exit code."""
+        """End an unusable process; return its exit code."""
         self._local.child = None
         code = child.end()
         with self._lock:

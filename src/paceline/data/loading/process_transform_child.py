@@ -1,8 +1,8 @@
-"""A process that runs a transform: ``python -m paceline.data.loading.process_transform_child
-module:function``.
+"""The child process that runs a transform, started by ``process_transform``.
 
-It reads a sample from standard input, writes what the transform made of it to standard output, and
-so on until its input ends; see ``apart``. What the transform prints goes to standard error.
+Run as ``python -m paceline.data.loading.process_transform_child module:function``. Reads a sample
+from standard input and writes the transform's result to standard output until its input ends. What
+the transform prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
     except InvalidInput as error:
         answers.send(FAILED, str(error.got).encode())
         return
-    except Exception as error:  # noqa: BLE001 - told to whoever asked
+    except Exception as error:  # noqa: BLE001 - reported to the parent
         answers.send(FAILED, f"{type(error).__name__}: {error}".encode())
         return
     assert transform is not None
@@ -44,7 +44,7 @@ def _made(transform: Transform, request: bytes) -> bytes:
     size = int.from_bytes(request[:LENGTH_BYTES], "little")
     key = request[LENGTH_BYTES : LENGTH_BYTES + size].decode()
     arrays = unpacked(request[LENGTH_BYTES + size :])
-    # as they are where they come from: a number without axes is no array
+    # as in the parent: an array without axes becomes a scalar
     given = {name: each if each.ndim else each[()] for name, each in arrays.items()}
     result = applied(transform, {KEY: key, **given})
     return packed({name: np.asarray(each) for name, each in result.items()})

@@ -1,7 +1,7 @@
-"""The samples of one shard, by number: tokens, features, text. Knows no disk, no store, no order.
+"""The samples of one shard by index: tokens, features, text; and the documents of a split.
 
-Two layouts: columns (version 2, see ``formats.columns``), where everything is a view into the
-file's memory and costs nothing, and JSONL (version 1), which is parsed once.
+There are two layouts: columns (version 2, see ``formats.shard_file``), where everything is a view
+into the file's memory, and JSONL (version 1), which is parsed once.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Array = npt.NDArray[Any]
 
 
 class ShardSamples(Protocol):
-    """What a reader gets of one shard; ``i`` counts from 0 in the shard's own order.
+    """The samples of one open shard; ``i`` counts from 0 in the shard's own order.
 
-    A context manager: while it is open, its shard stays in the node's cache. Arrays are read-only,
-    and stay good after it is closed. A sample that is bad in itself raises CorruptData.
+    A context manager: while it is open, its shard stays in the node's cache. Arrays are read-only
+    and stay valid after it is closed. A sample that cannot be read raises CorruptData.
     """
 
     def __len__(self) -> int:
-        """Return how many samples there are."""
+        """Return the number of samples."""
         ...
 
     def key(self, i: int) -> str:
-        """Return what names the sample within its snapshot."""
+        """Return the sample's name within its snapshot."""
         ...
 
     def tokens(self, i: int) -> Array:
@@ -49,21 +49,25 @@ class ShardSamples(Protocol):
         ...
 
     def text_bytes(self, i: int) -> bytes:
-        """Return the sample's text, UTF-8; raises InvalidInput where the snapshot keeps none."""
+        """Return the sample's text, UTF-8; raises InvalidInput where the snapshot stores none."""
         ...
 
     def flat(self) -> tuple[Array, npt.NDArray[np.int64]] | None:
-        """Return all samples' tokens end to end, and where each stops (int64[samples]); None where
-        samples are made one by one, each when it is asked for."""
+        """Return all samples' tokens end to end, and the end of each (int64[samples]).
+
+        Returns None where each sample is computed on request.
+        """
         ...
 
     def expect(self, samples: Sequence[int]) -> None:
-        """Say which samples are read next; what is made when it is read is begun now, and kept
-        until the next call."""
+        """Announce which samples are read next; samples that must be computed are started now.
+
+        They are kept until the next call.
+        """
         ...
 
     def close(self) -> None:
-        """Let the cache have the shard's place; a second call does nothing."""
+        """Allow the cache to remove the shard; a second call does nothing."""
         ...
 
     def __enter__(self) -> ShardSamples: ...
@@ -72,7 +76,7 @@ class ShardSamples(Protocol):
 
 
 class TextSamples:
-    """Samples of a shard of version 1: each is a text, and its bytes are its tokens."""
+    """Samples of a version 1 shard: each is a text, whose bytes are its tokens."""
 
     def __init__(self, keys: list[str], texts: list[bytes]) -> None:
         assert len(keys) == len(texts)
@@ -90,7 +94,7 @@ class TextSamples:
         return np.frombuffer(self._texts[i], dtype=np.uint8)
 
     def features(self, i: int) -> dict[str, Array]:
-        """Return nothing: version 1 has none."""
+        """Return no features: version 1 has none."""
         assert 0 <= i < len(self)
         return {}
 
@@ -99,12 +103,12 @@ class TextSamples:
         return self._texts[i]
 
     def flat(self) -> tuple[Array, npt.NDArray[np.int64]]:
-        """Return all texts' bytes end to end, and where each stops."""
+        """Return all texts' bytes end to end, and the end of each."""
         ends = np.cumsum([len(each) for each in self._texts], dtype=np.int64)
         return np.frombuffer(b"".join(self._texts), dtype=np.uint8), ends
 
     def expect(self, samples: Sequence[int]) -> None:
-        """Do nothing: they are here."""
+        """Do nothing: all samples are in memory."""
 
     def close(self) -> None:
         """Do nothing: the texts are in memory."""
@@ -117,8 +121,10 @@ class TextSamples:
 
 
 def text_samples(data: bytes, *, documents: int, text_bytes: int) -> TextSamples:
-    """Return the samples of a shard of version 1, of so many documents and so much text; raises
-    ValueError for what is none."""
+    """Return the samples of a version 1 shard.
+
+    Raises ValueError unless ``data`` is one, with as many documents and text bytes as given.
+    """
     keys, texts = _json_lines(data)
     if sum(len(each) for each in texts) != text_bytes:
         raise ValueError("its text is not as long as the snapshot says")
@@ -128,7 +134,7 @@ def text_samples(data: bytes, *, documents: int, text_bytes: int) -> TextSamples
 
 
 def _json_lines(data: bytes) -> tuple[list[str], list[bytes]]:
-    """Return the documents of a shard of version 1; raises ValueError for what is none."""
+    """Return the keys and texts of a version 1 shard; raises ValueError for invalid lines."""
     keys, texts = [], []
     for number, line in enumerate(data.splitlines(), start=1):
         try:
@@ -146,15 +152,18 @@ def _json_lines(data: bytes) -> tuple[list[str], list[bytes]]:
 
 
 def length_of(tokens: Array, features: Mapping[str, Array]) -> int:
-    """Return what counts as a sample's length: its tokens; without any, the first axis of its first
-    feature (by name) that has one; else 1 for its scalars, and 0 where it has nothing at all."""
+    """Return a sample's length: its number of tokens.
+
+    Without tokens: the first axis of its first feature (by name) that has one; else 1 for scalars,
+    and 0 without features.
+    """
     if len(tokens):
         return len(tokens)
     axes = (len(features[name]) for name in sorted(features) if features[name].ndim)
     return next(axes, 1 if features else 0)
 
 
-# The documents of a split, one after another: what evaluation reads. Knows no tokens.
+# The documents of a split as text, for evaluation.
 
 log = logging.getLogger(__name__)
 
@@ -162,13 +171,13 @@ WHITE_SPACE = b" \t\n\r\v\f"
 
 
 def content_digest(text: bytes) -> bytes:
-    """Return what two documents share whose texts differ in white space only (about 1 GB/s)."""
+    """Return a digest that is equal for texts that differ only in white space (about 1 GB/s)."""
     return hashlib.sha256(text.translate(None, WHITE_SPACE)).digest()
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document as evaluation sees it."""
+    """One document: its path and text."""
 
     path: str
     text: bytes
@@ -184,10 +193,10 @@ def documents(
     purpose: str | None = None,
     quarantine: dict[str, str] | None = None,
 ) -> Iterator[Document]:
-    """Yield the documents of ``split``, whole ones, up to ``max_bytes`` of text (at least one).
+    """Yield whole documents of ``split``, up to ``max_bytes`` of text (at least one).
 
-    A corrupt shard raises CorruptData; where a ``quarantine`` dict is given, it is noted there
-    (digest → why) and passed over. Raises InvalidSnapshot where ``purpose`` is not the snapshot's,
+    A corrupt shard raises CorruptData; with a ``quarantine`` dict it is recorded there (digest →
+    reason) and skipped. Raises InvalidSnapshot where ``purpose`` is not the snapshot's,
     InvalidInput where its samples have no text.
     """
     taken = 0

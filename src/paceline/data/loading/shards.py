@@ -1,8 +1,8 @@
-"""Reading shards: from the store through a cache on this node's disk, fetched ahead, verified.
+"""Read shards from the store through a cache on this node's disk, prefetched and verified.
 
-Every shard is hashed each time it is opened, on the thread that fetches ahead. A bad one raises
-CorruptData and is in quarantine from then on, with its reason; a store that does not answer is
-another matter (ServiceUnavailable), and puts nothing there. Knows samples, not their order.
+Every shard is hashed each time it is opened, on the prefetch threads where possible. A corrupt one
+raises CorruptData and stays in quarantine, with its reason; a store that does not answer raises
+ServiceUnavailable and quarantines nothing. Does not decide the order of samples.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ log = logging.getLogger(__name__)
 
 LIMIT_BYTES = 10_000 * 1024 * 1024
 MOST_CONNECTIONS = 16  # half of the store's pool, so that each may be hedged
-OPEN_DEADLINE_S = 900.0  # for a shard that is being fetched ahead
+OPEN_DEADLINE_S = 900.0  # for a shard that is being prefetched
 
 
 @dataclass
 class Opened:
-    """A shard that was found whole: its bytes as memory, and its place in the cache."""
+    """A verified shard: its bytes as memory, and its file in the cache."""
 
     held: Held
     data: mmap.mmap | bytes
 
 
 class ShardCache:
-    """The shards of one snapshot on this disk: a context manager that owns threads.
+    """The shards of one snapshot on this node's disk: a context manager that owns threads.
 
-    ``quarantined`` names what was found bad: a shard by its digest, a sample by ``digest#number``.
-    ``limit_bytes``: of the whole directory, which the processes of a node share. ``ahead``: shards
-    that are fetched and not yet asked for, at most. ``transform`` or, where it does not run on the
-    thread that reads, ``transforms``, which are closed with this: see ``data.transform``. More than
-    ``max_bad_share`` of samples that it fails on raise DataRejected.
-    Raises InvalidSnapshot at once where ``purpose`` (or ``project``) is not the snapshot's.
+    ``quarantined`` lists corrupt shards by digest and bad samples by ``digest#index``.
+    ``limit_bytes`` bounds the whole directory, which the processes of a node share. ``ahead``: the
+    maximum number of prefetched shards. ``transform`` runs in this process; ``transforms`` is a
+    runner, closed with this cache (see ``transform``). More than ``max_bad_share`` of failed
+    samples raise DataRejected. Raises InvalidSnapshot at once where ``purpose`` (or ``project``) is
+    not the snapshot's.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ShardCache:
         self.close()
 
     def close(self) -> None:
-        """Fetch nothing more; samples that are open stay good."""
+        """Stop fetching; open samples stay valid."""
         with self._lock:
             self._coming.clear()
             running, self._running = self._running, {}
@@ -113,13 +113,13 @@ class ShardCache:
 
     @property
     def hedges(self) -> int:
-        """Return how many ranges were asked for a second time."""
+        """Return the number of ranges requested a second time."""
         return self._fetcher.hedges
 
     def samples(self, shard: Shard) -> ShardSamples:
-        """Return the shard's samples; raises CorruptData, and the shard is in quarantine.
+        """Return the shard's samples; raises CorruptData and quarantines a corrupt shard.
 
-        What was fetched ahead is here at once. Close what it returns when it is read.
+        A prefetched shard returns at once. Close the result after reading.
         """
         samples = self._plain(shard)
         if self._transforms is None:
@@ -141,11 +141,10 @@ class ShardCache:
         )
 
     def lengths(self, shard: Shard) -> npt.NDArray[np.int32]:
-        """Return each sample's length in tokens (without tokens: of its first feature's first
-        axis), in the shard's order: int32[samples].
+        """Return each sample's length in the shard's order: int32[samples].
 
-        From the small file beside the shard; from the shard itself where there is none (snapshots
-        of version 1) or where it is damaged.
+        See ``length_of``. Reads the small file beside the shard, or the shard itself where there is
+        none (snapshots of version 1) or where it is damaged.
         """
         import numpy as np
 
@@ -161,14 +160,16 @@ class ShardCache:
         return np.array(found, dtype=np.int32)
 
     def prefetch(self, shards: Sequence[Shard]) -> None:
-        """Say which shards come next, in this order; the first few are fetched ahead. What an
-        earlier call named and this one does not is let go."""
+        """Set which shards are read next, in order; the first few are fetched ahead.
+
+        Shards of earlier calls that are not among these are released.
+        """
         with self._lock:
             wanted = {each.sha256 for each in shards}
             dropped = [each for each in self._running if each not in wanted]
             for each in dropped:
                 future = self._running.pop(each)
-                future.cancel()  # one that runs already ends, and lets its shard go
+                future.cancel()  # a running one completes, then releases its shard
                 future.add_done_callback(_let_go)
             known = self._running.keys() | self.quarantined.keys()
             self._coming = deque(
@@ -179,7 +180,7 @@ class ShardCache:
     # ── one shard ────────────────────────────────────────────────────────────────────────────────
 
     def _plain(self, shard: Shard) -> ShardSamples:
-        """Return the shard's samples as they were stored."""
+        """Return the shard's samples as stored, without transforms."""
         opened = self._open(shard)
         try:
             return self._parsed(shard, opened)
@@ -188,7 +189,7 @@ class ShardCache:
             raise self._bad(shard, str(error), self.snapshot.shard_url(shard)) from error
 
     def _open(self, shard: Shard) -> Opened:
-        """Return the shard, fetched ahead or now."""
+        """Return the shard, prefetched or loaded now."""
         if (why := self.quarantined.get(shard.sha256)) is not None:
             raise self._bad(shard, why, self.snapshot.shard_url(shard))
         with self._lock:
@@ -198,12 +199,12 @@ class ShardCache:
         if ahead is not None and not ahead.cancel():
             try:
                 return ahead.result(OPEN_DEADLINE_S)
-            except (TemporaryError, TimeoutError) as error:  # it may be long ago: once more, now
+            except (TemporaryError, TimeoutError) as error:  # perhaps long ago: try again
                 log.warning("fetching ahead failed shard=%s error=%s", shard.sha256[:12], error)
         return self._load(shard)
 
     def _start_more(self) -> None:
-        """Fetch ahead as far as the bound allows; called with the lock."""
+        """Start prefetches up to the limit; call with the lock held."""
         while self._coming and len(self._running) < self._ahead:
             shard = self._coming.popleft()
             self._running[shard.sha256] = self._pool.submit(self._load, shard)
@@ -216,12 +217,12 @@ class ShardCache:
             if self._is(opened.data, shard.bytes, shard.sha256):
                 self.hits += 1
                 return opened
-            # a bad disk: the source decides
+            # maybe a bad disk: fetch it again from the store
             log.warning("cached shard is corrupt, fetching again shard=%s", shard.sha256[:12])
             self._disk.discard(held)
         url = self.snapshot.shard_url(shard)
         with self._disk.making(shard.name, shard.bytes) as part:
-            if isinstance(part, Held):  # another process made it while we waited
+            if isinstance(part, Held):  # another process wrote it meanwhile
                 opened = Opened(part, part.map())
                 if self._is(opened.data, shard.bytes, shard.sha256):
                     return opened
@@ -260,7 +261,7 @@ class ShardCache:
         )
 
     def _small(self, name: str, size: int, sha256: str) -> bytes | None:
-        """Return a small file out of the cache or the store; None where it is damaged or gone."""
+        """Return a small file from the cache or the store; None if it is damaged or missing."""
         held = self._disk.open(name)
         if held is not None:
             data = bytes(held.map())

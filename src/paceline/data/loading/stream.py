@@ -1,9 +1,9 @@
-"""The training stream: one rank's share of batch after batch, made ahead of time on a thread.
+"""The training stream: one rank's share of each global batch, prepared on a background thread.
 
-What comes when is a Plan's (``paceline.data.batching``), a pure function of (seed, epoch, group);
-the position counts global batches, so that it means the same to any number of ranks. Rank ``r`` of
-``n`` takes rows ``[G·r/n, G·(r+1)/n)`` of each global batch of ``G`` rows. Each sample comes once
-an epoch, or is listed as skipped (I9). The last batch of an epoch goes on into the next one.
+A Plan (``paceline.data.batching``), a pure function of (seed, epoch, group), decides the order; the
+position counts global batches, so that it is valid for any number of ranks. Rank ``r`` of ``n``
+takes rows ``[G·r/n, G·(r+1)/n)`` of each global batch of ``G`` rows. Each sample comes once an
+epoch, or is listed as skipped (I9). The last batch of an epoch continues into the next one.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from paceline.errors import InvalidInput, NotReady
 
 log = logging.getLogger(__name__)
 
-CLOSE_DEADLINE_S = 60.0  # for the batch in hand: a user's transform may hang
-NEXT_DEADLINE_S = 1800.0  # for one batch: the guard's deadline of a step ends the rank long before
-MOST_AT_ONCE = 32  # batches that are made at once, where they are small
+CLOSE_DEADLINE_S = 60.0  # for the current batch: a user's transform may hang
+NEXT_DEADLINE_S = 1800.0  # for one batch; training's deadline of a step is far shorter
+MOST_AT_ONCE = 32  # maximum of small batches made at once
 Transform = Callable[[Batch], Batch]
 Batching = Callable[[Sequence[Shard], Lengths], Plan]
 
 
 class Stream(Protocol):
-    """What a training loop needs; a context manager, for it owns threads."""
+    """The data stream that a training loop uses; a context manager that owns threads."""
 
     context: int
     global_batch: int
@@ -88,16 +88,16 @@ def open_stream(
 ) -> PlannedStream:
     """Return the stream of one split of ``snapshot``; ``rank`` and ``world_size`` count data ranks.
 
-    ``position`` is what an earlier stream's ``position`` was, on any number of ranks; ``skip`` are
-    numbers of global batches to pass over; ``transform`` runs on each batch, off the training
-    thread. ``readers``: how many with a disk each the job began with (see ``data.columns``);
-    ``outlines``: what they share, so that each needs only its own part's lengths.
-    Raises InvalidInput for a position of other settings or more ranks than rows, InvalidSnapshot
-    for too little data.
+    ``position`` is an earlier stream's ``position``, on any number of ranks; ``skip`` are numbers
+    of global batches to skip; ``transform`` runs on each batch, off the training thread.
+    ``readers``: the number of readers, each with its own disk, at the job's start (see
+    ``loading.columns``); ``outlines``: shared by the readers, so that each needs only its own
+    shards' lengths. Raises InvalidInput for a position of other settings or more ranks than rows,
+    InvalidSnapshot for too little data.
     """
     require_batching(settings.batching, [each.name for each in snapshot.columns])
     columns = settings.columns
-    if not columns and position is not None:  # what it was begun with, whatever is usual by now
+    if not columns and position is not None:  # keep the columns that the stream started with
         kept = position.get("columns", 1)
         columns = kept if type(kept) is int and 0 < kept <= global_batch else 0
     return PlannedStream(
@@ -137,8 +137,11 @@ def batching(
     columns: int | None = None,
     readers: int = 1,
 ) -> Batching:
-    """Return what makes the plan that ``settings.batching`` names, its rows read in ``columns``
-    (0: as many as suit the data and its ``readers``; None: as ``settings`` say)."""
+    """Return the factory of the plan that ``settings.batching`` names, its rows read in
+    ``columns``.
+
+    ``columns``: 0 for as many as suit the data and its ``readers``, None for the settings' own.
+    """
     kinds: dict[str, Callable[..., Plan]]
     kinds = {"packed": PackedPlan, "bucketed": BucketedPlan, "carried": CarriedPlan}
     if columns is not None:
@@ -163,9 +166,9 @@ def batching(
 
 
 class PlannedStream:
-    """A Stream of the batches of a Plan, its tokens read through a cache of shards.
+    """A Stream of the batches of a Plan; tokens are read through a cache of shards.
 
-    ``next`` raises DataRejected when too many shards are bad, and whatever reading raised.
+    ``next`` raises DataRejected when too many shards are bad, and any error of reading.
     """
 
     def __init__(
@@ -206,7 +209,7 @@ class PlannedStream:
         self.columns = columns_read(self.rows, size, plan.columns)
         self._reader.share = len(self.columns) / plan.columns
         self._reader.plans_lengths = plan.needs_lengths
-        # A batch that is passed over is listed with everybody's samples: those need all lengths.
+        # A skipped batch is listed with the samples of all ranks, which needs all lengths.
         self._outlines = None if skip else outlines
         self._ahead = Ahead(plan, self.rows, self._rows)
         self._filler = Filler(
@@ -219,16 +222,16 @@ class PlannedStream:
             maxsize=prefetch_batches
         )
         self._stop = threading.Event()
-        self._error: BaseException | None = None  # what ended the thread
+        self._error: BaseException | None = None  # the error that ended the thread
         self._thread: threading.Thread | None = None
 
     @property
     def position(self) -> dict[str, Any]:
-        """Return where the batch after the last one handed over starts."""
+        """Return the position of the batch after the last one returned."""
         return self._position.to_json()
 
     def start(self) -> None:
-        """Begin with the first batches now, while whoever wants them is not ready yet."""
+        """Start preparing batches before the first ``next``."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._produce, name="data-stream", daemon=True)
             self._thread.start()
@@ -256,14 +259,14 @@ class PlannedStream:
         return self._some(position, 1)[0]
 
     def close(self) -> None:
-        """Stop the thread that makes batches ahead."""
+        """Stop the background thread and close the shards."""
         self._stop.set()
         if self._outlines is not None:
             self._outlines.stop()
         until_s = time.monotonic() + CLOSE_DEADLINE_S
         if self._thread is not None:
             while self._thread.is_alive():
-                if time.monotonic() > until_s:  # it ends with the process
+                if time.monotonic() > until_s:  # a daemon thread
                     log.warning("the thread that makes batches does not end, left behind")
                     break
                 try:
@@ -281,14 +284,14 @@ class PlannedStream:
 
     def _produce(self) -> None:
         position = self._position
-        at_once = 1  # the first batch is wanted soon
+        at_once = 1  # return the first batch soon
         try:
             while not self._stop.is_set():
                 for batch, after in self._some(position, at_once):
                     self._put((batch, after))
                     position = after
                 at_once = min(2 * at_once, MOST_AT_ONCE)
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that asked
+        except BaseException as error:  # noqa: BLE001 - raised by ``next``
             self._put(error)
 
     def _put(self, item: tuple[Batch, Position] | BaseException) -> None:
@@ -300,8 +303,10 @@ class PlannedStream:
             return
 
     def _some(self, position: Position, most: int) -> list[tuple[Batch, Position]]:
-        """Return this rank's shares of at least one and at most so many batches from ``position``
-        on, each with the position after it: of more than one, all are of one group."""
+        """Return this rank's shares of one to ``most`` batches from ``position`` on.
+
+        Each comes with the position after it; several batches are always of one group.
+        """
         self._look_ahead(position)
         passed: list[str] = []
         while position.batch in self._skip:
@@ -329,13 +334,13 @@ class PlannedStream:
             )
             if passed and not number:
                 batch = replace(batch, skipped=(*batch.skipped, *passed))
-                if batch.carries_B is not None:  # the model has not seen what these rows go on from
+                if batch.carries_B is not None:  # the rows that these continue were skipped
                     batch = replace(batch, carries_B=np.zeros_like(batch.carries_B))
             found.append((batch if self._transform is None else self._transform(batch), plan.after))
         return found
 
     def _listed(self, number: int, taken: list[tuple[Rows, int, int]]) -> str:
-        """Return the samples of a batch that is passed over, by shard."""
+        """Return a description of the samples of a skipped batch, by shard."""
         found: dict[int, list[str]] = {}
         for rows, start, stop in taken:
             pieces = slice(int(rows.first_R1[start]), int(rows.first_R1[stop]))
@@ -347,13 +352,13 @@ class PlannedStream:
         return f"batch {number}: {' '.join(listed)}"
 
     def _rows(self, epoch: int, group: int) -> Rows:
-        """Return a group's rows; of columns that we do not read, as much as has to be known."""
+        """Return a group's rows; those of other columns only as far as needed."""
         if self._outlines is None:
             return self.plan.rows(epoch, group)
         return self._outlines.rows(self.plan, epoch, group, self.columns)
 
     def _look_ahead(self, position: Position) -> None:
-        """Plan this group and the next, open their shards, and let go of all others."""
+        """Plan this group and the next, open their shards, and close all others."""
         if not (keys := self._ahead.look(position)):
             return
         indexes = [int(each) for key in keys for each in self.plan.shards(*key, self.columns)]

@@ -1,12 +1,12 @@
-"""A user's own step between a shard and a batch: ``module:function``, sample → sample.
+"""User transforms: a ``module:function`` applied to each sample between shard and batch.
 
-It runs on a thread beside the one that makes batches, or in processes of its own (``apart``), never
-on the thread that trains, and must be pure: the same sample gives the same result on every read, or
-a resumed job would see other data. It may change anything but how many tokens there are, because
-batches were planned by that, and what its features are. A sample whose transform raises, or gives
-something else, is bad: it is named with the reason, and passed over; too many of them stop the
-stream. One that hangs is passed over in a process, and stops the stream on a thread, which nobody
-can end.
+It runs on a thread beside the one that makes batches, or in child processes
+(``process_transform``), never on the training thread, and must be pure: a sample must give the same
+result on every read, or a resumed job would train on other data. It must keep the number of tokens,
+because batches are planned by it, and the shapes of features. A sample whose transform raises or
+returns something else is bad: it is recorded with the reason and skipped; too many of them stop the
+stream. A transform that hangs is skipped in a process, and stops the stream on a thread, which
+cannot be killed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOKENS, KEY = "tokens", "key"
 
 
 def require_allowed(name: str, sources: Sequence[str]) -> None:
-    """Raise AccessDenied where the module of ``name`` is none of ``sources``, nor inside of one."""
+    """Raise AccessDenied unless the module of ``name`` is one of ``sources`` or inside one."""
     module = name.partition(":")[0]
     if name and not module_allowed(module, sources):
         raise AccessDenied(
@@ -44,10 +44,9 @@ def require_allowed(name: str, sources: Sequence[str]) -> None:
 def load_transform(name: str, sources: Sequence[str]) -> Transform | None:
     """Return the function called ``module:function``, None for ``""``.
 
-    Raises InvalidInput where there is none, AccessDenied for a module that is not in ``sources``.
-
-    It is given ``{"key": str, "tokens": array, NAME: array, …}`` and returns the same kind of
-    mapping; the arrays it is given are read-only.
+    It receives ``{"key": str, "tokens": array, NAME: array, …}`` with read-only arrays, and returns
+    the same kind of mapping. Raises InvalidInput where there is none, AccessDenied for a module
+    that is not in ``sources``.
     """
     if not name:
         return None
@@ -68,32 +67,35 @@ def load_transform(name: str, sources: Sequence[str]) -> Transform | None:
     return transform
 
 
-DEADLINE_S = 20.0  # for a sample, unless a profile says otherwise
-ACCIDENTS = 8  # samples that may be bad, however few there are
+DEADLINE_S = 20.0  # per sample, unless a profile sets another
+ACCIDENTS = 8  # bad samples always allowed
 
 
 class TransformFailed(Exception):
-    """A sample's transform gave nothing; the message says why, for whoever looks at the sample."""
+    """A transform returned no usable sample; the message is the reason."""
 
 
 class Transforms(Protocol):
-    """Where transforms run."""
+    """A runner of transforms: in this process or in child processes."""
 
     def start(self, given: dict[str, Any]) -> Callable[[], dict[str, Array]]:
-        """Begin with one sample, ``given`` as a transform is; return what waits for its arrays,
-        tokens among them if they were returned, and raises TransformFailed."""
+        """Start one sample and return a function that waits for its arrays.
+
+        ``given`` is the transform's argument. The function returns tokens only if the transform
+        returned them, and raises TransformFailed.
+        """
         ...
 
     def close(self) -> None:
-        """End what was begun."""
+        """Stop the runner."""
         ...
 
 
 class Here:
-    """Transforms in this process, one at a time, each when its result is asked for.
+    """Runs transforms in this process, one at a time, each when its result is requested.
 
-    They run on a daemon thread, so that whoever asks waits no longer than ``deadline_s``: one that
-    is late raises DataRejected, and from then on all do, for its thread goes on.
+    They run on a daemon thread, so that the caller waits at most ``deadline_s``: a late one raises
+    DataRejected, and so do all later calls, because its thread is still busy.
     """
 
     def __init__(self, transform: Transform, deadline_s: float = DEADLINE_S) -> None:
@@ -102,10 +104,10 @@ class Here:
         self._answers: SimpleQueue[dict[str, Array] | TransformFailed] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._late: DataRejected | None = None
-        self._lock = threading.Lock()  # training and evaluating streams ask
+        self._lock = threading.Lock()  # training and evaluation streams share it
 
     def start(self, given: dict[str, Any]) -> Callable[[], dict[str, Array]]:
-        """Return what runs the transform."""
+        """Return the function that runs the transform."""
 
         def result() -> dict[str, Array]:
             with self._lock:
@@ -114,7 +116,7 @@ class Here:
         return result
 
     def close(self) -> None:
-        """Let the thread end, if it can."""
+        """Let the thread end once it is idle."""
         self._asked.put(None)
 
     def _ask(self, given: dict[str, Any]) -> dict[str, Array]:
@@ -148,18 +150,17 @@ class Here:
 
 
 def applied(transform: Transform, given: dict[str, Any]) -> dict[str, Array]:
-    """Return the arrays that ``transform`` makes of a sample; raises TransformFailed."""
+    """Return the arrays that ``transform`` returns for a sample; raises TransformFailed."""
     try:
         returned = dict(transform(given))
         return {name: clean_array(each) for name, each in returned.items() if name != KEY}
-    except (Exception, SystemExit) as error:  # a user's function raises what it likes
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
         why = f"its transform failed: {type(error).__name__}: {error}"
         raise TransformFailed(why[:300]) from error
 
 
 class Tally:
-    """How many samples were transformed, and how many of them are bad: more than ``most`` of them
-    are no longer about samples."""
+    """Counts transformed and bad samples; raises once more than the fraction ``most`` is bad."""
 
     def __init__(self, most: float) -> None:
         self.most = most
@@ -167,7 +168,8 @@ class Tally:
         self._lock = threading.Lock()
 
     def add(self, why: str | None = None) -> None:
-        """Count one sample, ``why`` it is bad; raises DataRejected where too many are."""
+        """Count one sample; ``why`` is the reason if it is bad. Raises DataRejected where too many
+        are."""
         with self._lock:
             self.tried += 1
             if why is None:
@@ -184,8 +186,10 @@ class Tally:
 
 
 class TransformedSamples:
-    """The samples of a shard called ``name``, each as its transform gives it; ``bad(i, why)``
-    raises CorruptData and remembers the sample."""
+    """The samples of the shard called ``name`` after a transform.
+
+    ``bad(i, why)`` records a bad sample and raises CorruptData.
+    """
 
     def __init__(
         self,
@@ -197,7 +201,7 @@ class TransformedSamples:
         name: str = "",
         tally: Tally | None = None,
     ) -> None:
-        """``known``: samples that are bad as is known already, and why; they are not tried."""
+        """``known``: samples already recorded as bad, with the reason; they are not tried."""
         self._samples, self._transforms, self._bad = samples, transforms, bad
         self._failed = dict(known or {})
         self._name = name
@@ -209,7 +213,7 @@ class TransformedSamples:
         return len(self._samples)
 
     def key(self, i: int) -> str:
-        """Return what names the sample within its snapshot."""
+        """Return the sample's name within its snapshot."""
         return self._samples.key(i)
 
     def tokens(self, i: int) -> Array:
@@ -221,22 +225,22 @@ class TransformedSamples:
         return self._of(i)[1]
 
     def text_bytes(self, i: int) -> bytes:
-        """Return the sample's text, as it was before."""
+        """Return the sample's text before the transform."""
         return self._samples.text_bytes(i)
 
     def flat(self) -> None:
-        """Return nothing: samples are made one by one."""
+        """Return None: samples are computed one by one."""
         return
 
     def expect(self, samples: Sequence[int]) -> None:
-        """Begin with these samples, in this order, and forget all others."""
+        """Start these samples, in this order, and drop all others."""
         coming, made = self._coming, self._made
         self._made = {i: made[i] for i in samples if i in made}
         wanted = [i for i in samples if i not in made and i not in self._failed]
         self._coming = {i: coming.get(i) or self._start(i) for i in wanted}
 
     def close(self) -> None:
-        """Let the cache have the shard's place."""
+        """Allow the cache to remove the shard."""
         self._samples.close()
 
     def __enter__(self) -> TransformedSamples:
@@ -284,7 +288,7 @@ class TransformedSamples:
         return found.astype(tokens.dtype, copy=False), self._features(i, arrays)
 
     def _features(self, i: int, arrays: dict[str, Array]) -> dict[str, Array]:
-        """Return the sample's features, those that were given anew among them."""
+        """Return the sample's features, with those that the transform replaced."""
         stored = self._samples.features(i)
         for name, before in stored.items():
             after = arrays.get(name, before)

@@ -1,6 +1,5 @@
-"""How long a session waits for what, from the expected time of a piece; every wait ends (I12).
-
-Pure arithmetic over times that somebody else keeps.
+"""Timeouts and window sizes of a session, from the expected time of a piece; no wait is endless
+(I12). Pure arithmetic: the callers keep the times.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from paceline.relay.protocol.source_selection import Feed, Work
 from paceline.schemas.plan import Source
 
 PIECE_TIMES = 20  # a piece deadline is this many piece times of the plan
-SPARE_TIMES = 2  # in which a spare that has our pieces moves bytes, others being served too
+SPARE_TIMES = 2  # a spare that holds the pieces, and serves others too, sends within these
 
 
 class Patience:
-    """Deadlines under ``piece_deadline_s``, which comes with each plan."""
+    """Computes deadlines from ``piece_deadline_s``, which comes with each plan."""
 
     def __init__(self, limits: SessionLimits, piece_bytes: int, random: Random) -> None:
         self._limits = limits
@@ -26,20 +25,20 @@ class Patience:
         self.is_first_plan = True
 
     def silence_s(self, source: Source) -> float:
-        """Return how long a source may say nothing while it owes us pieces."""
+        """Return how long a source with requests in flight may be silent."""
         if source.kind == "origin":
             return max(self._limits.origin_deadline_s, self.piece_deadline_s)
         return self.piece_deadline_s
 
     def silent_at_s(self, feed: Feed) -> float:
-        """Return when this stream counts as lost unless it is heard of."""
+        """Return when this stream counts as lost without a further sign of life."""
         return max(feed.heard_s + self.silence_s(feed.source), feed.vouched_s)
 
     def hurry_s(self, work: Work) -> float:
-        """Return how long a spare may have nothing for ``work`` while others are left to try.
+        """Return how long a spare may make no progress for ``work`` while others are left to try.
 
-        Jittered: of two orphans that wait for each other one leaves first and reads on elsewhere,
-        and the other one then has a source.
+        Jittered: if two workers without a parent wait for each other, one leaves first and
+        continues elsewhere, and the other then has a source.
         """
         piece_s = self.piece_deadline_s / PIECE_TIMES
         if work.expected_bytes_s > 0:
@@ -48,17 +47,17 @@ class Patience:
         return least_s * (1 + self._random.random())
 
     def standstill_s(self) -> float:
-        """Return how long the source that the plan names may live and have nothing for us."""
+        """Return how long the planned source may be alive without progress."""
         limits = self._limits
         return max(limits.standstill_min_s, limits.standstill_factor * self.piece_deadline_s)
 
     def standstill_at_s(self, work: Work, feed: Feed | None) -> float:
-        """Return when the source of ``work`` counts as having nothing for it.
+        """Return when the source of ``work`` counts as stalled.
 
-        Long for the source that the plan names: in a plan that is just starting the whole line
-        waits for its head. Short for a spare (or a planned one that was given up before) while
-        others are left to try: one that has our pieces sends at once, and one that is behind us
-        would hold us up for as long as it is.
+        Late for the planned source: while a plan starts, the whole line waits for its head. Early
+        for a spare (or a planned source that was abandoned before) while others are left to try:
+        a spare that holds the pieces sends at once, and one that lags behind this worker would
+        delay it by its lag.
         """
         wait_s = self.standstill_s()
         if self.is_first_plan and not work.held:
@@ -73,7 +72,7 @@ class Patience:
         return max(at_s, feed.vouched_s)
 
     def aside_ends_s(self, feed: Feed | None, asked_s: float) -> float:
-        """Return until when to wait for pieces asked on the side: they may be sent after others."""
+        """Return when a side request times out; its pieces may be queued behind others."""
         if feed is None:
             return asked_s + self.piece_deadline_s
         silence_s = self.silence_s(feed.source)
@@ -82,10 +81,10 @@ class Patience:
         return max(asked_s + silence_s, moved_s + silence_s, vouched_s)
 
     def late_at_s(self, work: Work, asked_s: float) -> float:
-        """Return when pieces that were asked for at ``asked_s`` are late.
+        """Return when pieces that were requested at ``asked_s`` are late.
 
-        A source at its planned rate sends a window in a second; twice that is late. Where no rate
-        is planned, one that has sent nothing for as long as a piece may take.
+        At the planned rate: after twice the time of a whole window. Without a planned rate: when
+        the task has had no progress for one piece deadline.
         """
         if work.expected_bytes_s > 0:
             drains_s = work.window_bytes / work.expected_bytes_s
@@ -93,15 +92,12 @@ class Patience:
         return max(asked_s, work.progress_s) + self.piece_deadline_s
 
 
-# How much of a work may be in flight at once: few requests, never an empty pipe.
-
-
 def size_window(
     work: Work, feed: Feed | None, sharing: int, limits: SessionLimits, pieces: PieceMap
 ) -> None:
-    """Decide how much of ``work`` may be in flight in ``feed``: what a second brings at the planned
-    rate, within the source's window, which ``sharing`` works share. A larger one keeps no pipe
-    fuller, and is asked again when the source dies or turns out to be slow.
+    """Set how much of ``work`` may be in flight from ``feed``: ``window_s`` at the planned rate,
+    within the source's window, which ``sharing`` pull tasks share. A larger window keeps the pipe
+    no fuller, and is requested again when the source dies or turns out to be slow.
     """
     most, rate = limits.window_bytes, work.expected_bytes_s
     if rate > 0:
@@ -116,7 +112,7 @@ def size_window(
 
 
 def is_half_full(work: Work) -> bool:
-    """Return whether more than half of the window is in flight: then nothing more is asked yet."""
+    """Return whether more than half of the window is in flight: no further request is due."""
     return work.asked_pieces > 0 and (
         work.asked_bytes > work.window_bytes // 2 or work.asked_pieces > work.window_pieces // 2
     )

@@ -1,7 +1,7 @@
-"""What a relay session is told and what it asks for: small frozen records, no behaviour.
+"""Events and actions of a relay session: its inputs and outputs as frozen records, no behaviour.
 
-A *stream* is one attempt to pull from one source; its number tells late news of an attempt that was
-given up from news of the present one.
+A *stream* is one attempt to pull from one source. Its number separates late events of an abandoned
+attempt from those of the current one.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from paceline.relay.protocol.extents import Extent
 from paceline.schemas.plan import Source, WorkerLanes
 from paceline.schemas.records import Failure, WorkerStatus
 
-# ── events: what happened ────────────────────────────────────────────────────────────────────────
+# ── events: the session's inputs ─────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class LanesAssigned:
-    """A plan for this worker; an epoch that is not newer than the present one changes nothing.
+    """New lanes for this worker; ignored unless their epoch is newer than the current one.
 
-    ``origin_read_bytes`` is what this process has read from the origin for it so far.
+    ``origin_read_bytes`` is what this process has read from the origin for the deployment so far.
     """
 
     lanes: WorkerLanes
@@ -29,7 +29,7 @@ class LanesAssigned:
 
 @dataclass(frozen=True, slots=True)
 class PieceVerified:
-    """Pieces arrived from a source, matched their digests, and may be forwarded."""
+    """Pieces that arrived from a source and match their digests; they may be forwarded."""
 
     source_key: str
     stream: int
@@ -38,7 +38,7 @@ class PieceVerified:
 
 @dataclass(frozen=True, slots=True)
 class PieceRejected:
-    """A source sent bytes that do not match their digests, for each piece of a run."""
+    """Pieces that arrived from a source and do not match their digests."""
 
     source_key: str
     stream: int
@@ -47,11 +47,10 @@ class PieceRejected:
 
 @dataclass(frozen=True, slots=True)
 class SourceAlive:
-    """A source gave a sign of life: bytes of an unfinished piece (it is ``moving``), or word that
-    it waits itself.
+    """A source is alive: it sent bytes of an unfinished piece (``moving``) or a WAITING message.
 
-    A driver that knows the future vouches that bytes move ``until_s``, or until it says otherwise:
-    a simulator then need not repeat itself a million times.
+    ``until_s``: the driver guarantees that bytes move until then, or until its next event. A
+    simulator uses it to replace a million repeated events by one.
     """
 
     source_key: str
@@ -62,7 +61,7 @@ class SourceAlive:
 
 @dataclass(frozen=True, slots=True)
 class SourceFailed:
-    """A stream ended: refused, reset, closed, or not our protocol."""
+    """A stream ended: refused, reset, closed, or a protocol violation."""
 
     source_key: str
     stream: int
@@ -71,35 +70,35 @@ class SourceFailed:
 
 @dataclass(frozen=True, slots=True)
 class PiecesDurable:
-    """Verified pieces whose bytes and marks are on the disk."""
+    """Verified pieces whose bytes and durable marks are on disk."""
 
     extent: Extent
 
 
 @dataclass(frozen=True, slots=True)
 class PiecesRotten:
-    """Pieces that were held and no longer match their digests on this disk."""
+    """Held pieces that no longer match their digests on this disk."""
 
     extent: Extent
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFailed:
-    """This worker cannot go on: its disk is full or refuses writes."""
+    """This worker cannot continue: its disk is full or refuses writes."""
 
     error: PacelineError
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Nothing but time passed."""
+    """Only time has passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Woke:
-    """This process stood still for ``slept_s``: whatever it waits for has that much longer.
+    """This process was suspended for ``slept_s``; every deadline moves by that time.
 
-    ``replaced``: for SLEPT_S or longer, so that others may stand in its place by now.
+    ``replaced``: the pause was SLEPT_S or longer, so the coordinator may have replaced this worker.
     """
 
     slept_s: float
@@ -108,15 +107,15 @@ class Woke:
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """The coordinator was heard since then: the present lanes stand."""
+    """The coordinator answered after a suspension: the current lanes are still valid."""
 
 
-SLEPT_S = 2.0  # less than after which a coordinator counts anybody as lost
+SLEPT_S = 2.0  # shorter than the coordinator's timeout for a lost worker
 
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The deployment was cancelled; nothing is fetched any more."""
+    """The deployment was cancelled; the session fetches nothing more."""
 
 
 SessionEvent = (
@@ -134,12 +133,12 @@ SessionEvent = (
     | Cancelled
 )
 
-# ── actions: what should be done ─────────────────────────────────────────────────────────────────
+# ── actions: the session's outputs ───────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Ask ``source`` for the pieces of ``extent``; a new ``stream`` number is a new connection."""
+    """Request the pieces of ``extent`` from ``source``; a new ``stream`` number opens a stream."""
 
     source: Source
     stream: int
@@ -148,7 +147,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Close a stream; what it still delivers is no longer waited for."""
+    """Close a stream; the session no longer waits for what it still delivers."""
 
     source_key: str
     stream: int
@@ -156,12 +155,12 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Every piece is durable: publish. Asked once."""
+    """Publish the model: every piece is durable. Returned once."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportSourceLost:
-    """Tell the coordinator at the next beat that this worker gave a source up."""
+    """Report in the next heartbeat that this worker abandoned a source."""
 
     source_key: str
     reason: str
@@ -169,7 +168,7 @@ class ReportSourceLost:
 
 @dataclass(frozen=True, slots=True)
 class ReportCorrupt:
-    """Tell the coordinator at the next beat who sent bytes that do not match; said once a run."""
+    """Report in the next heartbeat which source sent corrupt pieces; once per run of pieces."""
 
     source_key: str
     piece: int  # the first of the run
@@ -178,7 +177,7 @@ class ReportCorrupt:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """This worker gives up; lanes of a newer epoch may still revive it."""
+    """The session failed; lanes of a newer epoch can restart it."""
 
     error: PacelineError
 
@@ -188,7 +187,7 @@ SessionAction = Fetch | Abandon | Complete | ReportSourceLost | ReportCorrupt | 
 
 @dataclass(frozen=True, slots=True)
 class SessionProgress:
-    """Where a session stands, as its worker reports it in each beat."""
+    """A session's progress, as its worker reports it in each heartbeat."""
 
     deployment_id: str
     epoch: int
@@ -199,7 +198,7 @@ class SessionProgress:
     chunks_received: tuple[int, ...]
     refetched_pieces: int
     corrupt_pieces: int
-    origin_spent_bytes: int  # in this epoch, as asked for; the agent counts what really arrived
+    origin_spent_bytes: int  # requested in this epoch; the agent counts the bytes that arrived
     lost_sources: tuple[str, ...]
     corrupt_sources: tuple[str, ...]
     failure: Failure | None

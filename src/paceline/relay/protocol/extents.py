@@ -1,7 +1,7 @@
-"""Runs of pieces: ``Extent`` is one run, ``Extents`` a set of pieces kept as sorted runs.
+"""Runs of pieces: ``Extent`` is one run, ``Extents`` an interval set of piece numbers.
 
-Sessions, stores and transports all speak in these, so that 119,000 pieces cost a handful of runs
-instead of 119,000 entries. It knows nothing of bytes, digests or sources.
+Sessions, stores and transports all use these, so that 119,000 pieces cost a handful of runs instead
+of 119,000 entries. Pure arithmetic: no bytes, digests or sources.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Extent(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return how many pieces it names."""
+        """Return the number of pieces."""
         return self.stop - self.first
 
 
 class Extents:
-    """A set of piece numbers, stored as sorted runs that neither touch nor overlap."""
+    """A set of piece numbers, stored as sorted runs that neither overlap nor adjoin."""
 
     __slots__ = ("_firsts", "_stops", "count")
 
@@ -37,7 +37,7 @@ class Extents:
 
     @classmethod
     def of(cls, pieces: Iterable[int]) -> Extents:
-        """Return the set of the single ``pieces``."""
+        """Return the set of the piece numbers ``pieces``."""
         made = cls()
         for piece in pieces:
             made.add(Extent(piece, piece + 1))
@@ -55,7 +55,7 @@ class Extents:
         if first >= stop:
             return 0
         at = bisect_right(self._firsts, first) - 1  # the run that begins at or before ``first``
-        if at >= 0:  # the usual cases: it is there already, or it makes a run longer
+        if at >= 0:  # the usual cases: already present, or it extends a run
             end = self._stops[at]
             if stop <= end:
                 return 0
@@ -63,8 +63,8 @@ class Extents:
                 self._stops[at] = stop
                 self.count += stop - first
                 return stop - first
-        low = bisect_left(self._stops, first)  # first run that ends at or after ``first``
-        high = bisect_right(self._firsts, stop)  # first run that begins after ``stop``
+        low = bisect_left(self._stops, first)  # the first run that ends at or after ``first``
+        high = bisect_right(self._firsts, stop)  # the first run that begins after ``stop``
         if low == high:
             self._firsts.insert(low, first)
             self._stops.insert(low, stop)
@@ -80,13 +80,13 @@ class Extents:
         return new
 
     def remove(self, extent: Extent) -> int:
-        """Remove a run and return how many of its pieces were there."""
+        """Remove a run and return how many of its pieces were in the set."""
         first, stop = extent
         if first >= stop:
             return 0
         low = bisect_right(self._stops, first)
         if low < len(self._firsts) and self._firsts[low] == first and stop < self._stops[low]:
-            self._firsts[low] = stop  # the usual case: the beginning of a run
+            self._firsts[low] = stop  # the usual case: the start of a run
             self.count -= stop - first
             return stop - first
         high = bisect_left(self._firsts, stop)
@@ -126,14 +126,14 @@ class Extents:
             return NotImplemented
         return self._firsts == other._firsts and self._stops == other._stops
 
-    __hash__ = None  # type: ignore[assignment]  # it changes
+    __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __repr__(self) -> str:
         return f"Extents({', '.join(f'{a}-{b - 1}' for a, b in self)})"
 
     @property
     def runs(self) -> int:
-        """Return how many runs the set is stored as."""
+        """Return the number of runs that the set is stored as."""
         return len(self._firsts)
 
     def pieces(self) -> Iterator[int]:

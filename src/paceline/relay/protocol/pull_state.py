@@ -1,8 +1,7 @@
-"""Which pieces are here, which are on their way and from whom, and which nobody was asked for.
+"""The state of a session's pulls: which pieces are verified, in flight (and from where) or wanted.
 
-The books of the lanes in force: works (what is wanted), feeds (what is asked of whom), and what is
-asked on the side: repairs, a hedge, probes. Who is asked, and when somebody else is, ``pulling``
-decides.
+It holds the pull tasks of the current lanes, the open streams with their requests, and the side
+requests: repairs, a hedge, failback probes. It chooses no sources; ``pulling`` does.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from paceline.relay.protocol.recovery import Repairs
 from paceline.relay.protocol.source_selection import Feed, Work
 from paceline.schemas.plan import Source, WorkerLanes
 
-# The lanes of one plan as works: disjoint runs that tile the model, each with its candidates.
-#
-# Plain state and look-ups; who is asked when is decided in ``pulling``.
-
 
 class Works:
-    """Every work of a session, in the order of their pieces; empty where no lane names a source."""
+    """A plan's lanes as pull tasks: disjoint runs that tile the model, in the order of pieces.
+
+    Empty where no lane names a source.
+    """
 
     def __init__(self, works: list[Work]) -> None:
         self._all = sorted(works, key=lambda work: work.extent.first)
@@ -32,8 +30,9 @@ class Works:
 
     @classmethod
     def of(cls, lanes: WorkerLanes, pieces: PieceMap) -> Works:
-        """Return the works of ``lanes``. What no lane names may come from any of their sources:
-        marks may be fewer than the plan knew, and a held piece may rot.
+        """Return the pull tasks of ``lanes``. Pieces that no lane names may come from any source of
+        the lanes: this worker may hold fewer durable pieces than the planner assumed, and a held
+        piece may become corrupt.
         """
         works: list[Work] = []
         covered = Extents()
@@ -59,7 +58,7 @@ class Works:
         return bool(self._all)
 
     def parts(self, extent: Extent) -> Iterator[tuple[Work, Extent]]:
-        """Yield the works that ``extent`` touches, each with its part of it."""
+        """Yield the pull tasks that overlap ``extent``, each with its part of it."""
         first, stop = extent
         for at in range(max(0, bisect_right(self._starts, first) - 1), len(self._all)):
             work = self._all[at]
@@ -73,7 +72,7 @@ class Works:
                 yield work, Extent(max(first, begin), min(stop, end))
 
     def sharing(self, work: Work) -> int:
-        """Return how many works want pieces from this work's source, itself included."""
+        """Return how many pull tasks share this one's source and still want pieces, with itself."""
         others = (each for each in self._all if each is not work and each.active == work.active)
         return 1 + sum(each.wanting > 0 for each in others)
 
@@ -87,16 +86,14 @@ def _others(candidates: tuple[Source, ...], worker_id: str) -> tuple[Source, ...
     return (*ordered[:1], *sorted(ordered[1:], key=lambda each: each.kind == "origin"))
 
 
-# The last pieces asked twice: which are late, and how many may be (A10).
-#
-# At the end of a transfer one slow source would hold everything up. Once nothing is left to ask
-# for, the oldest pieces in flight are asked of a spare too; who sends first wins, the other copy is
-# dropped. It asks nothing itself.
+# Hedged requests (A10): at the end of a transfer one slow source would delay everything. Once
+# nothing is left to request, the oldest pieces in flight are requested from a spare too. The first
+# copy wins, the other is dropped.
 
 
 @dataclass(slots=True, eq=False)
 class Hedge:
-    """Pieces that a second source was asked for while the first still owes them."""
+    """Pieces requested from a second source while they are in flight from the first."""
 
     key: str
     pieces: Extents
@@ -104,7 +101,7 @@ class Hedge:
 
 
 class Hedging:
-    """The hedge under way, if any, and what is left of this plan's allowance."""
+    """The current hedged request, if any, and the rest of this plan's allowance. Sends nothing."""
 
     def __init__(self, limits: SessionLimits, pieces: PieceMap, patience: Patience) -> None:
         self._limits = limits
@@ -112,23 +109,23 @@ class Hedging:
         self._patience = patience
         self._left = 0  # pieces
         self.hedge: Hedge | None = None
-        self.due_s: float | None = None  # when the oldest piece in flight is late, at the end
+        self.due_s: float | None = None  # when the oldest piece in flight is late; set at the end
 
     def begin(self) -> None:
-        """Start a new plan: a small share of all pieces may be asked twice in it."""
+        """Reset the allowance for a new plan: a small share of all pieces."""
         self.hedge = self.due_s = None
         share = int(self._pieces.count * self._limits.hedge_share)
         self._left = max(self._limits.least_hedges, share)
 
     @property
     def is_possible(self) -> bool:
-        """Return whether another hedge may be made now."""
+        """Return whether a hedged request may start now."""
         return self.hedge is None and self._left > 0
 
     def oldest(self, feeds: Iterable[Feed], works: Works) -> tuple[Work, Extent] | None:
-        """Return the pieces in flight from a worker that are late first; sets ``due_s``.
+        """Return the pieces in flight from a worker that become late first; sets ``due_s``.
 
-        Not those from the origin: it retries by itself, and nobody else has them.
+        Pieces from the origin are excluded: it retries by itself, and no other source has them.
         """
         due: list[tuple[float, Work, Extent]] = []
         for feed in feeds:
@@ -142,7 +139,7 @@ class Hedging:
         return work, part
 
     def start(self, key: str, run: Extent, now_s: float) -> Extent:
-        """Begin to hedge the first pieces of ``run`` at ``key``; return them."""
+        """Record a hedge of the first pieces of ``run`` at source ``key``; return these pieces."""
         most = min(self._limits.hedge_pieces, self._left)
         fits = self._pieces.fitting(run, self._limits.window_bytes, most)
         extent = Extent(run.first, max(fits.stop, run.first + 1))
@@ -151,7 +148,7 @@ class Hedging:
         return extent
 
     def arrived(self, extent: Extent) -> None:
-        """Take note that pieces are here, or will not come from the hedge."""
+        """Remove pieces that arrived, or that the hedge will not deliver."""
         if self.hedge is not None:
             self.hedge.pieces.remove(extent)
             if not self.hedge.pieces:
@@ -159,13 +156,16 @@ class Hedging:
 
 
 class Flights:
-    """A piece is verified, in flight from one source, asked on the side, or wanted."""
+    """The state of every piece: verified, in flight from one source, in a side request, or wanted.
+
+    Also the pull tasks and the open streams of the session.
+    """
 
     def __init__(
         self, pieces: PieceMap, verified: Extents, repairs: Repairs, hedging: Hedging
     ) -> None:
         self._pieces = pieces
-        self._verified = verified  # the session's own set; kept here once there are lanes
+        self._verified = verified  # the session's own set, updated here
         self._repairs = repairs
         self._hedging = hedging
         self._streams = 0
@@ -175,7 +175,7 @@ class Flights:
     # ── lanes and streams ────────────────────────────────────────────────────────────────────────
 
     def follow(self, works: Works, now_s: float) -> None:
-        """Go over to new works; what is in flight in the feeds that stay is kept with them."""
+        """Switch to the pull tasks of a new plan; streams that stay keep their requests."""
         self.works = works
         for work in works:
             self._settle(work, now_s)
@@ -187,7 +187,7 @@ class Flights:
                         feed.aside.add(run)
 
     def _settle(self, work: Work, now_s: float) -> None:
-        """Count what of ``work`` is here, on its way, or under repair."""
+        """Count the pieces of ``work`` that are verified, in flight, or under repair."""
         held = list(self._verified.common(work.extent))
         work.missing = work.extent.size - sum(run.size for run in held)
         for run in (*held, *self._repairs.pieces.common(work.extent)):
@@ -199,29 +199,29 @@ class Flights:
                     work.asked_pieces += run.size
                     work.asked_bytes += self._pieces.bytes_of(run)
                 else:
-                    feed.in_flight.remove(run)  # it goes on with other lanes, no more with this
+                    feed.in_flight.remove(run)  # the stream continues with other lanes only
         if work.candidates[0].key in self.feeds:
             work.active = work.candidates[0].key
         work.progress_s = now_s
 
     @property
     def origin_flying_bytes(self) -> int:
-        """Return how much is on its way from the origin."""
+        """Return how many bytes are in flight from the origin."""
         origins = [feed for feed in self.feeds.values() if feed.source.kind == "origin"]
         runs = (run for feed in origins for asked in (feed.in_flight, feed.aside) for run in asked)
         return sum(map(self._pieces.bytes_of, runs))
 
     def feed(self, key: str, stream: int) -> Feed | None:
-        """Return the stream, or None where it was given up already."""
+        """Return the stream, or None if it was abandoned."""
         feed = self.feeds.get(key)
         return feed if feed is not None and feed.stream == stream else None
 
     def feed_of(self, work: Work) -> Feed | None:
-        """Return the stream that ``work`` reads from now."""
+        """Return the stream that ``work`` uses now."""
         return None if work.active is None else self.feeds.get(work.active)
 
     def open(self, source: Source, now_s: float) -> Feed:
-        """Return the stream from ``source``, a new one where there is none."""
+        """Return the open stream from ``source``, or a new one."""
         feed = self.feeds.get(source.key)
         if feed is None:
             self._streams += 1
@@ -230,7 +230,7 @@ class Flights:
         return feed
 
     def close(self, feed: Feed) -> None:
-        """Forget a stream; what was in flight is wanted again."""
+        """Remove a stream; its pieces in flight are wanted again."""
         key = feed.source.key
         del self.feeds[key]
         for run in list(feed.in_flight):
@@ -247,16 +247,16 @@ class Flights:
                 self.end_probe(work, takes_over=False)
 
     def is_idle(self, feed: Feed) -> bool:
-        """Return whether nothing is asked of ``feed``, nor will be."""
+        """Return whether nothing is in flight from ``feed`` and nothing more is wanted from it."""
         key = feed.source.key
         return not feed.waiting and not any(
             work.active == key and work.wanting for work in self.works
         )
 
-    # ── asking ───────────────────────────────────────────────────────────────────────────────────
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     def ask(self, feed: Feed, extent: Extent, now_s: float, *, aside: bool = False) -> None:
-        """Count ``extent`` as asked of ``feed``; ``aside`` for a repair, a hedge or a probe."""
+        """Record ``extent`` as requested from ``feed``; ``aside`` for a repair, hedge or probe."""
         if not feed.waiting:
             feed.heard_s = now_s
         if aside:
@@ -268,14 +268,14 @@ class Flights:
             self._fly(feed, work, part, now_s)
 
     def _fly(self, feed: Feed, work: Work, part: Extent, asked_s: float) -> None:
-        """Count ``part`` of ``work`` as in flight in ``feed``."""
+        """Record ``part`` of ``work`` as in flight from ``feed``."""
         work.taken.add(part)
         work.asked_pieces += feed.in_flight.add(part)
         work.asked_bytes += self._pieces.bytes_of(part)
         feed.asked.append((asked_s, part))
 
     def want_again(self, feed: Feed, extent: Extent) -> None:
-        """Take ``extent`` out of flight; what a hedge has asked elsewhere is in flight there."""
+        """Mark ``extent`` as no longer in flight; hedged pieces become in flight from the spare."""
         hedge = self._hedging.hedge
         other = self.feeds.get(hedge.key) if hedge is not None else None
         for work, part in self.works.parts(extent):
@@ -290,15 +290,15 @@ class Flights:
                 work.active, work.progress_s = hedge.key, hedge.asked_s
 
     def leave(self, work: Work, key: str) -> None:
-        """Ask nothing more of ``key`` for ``work``, and want again what is in flight from there."""
+        """Stop using source ``key`` for ``work``; its pieces in flight are wanted again."""
         if (feed := self.feeds.get(key)) is not None:
             for run in list(feed.in_flight.common(work.extent)):
                 self.want_again(feed, run)
         work.active = None if work.active == key else work.active
 
     def end_probe(self, work: Work, *, takes_over: bool) -> None:
-        """End the probe of ``work``: its piece is wanted again, or one more that is in flight from
-        its planned source, where that ``takes_over``.
+        """End the failback probe of ``work``. With ``takes_over`` its piece counts as in flight
+        from the planned source, otherwise it is wanted again.
         """
         if work.away is None or (probe := work.away.probe) is None:
             return
@@ -311,8 +311,8 @@ class Flights:
             work.taken.remove(probe.piece)
 
     def unask(self, feed: Feed, extent: Extent) -> None:
-        """Give up pieces asked of ``feed`` on the side, but those that it owes for something else:
-        one that was hedged and then came corrupt is under repair at the same source.
+        """Withdraw side requests of ``feed``, except pieces that another side request there needs:
+        a piece that was hedged and then arrived corrupt is under repair at the same source.
         """
         feed.aside.remove(extent)
         key, hedge = feed.source.key, self._hedging.hedge
@@ -323,10 +323,10 @@ class Flights:
             for run in list(pieces.common(extent)):
                 feed.aside.add(run)
 
-    # ── what arrives, or is gone ─────────────────────────────────────────────────────────────────
+    # ── arrivals and losses ──────────────────────────────────────────────────────────────────────
 
     def hold(self, extent: Extent, now_s: float, sender: Feed | None = None) -> int:
-        """Count pieces as verified: nobody needs to send them any more; return how many are new."""
+        """Record pieces as verified and end every request for them; return how many are new."""
         if not self.works:
             return self._verified.add(extent)
         new = 0
@@ -345,7 +345,7 @@ class Flights:
         return new
 
     def missing_again(self, extent: Extent) -> None:
-        """Want pieces that were here and are not any more."""
+        """Mark pieces that were verified and are lost as wanted."""
         for work, part in self.works.parts(extent):
             for run in list(self._verified.common(part)):
                 work.missing += self._verified.remove(run)
@@ -353,9 +353,9 @@ class Flights:
         self._verified.remove(extent)
 
     def corrupt(self, feed: Feed, extent: Extent) -> Iterator[tuple[Work, Extent]]:
-        """Take what ``feed`` owes of ``extent`` out of its flight; yield each part, with its work.
+        """Remove the pieces of ``extent`` requested from ``feed``; yield each part with its task.
 
-        Only what it owes: the same news twice is one corrupt arrival.
+        Only requested pieces count: the same report twice is one corrupt arrival.
         """
         owed = Extents([*feed.in_flight.common(extent), *feed.aside.common(extent)])
         for run in owed:
@@ -367,19 +367,19 @@ class Flights:
                 yield work, part
 
     def nowhere(self, extent: Extent) -> list[Extent]:
-        """Return the runs of ``extent`` that are neither here nor in flight from anybody."""
+        """Return the runs of ``extent`` that are neither verified nor in flight."""
         flying = Extents(run for each in self.feeds.values() for run in each.in_flight)
         return [run for gap in list(self._verified.gaps(extent)) for run in flying.gaps(gap)]
 
     def owing(self, extent: Extent) -> set[str]:
-        """Return who was asked for pieces of ``extent``."""
+        """Return the keys of the sources that pieces of ``extent`` are in flight from."""
         return {
             key for key, feed in self.feeds.items() if next(feed.in_flight.common(extent), None)
         }
 
     def _drop(self, work: Work, part: Extent, sender: Feed | None) -> bool:
-        """Take ``part`` of ``work`` out of every stream's flight; return whether all of it was in
-        flight from ``sender`` (the usual case), and so nowhere else.
+        """Remove ``part`` of ``work`` from every stream; return whether all of it was in flight
+        from ``sender`` (the usual case), and so nowhere else.
         """
         here = sender is not None and self.drop_from(sender, work, part)
         if here and self._hedging.hedge is None:
@@ -391,7 +391,7 @@ class Flights:
         return False
 
     def drop_from(self, feed: Feed, work: Work, part: Extent) -> bool:
-        """Take ``part`` out of one stream's flight; return whether all of it was there."""
+        """Remove ``part`` from one stream; return whether all of it was in flight there."""
         if feed.aside:
             feed.aside.remove(part)
         if feed.in_flight.covers(part):

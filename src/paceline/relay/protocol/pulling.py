@@ -1,12 +1,11 @@
-"""Who is asked for which pieces, and when somebody else is: the session's view of its sources.
+"""Keeps request windows full and switches sources that are silent, stalled or broken.
 
-``RelaySession`` decides what an event means; this half keeps streams full, notices silence and
-standstill, and leaves sources. What is on its way is in ``flights``, who may be asked in
-``choosing``; repairs, hedges and the way back are in ``aside``. No I/O and no clock, like the
-session itself.
+The half of ``RelaySession`` that manages sources; ``session`` interprets the events. Requests in
+flight are in ``pull_state``, the choice of a source in ``source_selection``; repairs, hedges and
+failback are in ``side_requests``. No I/O and no clock.
 
-Lanes become *works*: disjoint runs that tile the model, each with its own candidates. A work asks
-one source at a time; several works may share a source, its stream and its window.
+Lanes become *pull tasks*: disjoint runs that tile the model, each with its own candidate sources. A
+task uses one source at a time; several tasks may share a source, its stream and its window.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from paceline.schemas.plan import WorkerLanes
 
 
 class Puller:
-    """Pulls what ``verified`` lacks from the sources of the lanes it was given last."""
+    """Pulls the pieces missing in ``verified`` from the sources of the current lanes."""
 
     def __init__(
         self, pieces: PieceMap, verified: Extents, limits: SessionLimits, random: Random
@@ -49,20 +48,20 @@ class Puller:
             repairs,
             hedging,
         )
-        self._steady = False  # nothing but the lanes' own windows needs looking at
-        self._repairing = False  # when that was looked at last
-        self.checked_s = float("-inf")  # when deadlines were last looked at
+        self._steady = False  # only the tasks' own windows can need a request
+        self._repairing = False  # at the last check
+        self.checked_s = float("-inf")  # when deadlines were last checked
         self.lost: dict[str, None] = {}  # an ordered set of source keys, for reports
         self.last_error: PacelineError | None = None
 
     @property
     def stalled(self) -> PacelineError | None:
-        """Return why nothing can be asked just now, or None."""
+        """Return why nothing can be requested now, or None."""
         return self._choice.stalled
 
     @property
     def hopeless(self) -> Repair | None:
-        """Return pieces that arrived corrupt from everybody, or None."""
+        """Return pieces that arrived corrupt from every source, or None."""
         return self._aside.hopeless
 
     # ── lanes ────────────────────────────────────────────────────────────────────────────────────
@@ -70,8 +69,8 @@ class Puller:
     def assign(
         self, lanes: WorkerLanes, read: int, now_s: float, actions: list[SessionAction]
     ) -> None:
-        """Go over to ``lanes``; streams whose source stays are kept with what is in flight.
-        ``read`` are the bytes that came from the origin so far.
+        """Switch to ``lanes``; streams whose source stays are kept with their requests.
+        ``read`` is the number of bytes read from the origin so far.
         """
         works, flights = Works.of(lanes, self._pieces), self._flights
         planned = {work.candidates[0].key: work.candidates[0] for work in works}
@@ -84,20 +83,21 @@ class Puller:
         flights.follow(works, now_s)
         for work in works:
             self._size_window(work)
-        # The plan knows what had been told of; what came since, or is on its way, it paid for.
+        # The budget accounts for the origin bytes reported before the plan was made. Bytes read
+        # since then and bytes in flight count as spent.
         counted = lanes.origin_counted_bytes
         untold = 0 if counted is None else max(0, read - counted)
         spent = flights.origin_flying_bytes + untold
         self._choice.begin(OriginBudget(lanes.origin_budget_bytes, spent))
         if self._choice.woke:
-            self.sleep(woke=True)  # these lanes may have been under way while we stood still
+            self.sleep(woke=True)  # these lanes may have been sent while this process was suspended
         self.lost.clear()
 
     def sleep(self, *, woke: bool) -> None:
-        """Take note that this process stood still, or that its lanes were confirmed since.
+        """Record that this process was suspended (True), or that its lanes were confirmed (False).
 
-        Until then the origin is asked for nothing more: somebody else may have been told to read
-        there in our place, and the fuse is one for all (I6). What is in flight still comes.
+        In between, nothing is requested from the origin: another worker may be planned to read it
+        instead, and the origin budget is one for the fleet (I6). Requests in flight continue.
         """
         self._choice.woke = woke
         for work in self._flights.works if woke else ():
@@ -106,22 +106,22 @@ class Puller:
                 work.active = None
 
     def is_first_choice(self, key: str) -> bool:
-        """Return whether the lanes name this source first for pieces that are still missing."""
+        """Return whether it is the planned source of pieces that are still missing."""
         return any(work.missing and work.is_first_choice(key) for work in self._flights.works)
 
     @property
     def origin_spent(self) -> int:
-        """Return how many bytes were asked of the origin under the present lanes."""
+        """Return how many bytes were requested from the origin under the current lanes."""
         return self._choice.budget.spent_bytes
 
-    # ── what arrives ─────────────────────────────────────────────────────────────────────────────
+    # ── arrivals ─────────────────────────────────────────────────────────────────────────────────
 
     def feed(self, key: str, stream: int) -> Feed | None:
-        """Return the stream, or None where it was given up already."""
+        """Return the stream, or None if it was abandoned."""
         return self._flights.feed(key, stream)
 
     def arrived(self, key: str, stream: int, extent: Extent, now_s: float) -> int:
-        """Count verified pieces, whoever they came from; return how many are new."""
+        """Record verified pieces from any stream, open or not; return how many are new."""
         feed = self._flights.feed(key, stream)
         new = self._flights.hold(extent, now_s, feed)
         self._choice.stalled = None
@@ -135,24 +135,24 @@ class Puller:
         return new
 
     def hold(self, extent: Extent, now_s: float) -> int:
-        """Count pieces as verified that nobody sent just now; return how many are new."""
+        """Record pieces as verified without a sender; return how many are new."""
         return self._flights.hold(extent, now_s)
 
     def missing_again(self, extent: Extent) -> None:
-        """Ask anew for pieces that were here and are not any more."""
+        """Mark pieces that were verified and are lost as wanted."""
         self._flights.missing_again(extent)
 
     def rejected(
         self, key: str, stream: int, extent: Extent, now_s: float
     ) -> tuple[Feed | None, bool]:
-        """Take note of corrupt pieces; return their stream if it is open, and whether its share of
-        them is so bad that it should be left.
+        """Record corrupt pieces; return their stream if it is open, and whether its share of
+        corrupt pieces is so high that it should be abandoned.
 
-        What is neither here nor on its way from elsewhere is set aside, to be fetched on its own.
+        Pieces that are neither verified nor in flight from elsewhere become a repair.
         """
         feed = self._flights.feed(key, stream)
         if feed is None:
-            return None, False  # what it owed was asked of somebody else already
+            return None, False  # its pieces were requested from another source already
         feed.heard_s = feed.moved_s = now_s
         self._aside.rejected(feed, extent, now_s)
         return feed, feed.is_bad(self._limits)
@@ -168,23 +168,23 @@ class Puller:
         *,
         for_good: bool = False,
     ) -> None:
-        """Give a stream up, and its source for a while; what was in flight is wanted again."""
+        """Abandon a stream, back off from its source, and mark its pieces in flight as wanted."""
         key, idle = feed.source.key, not feed.waiting
         self._aside.end_probes(key, now_s)
         self._forget(feed, actions)
         if idle:
-            return  # a stream closed while nothing was asked of it is no loss
+            return  # nothing was requested from it: no loss
         self._choice.failed(key, now_s, for_good=for_good)
         self._report_lost(key, error, actions)
 
     def broke(
         self, feed: Feed, error: PacelineError, now_s: float, actions: list[SessionAction]
     ) -> None:
-        """Take note that a stream ended by itself, and go on.
+        """Handle a stream that ended by itself.
 
-        One from a worker that has delivered is opened again at once: connections break while both
-        ends live, and a spare would be a second reader at somebody else's link for good. A crashed
-        worker refuses within a round trip, and then counts as lost.
+        A stream from a worker that has delivered is reopened at once: connections break while both
+        ends are alive, and switching to a spare would put a second reader on another worker's link
+        for good. A crashed worker refuses within a round trip, and then counts as lost.
         """
         temporary = isinstance(error, TemporaryError) and feed.source.kind == "worker"
         if temporary and feed.good > 0:
@@ -206,13 +206,13 @@ class Puller:
             self._forget(feed, actions)
 
     def _forget(self, feed: Feed, actions: list[SessionAction]) -> None:
-        """End a stream; what was in flight is wanted again."""
+        """Close a stream; its pieces in flight are wanted again."""
         self._flights.close(feed)
         actions.append(Abandon(feed.source.key, feed.stream))
 
     def _leave(self, work: Work, key: str, error: PacelineError, now_s: float) -> bool:
-        """Take ``work`` away from a source that lives but has nothing for it; return whether the
-        plan meant it to have. Others may go on reading there.
+        """Detach ``work`` from a source that is alive but has nothing for it; return whether it is
+        the planned source. Other pull tasks may continue to use it.
         """
         self._choice.fell_behind(key, work, now_s)
         self._flights.leave(work, key)
@@ -222,7 +222,7 @@ class Puller:
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
 
     def deadlines(self) -> Iterator[float]:
-        """Yield the times at which something here may have to change."""
+        """Yield the times at which ``check_deadlines`` or ``pump`` may have to act."""
         for feed in self._flights.feeds.values():
             if feed.waiting:
                 yield self._patience.silent_at_s(feed)
@@ -235,7 +235,7 @@ class Puller:
         yield from self._aside.deadlines()
 
     def check_deadlines(self, now_s: float, actions: list[SessionAction]) -> None:
-        """Give up who is silent or stands still, and what was asked on the side in vain."""
+        """Abandon silent sources, stalled pull tasks' sources and unanswered side requests."""
         self.checked_s = now_s
         for feed in list(self._flights.feeds.values()):
             if feed.waiting and now_s >= self._patience.silent_at_s(feed):
@@ -263,24 +263,24 @@ class Puller:
             wanted="a piece",
             where=key,
         )
-        lives = feed is not None and feed.moved_s > work.progress_s  # for other lanes
+        lives = feed is not None and feed.moved_s > work.progress_s  # it serves other lanes
         if self._leave(work, key, error, now_s) and not lives:
             self._report_lost(key, error, actions)
 
-    # ── asking ───────────────────────────────────────────────────────────────────────────────────
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     def pump(self, now_s: float, actions: list[SessionAction]) -> None:
-        """Ask for whatever can be asked for now; close streams that nothing is left for."""
+        """Send every request that is possible now; close streams with nothing left to deliver."""
         works = self._flights.works
         self._aside.ask_repairs(now_s, actions)
         for work in works:
             if work.away is not None and not work.wanting:
-                self._aside.end_probe(work, now_s)  # the last pieces wait for nobody
+                self._aside.end_probe(work, now_s)  # the last pieces do not wait for a probe
         wanting = [work for work in works if work.wanting > 0]
-        sources = [self._source_for(work, now_s) for work in wanting]  # all, as they share windows
+        sources = [self._source_for(work, now_s) for work in wanting]  # first, for shared windows
         for work, feed in zip(wanting, sources, strict=True):
             if feed is not None:
-                self._size_window(work)  # others may have left the source they shared
+                self._size_window(work)  # other tasks may have left the shared source
                 self._top_up(feed, work, now_s, actions)
                 if work.active is None and (other := self._source_for(work, now_s)) is not None:
                     self._top_up(other, work, now_s, actions)  # the origin's budget is spent
@@ -290,15 +290,15 @@ class Puller:
         for feed in list(self._flights.feeds.values()):
             if self._flights.is_idle(feed):
                 self._forget(feed, actions)
-        self._aside.ask_repairs(now_s, actions)  # some may have been asked of a stream just closed
+        self._aside.ask_repairs(now_s, actions)  # some may have been on a stream that just closed
         self._repairing = self._aside.is_repairing
         self._steady = self._aside.is_quiet and all(
             work.active is not None for work in works if work.wanting
         )
 
     def keep_full(self, extent: Extent, now_s: float, actions: list[SessionAction]) -> bool:
-        """Do for the lanes of ``extent``, which has just arrived, what ``pump`` would do for all;
-        return whether that is certain to be the same.
+        """Do what ``pump`` does, but only for the tasks of ``extent``, which has just arrived;
+        return whether the result is certainly the same.
         """
         if not self._steady:
             return False
@@ -317,13 +317,13 @@ class Puller:
                 self._steady = False
         if not drained:
             return True
-        # A stream may have nothing left to bring; and with the last repair hedges become possible.
+        # A stream may have nothing left to deliver, and after the last repair hedges are possible.
         mended = self._repairing and not self._aside.is_repairing
         return not mended and all(feed.waiting for feed in self._flights.feeds.values())
 
     def ask_again(self, extent: Extent, now_s: float, actions: list[SessionAction]) -> bool:
-        """Ask for the pieces of ``extent``, which have just come corrupt, and do for their lanes
-        what ``pump`` would do for all; return whether that is certain to be the same.
+        """Request the pieces of ``extent``, which just arrived corrupt, again, and do what ``pump``
+        does only for their tasks; return whether the result is certainly the same.
         """
         if not self._steady or self.hopeless is not None:
             return False
@@ -363,7 +363,7 @@ class Puller:
         size_window(work, self._flights.feed_of(work), sharing, self._limits, self._pieces)
 
     def _top_up(self, feed: Feed, work: Work, now_s: float, actions: list[SessionAction]) -> None:
-        """Ask for more once half of the window has drained: few requests, never an empty pipe."""
+        """Request more once half of the window has drained: few requests, never an empty pipe."""
         if is_half_full(work):
             return
         self._size_window(work)
@@ -375,7 +375,7 @@ class Puller:
             if feed.source.kind == "origin":
                 extent = self._pieces.fitting(extent, budget.left_bytes, extent.size)
                 if extent.size == 0 and not work.asked_pieces:
-                    work.active = None  # the fuse: others may still be asked
+                    work.active = None  # the origin budget is spent; other sources may still serve
                     self._choice.refuse()
             if extent.size == 0:
                 return

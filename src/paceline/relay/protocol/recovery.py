@@ -1,12 +1,12 @@
-"""Runs of pieces that arrived corrupt: whom to ask for them again, and when to give them up.
+"""Recovery of corrupt pieces, and failback to the planned source after a spare replaced it.
 
-The first time it is the sender, at once, beside what it is sending: it has looked at its copy by
-then (a reader complains), and where the wire was at fault the right bytes are a transfer away. In a
-saturated line a spare would have to take that transfer from its own reader: two links lose time
-then instead of one, and such losses add up along the line. The second time it is somebody else.
+A corrupt piece is requested again at once from its sender the first time: the sender has checked
+its copy by then (this worker reports the corruption), and if the wire was at fault the correct
+bytes are one transfer away. In a saturated line a spare would have to take that transfer from its
+own reader: two links would lose time instead of one, and such losses add up along the line. The
+second time it is requested from another source.
 
-A run stays together for as long as it is sent and judged together, so that a thousand corrupt
-pieces of one sender cost one entry. It opens no streams and asks nothing itself.
+It opens no streams and sends no requests; ``side_requests`` does.
 """
 
 from __future__ import annotations
@@ -24,18 +24,24 @@ from paceline.schemas.plan import Source
 
 @dataclass(slots=True, eq=False)
 class Repair:
-    """Pieces with one history."""
+    """Corrupt pieces with the same history.
+
+    A run is one entry while it is sent and verified together, so that a thousand corrupt pieces of
+    one sender cost one entry.
+    """
 
     pieces: Extents
-    corrupt: dict[str, int] = field(default_factory=dict)  # how often each source sent them so
-    vain: set[str] = field(default_factory=set)  # asked since, and did not deliver
-    attempts: int = 0  # corrupt arrivals
+    corrupt: dict[str, int] = field(default_factory=dict)  # corrupt arrivals from each source
+    vain: set[str] = field(default_factory=set)  # sources that did not deliver since
+    attempts: int = 0  # corrupt arrivals in all
     retry_at_s: float = 0.0
-    asked: str | None = None  # key of the source they are in flight from
+    asked: str | None = None  # key of the source that they are requested from
     asked_s: float = 0.0
 
     def part(self, extent: Extent) -> Repair | None:
-        """Take the pieces of ``extent`` out and return them, with their history; None for none."""
+        """Remove the pieces of ``extent`` and return them as a repair with the same history, or
+        None if there are none.
+        """
         runs = list(self.pieces.common(extent))
         if not runs:
             return None
@@ -53,7 +59,7 @@ class Repair:
 
 
 class Repairs:
-    """Every run under repair in one session."""
+    """All repairs of one session."""
 
     def __init__(self, limits: SessionLimits, random: Random) -> None:
         self._limits = limits
@@ -68,10 +74,9 @@ class Repairs:
         return iter(self._all)
 
     def rejected(self, key: str, extent: Extent, now_s: float) -> list[Repair]:
-        """Set pieces aside that ``key`` sent corrupt; return them, to be asked for: at once the
-        first time, and after a while from then on.
+        """Record pieces that source ``key`` sent corrupt; return their repairs, one per history.
 
-        Pieces of different histories come as several repairs.
+        They are due at once the first time, and after a back-off from then on.
         """
         parts = [part for each in self._all if (part := each.part(extent)) is not None]
         fresh = Extents(self.pieces.gaps(extent))
@@ -89,14 +94,14 @@ class Repairs:
         return parts
 
     def arrived(self, extent: Extent) -> None:
-        """Take note that pieces are verified, wherever they came from."""
+        """Remove pieces that are verified, from whichever source."""
         if self.pieces.remove(extent):
             for each in self._all:
                 each.pieces.remove(extent)
             self._all = [each for each in self._all if each.pieces]
 
     def split(self, repair: Repair, extent: Extent) -> Repair:
-        """Let the pieces of ``extent`` go their own way."""
+        """Split the pieces of ``extent`` off ``repair`` and return them as a repair of its own."""
         part = repair.part(extent)
         if part is None:
             raise AssertionError(f"{extent} is not in this repair")
@@ -106,17 +111,17 @@ class Repairs:
         return part
 
     def unanswered(self, repair: Repair) -> None:
-        """Take note that who was asked did not deliver."""
+        """Record that the source of the current request did not deliver."""
         if repair.asked is not None:
             repair.vain.add(repair.asked)
             repair.asked = None
 
     def later(self, repair: Repair, now_s: float) -> None:
-        """Look at ``repair`` again after a while: nobody can be asked now."""
+        """Postpone ``repair`` by a back-off: no source is available now."""
         repair.retry_at_s = now_s + backoff_s(max(1, repair.attempts), self._limits, self._random)
 
     def replan(self, open_feeds: dict[str, object] | set[str]) -> None:
-        """Begin anew with other candidates; what is in flight from kept streams stays so."""
+        """Reset for other candidates; requests on streams that stay open are kept."""
         for each in self._all:
             each.vain.clear()
             if each.asked not in open_feeds:
@@ -129,10 +134,10 @@ class Repairs:
         may_ask: Callable[[Source], bool],
         now_s: float,
     ) -> Source | None:
-        """Return whom to ask: the sender once more, then another holder, the origin last; None: not
-        now.
+        """Return the source to request from, or None for a later retry: the sender once more, then
+        another holder, the origin last.
 
-        What a lane reads from the origin, peers can have from us alone: it is asked again first.
+        If the origin is the planned source it ranks first: peers get these pieces only from here.
         """
         origin_first = bool(candidates) and candidates[0].kind == "origin"
         once = repair.attempts == 1
@@ -149,8 +154,8 @@ class Repairs:
         for source in fresh:
             if may_ask(source):
                 return source
-        # Every worker was asked, or rests: another round. Who rests may be dead, and for as long as
-        # it is waited for, others that have got the pieces since would not be asked.
+        # Every source failed to deliver or is in back-off: start another round. A source in
+        # back-off may be dead; waiting for it would exclude others that hold the pieces by now.
         repair.vain.clear()
         self.later(repair, now_s)
         return None
@@ -158,8 +163,9 @@ class Repairs:
     def is_hopeless(
         self, repair: Repair, candidates: Sequence[Source], is_gone: Callable[[Source], bool]
     ) -> bool:
-        """Return whether everybody sent these pieces corrupt as often as is allowed, or has not
-        got them. Peers get them from the origin in the end: while it is not spent there is hope.
+        """Return whether every candidate has sent these pieces corrupt as often as is allowed, is
+        gone, or did not deliver. Peers get them from the origin in the end: while the origin has
+        attempts left, the repair is not hopeless.
         """
         return bool(candidates) and all(
             self._spent(repair, each)
@@ -174,32 +180,32 @@ class Repairs:
         return repair.corrupt.get(source.key, 0) >= most
 
 
-# The way back to the source that the plan names, after a spare has stood in for it.
+# Failback to the planned source, after a spare replaced it.
 #
-# A machine that pauses, or a link that stalls for a while, lives on; but whoever read there reads
-# from a spare now, whose card feeds two, and while the lanes stay nothing would ever end that. So
-# after a while one piece is asked of the planned source on the side, from beyond what the spare was
-# asked for, and then another. When they come, compared with how far the spare has brought us by
-# then, tells how far behind the planned source is and whether it keeps up. To wait for it then
-# costs as long as it is behind; to stay costs the fleet a second reader at one card until the end.
+# A machine may pause, or a link stall, and recover; but its reader now reads from a spare, whose
+# link feeds two, and nothing else ends that while the lanes stay. So after a while one piece beyond
+# the spare's window is requested from the planned source as a probe, and then another. Their
+# arrival times, compared with the spare's progress, give the lag of the planned source and whether
+# it keeps up. Going back costs a wait of that lag; staying costs the fleet a second reader on one
+# link until the end.
 #
-# Each attempt in vain, and each return that did not last, makes the next one come much later, so
-# that nobody flaps. It asks nothing itself.
+# Each failed probe, and each failback that did not last, delays the next attempt by a factor, so
+# that a worker does not flap.
 
-LATER = 4.0  # each attempt comes so many times later than the one before
-FALLING_BACK = 0.5  # of our own pace: a source that falls further behind is slower than the spare
-WORTH = 2  # what is missing must be so many times what the planned source is behind
+LATER = 4.0  # factor between the delays of successive attempts
+FALLING_BACK = 0.5  # of this worker's pace: a source whose lag grows faster is slower than a spare
+WORTH = 2  # the missing pieces must be this many times the planned source's lag
 
 
 class Returning:
-    """Decides when to ask the planned source again, and whether to go back to it."""
+    """Decides when to probe the planned source, and whether to go back to it."""
 
     def __init__(self, limits: SessionLimits, patience: Patience) -> None:
         self._limits = limits
         self._patience = patience
 
     def stands_in(self, work: Work, now_s: float) -> None:
-        """Take note that a spare was chosen for ``work``."""
+        """Record that a spare was chosen for ``work``."""
         away = work.away
         if away is None:
             away = work.away = Away()
@@ -208,44 +214,44 @@ class Returning:
             self._later(away, now_s)
 
     def is_due(self, work: Work, now_s: float) -> bool:
-        """Return whether to ask the planned source for a piece on the side."""
+        """Return whether to send a probe to the planned source now."""
         at_s = self.due_s(work)
         return at_s is not None and now_s >= at_s
 
     def due_s(self, work: Work) -> float | None:
-        """Return when to ask the planned source next; None: it has been asked, or never."""
+        """Return when to send the next probe; None if one is in flight or none is needed."""
         away = work.away
         if away is None or not away.absent or away.probe is not None:
             return None
-        # At the end nothing is gained, and the last pieces would wait for it.
+        # Near the end a failback gains nothing, and the last pieces would wait for the probe.
         return away.next_s if work.wanting >= self._limits.return_pieces else None
 
     def is_over(self, work: Work, now_s: float) -> bool:
-        """Return whether a piece was asked on the side and should have come by now."""
+        """Return whether the probe of ``work`` has timed out."""
         probe = work.away.probe if work.away is not None else None
         return probe is not None and now_s >= self.ends_s(probe)
 
     def ends_s(self, probe: Probe) -> float:
-        """Return until when to wait for a piece asked on the side."""
+        """Return when ``probe`` times out."""
         return probe.asked_s + self._patience.standstill_s()
 
     def asked(self, work: Work, piece: Extent, now_s: float) -> None:
-        """Take note that ``piece``, the first that nobody was asked for, is asked on the side."""
+        """Record that ``piece``, the first unrequested one, is requested as a probe."""
         if work.away is None:
             raise AssertionError("no spare stands in")
-        # What is taken already, the spare brings before it would have brought this one.
+        # The spare would deliver everything taken so far before this piece.
         work.away.probe = Probe(piece, now_s, work.held, work.taken.count)
         work.taken.add(piece)
 
     def in_vain(self, work: Work, now_s: float) -> None:
-        """Take note that the planned source did not deliver."""
+        """Record that the probe failed."""
         if (away := work.away) is not None:
             away.probe = away.behind = None
             away.times += 1
             self._later(away, now_s)
 
     def came(self, work: Work, now_s: float) -> bool:
-        """Take note that the piece came; return whether to go back now."""
+        """Record that the probed piece arrived; return whether to go back now."""
         away = work.away
         if away is None or (probe := away.probe) is None:
             return False

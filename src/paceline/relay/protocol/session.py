@@ -1,13 +1,13 @@
-"""One worker's share of one deployment, as pure protocol logic.
+"""The relay session: one worker's transfer in one deployment, as protocol logic without I/O.
 
-Events and a time go in, actions come out: which pieces to ask of which source, when a source is
-lost and who replaces it, what to do with corrupt pieces, when the model is complete. No clock,
-sockets, files or threads, and no idea of topologies: it executes lanes. The socket driver, the
-in-memory network of the tests and any simulator run this same object.
+Events and a time go in, actions come out: which pieces to request from which source, when a source
+is lost and which one replaces it, how corrupt pieces are recovered, when the model is complete. No
+clock, sockets, files or threads; it executes lanes and does not depend on topologies. The socket
+driver, the tests' in-memory network and the simulator run this same object.
 
-Promises: held pieces are never asked for again; a piece is in flight from one source at a time (the
-last ones from two, where the first is late); the origin is asked for at most
-``origin_budget_bytes`` an epoch; every wait ends (I12).
+Guarantees: held pieces are never requested again; a piece is in flight from one source at a time
+(the last ones from two, where the first is late); at most ``origin_budget_bytes`` are requested
+from the origin per epoch; every wait ends (I12).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RelaySession:
     """Executes one worker's lanes; see the module's docstring.
 
     ``held`` are the pieces already durable on this worker's disk. ``pieces`` is the manifest's
-    ``PieceMap`` where the caller has one already: it is read only and may be shared.
+    ``PieceMap`` if the caller has one; it is read-only and may be shared.
     """
 
     def __init__(
@@ -73,30 +73,30 @@ class RelaySession:
         self._chunks = {
             number for number, run in enumerate(self._pieces.chunks) if self._durable.covers(run)
         }
-        self._chunks_received: tuple[int, ...] | None = None  # sorted, made when asked for
+        self._chunks_received: tuple[int, ...] | None = None  # sorted; computed on demand
         self._pull = Puller(
             self._pieces, self._verified, self._limits, Random(f"{seed}/{worker_id}")
         )
         self._status = WorkerStatus.IDLE
-        self._over = False  # cancelled: no lanes revive it
+        self._over = False  # cancelled: new lanes do not restart it
         self._lanes: WorkerLanes | None = None
         self._error: PacelineError | None = None
         self._progress_s = self._alive_s = 0.0
-        self._due_s = float("-inf")  # nothing can be due before; see ``handle``
-        # Its own clock: it stands still while the process does, so that nobody counts as silent who
-        # was not listened to. Times of events from before the process stood still come later.
+        self._due_s = float("-inf")  # nothing is due before this; see ``handle``
+        # The session's clock excludes the time that the process was suspended, so that no source
+        # counts as silent for it. Events from before a suspension may be handled after it.
         self._slept_s, self._woke_s = 0.0, float("-inf")
-        self._corrupt: dict[str, None] = {}  # an ordered set of who sent corrupt pieces
+        self._corrupt: dict[str, None] = {}  # an ordered set of sources that sent corrupt pieces
         self._refetched = self._rejected = 0
 
-    # ── what drivers call ────────────────────────────────────────────────────────────────────────
+    # ── the drivers' interface ───────────────────────────────────────────────────────────────────
 
     def handle(self, event: SessionEvent, now_s: float) -> list[SessionAction]:
-        """Take one event at time ``now_s`` (any monotonic clock) and return what to do.
+        """Handle one event at time ``now_s`` (any monotonic clock) and return the actions.
 
-        Nearly all events are good pieces of a healthy stream, before anything is due: they look at
-        their own lane alone (10 us a piece instead of 20, and no more with many lanes). So do
-        pieces that come corrupt and are asked of their sender once more.
+        Nearly all events are verified pieces of a healthy stream before any deadline. They are
+        handled within their own lane (10 us a piece instead of 20, whatever the number of lanes),
+        and so are corrupt pieces that are requested once more from their sender.
         """
         actions: list[SessionAction] = []
         now_s = max(now_s - self._slept_s, self._woke_s)
@@ -115,7 +115,7 @@ class RelaySession:
             case SourceAlive():
                 self._alive(event, now_s)
                 if now_s < self._due_s:
-                    return actions  # deadlines have only moved away: nothing else can have changed
+                    return actions  # deadlines only moved later: nothing else can have changed
             case PieceRejected(key, stream, extent):
                 self._reject(key, stream, extent, now_s, actions)
                 if early and self._pull.ask_again(extent, now_s, actions):
@@ -148,24 +148,24 @@ class RelaySession:
         return actions
 
     def deadline_s(self) -> float | None:
-        """Return when the session wants its next Tick, or None when it waits for nothing.
+        """Return when the session needs its next Tick, or None when it waits for nothing.
 
-        It may be earlier than the true time, never later: progress only moves deadlines away, and
-        is not worth looking at all of them again.
+        It may be earlier than the true deadline, never later: progress only moves deadlines later,
+        and does not recompute all of them.
         """
         if self._status is not WorkerStatus.RECEIVING:
             return None
         if self._due_s > float("-inf"):
             return self._due_s + self._slept_s
         give_up_s = self._give_up_s()
-        # What lies in the past was looked at in the last ``handle`` and waits for something else.
+        # The last ``handle`` processed deadlines in the past; those now wait for another event.
         seen_s = self._pull.checked_s
         later = (at for at in self._pull.deadlines() if seen_s < at < give_up_s)
         self._due_s = min(later, default=give_up_s)
         return self._due_s + self._slept_s
 
     def progress(self) -> SessionProgress:
-        """Return where this worker stands; what is reported as held is durable (I2)."""
+        """Return this worker's progress; pieces reported as held are durable (I2)."""
         stalled = self._pull.stalled if self._status is WorkerStatus.RECEIVING else None
         failure = self._error or stalled
         if self._chunks_received is None:
@@ -188,7 +188,7 @@ class RelaySession:
 
     @property
     def verified(self) -> Extents:
-        """Return what may be forwarded; it changes with events and is only to be read."""
+        """Return the pieces that may be forwarded; read-only, and it changes with events."""
         return self._verified
 
     @property
@@ -196,7 +196,7 @@ class RelaySession:
         """Return the epoch of the lanes in use, 0 before the first."""
         return self._lanes.epoch if self._lanes else 0
 
-    # ── what events mean ─────────────────────────────────────────────────────────────────────────
+    # ── event handlers ───────────────────────────────────────────────────────────────────────────
 
     def _assign(
         self, lanes: WorkerLanes, read: int, now_s: float, actions: list[SessionAction]
@@ -211,7 +211,7 @@ class RelaySession:
             return
         self._lanes = lanes
         if self._status is WorkerStatus.COMPLETE:
-            return  # the new epoch is acknowledged; there is nothing left to pull
+            return  # the new epoch is acknowledged; nothing is left to pull
         self._pull.assign(lanes, read, now_s, actions)
         self._corrupt.clear()
         self._error = None
@@ -227,7 +227,7 @@ class RelaySession:
         if event.moving or until_s > now_s:
             feed.moved_s = now_s
         if until_s < feed.vouched_s:
-            self._due_s = float("-inf")  # less is vouched for than was counted on
+            self._due_s = float("-inf")  # the driver's guarantee became shorter
         feed.vouched_s = until_s
 
     def _arrived(self, key: str, stream: int, extent: Extent, now_s: float) -> None:
@@ -237,7 +237,7 @@ class RelaySession:
             self._progress_s = self._alive_s = now_s
 
     def _became_durable(self, extent: Extent, now_s: float) -> bool:
-        """Return whether these pieces were known to be verified, as they should be."""
+        """Record durable pieces; return whether all were verified before, as expected."""
         known = self._verified.covers(extent)
         if not known:
             self._pull.hold(extent, now_s)
@@ -285,7 +285,8 @@ class RelaySession:
         feed = self._pull.feed(key, stream)
         if feed is None:
             return
-        # A missing, refused or replaced source does not heal, and others wait for who reads it.
+        # A missing, refused or replaced origin does not recover, and other workers wait for the
+        # one that reads it.
         for_good = feed.source.kind == "origin" and isinstance(error, PermanentError)
         if for_good:
             self._pull.lose(feed, error, now_s, actions, for_good=True)
@@ -295,7 +296,7 @@ class RelaySession:
             self._fail(error, actions)
 
     def _rot(self, extent: Extent, now_s: float) -> None:
-        if self._status is WorkerStatus.COMPLETE:  # not published yet: drivers withdraw what is
+        if self._status is WorkerStatus.COMPLETE:  # unpublished; drivers withdraw published models
             self._status = WorkerStatus.RECEIVING
             self._progress_s = self._alive_s = now_s
         self._bytes_held -= sum(map(self._pieces.bytes_of, self._durable.common(extent)))
@@ -304,7 +305,7 @@ class RelaySession:
         self._chunks_received = None
         self._pull.missing_again(extent)
 
-    # ── going on, and ends ───────────────────────────────────────────────────────────────────────
+    # ── progress, completion and failure ─────────────────────────────────────────────────────────
 
     def _go_on(self, now_s: float, actions: list[SessionAction]) -> None:
         self._pull.check_deadlines(now_s, actions)
@@ -339,5 +340,5 @@ class RelaySession:
 
 
 def as_failure(error: PacelineError) -> Failure:
-    """Return ``error`` as reports carry it."""
+    """Return ``error`` as a ``Failure`` record for reports."""
     return Failure(code=error.code, message=error.one_line()[:2000])

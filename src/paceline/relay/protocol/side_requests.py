@@ -1,9 +1,9 @@
-"""What is asked on the side of a lane's own stream: repairs, a hedge, the way back.
+"""Sends requests outside a pull task's own stream: repairs, hedged requests, failback probes.
 
-Pieces that came corrupt are fetched on their own (``repairs``), the last ones are asked of a spare
-too where they are late (``hedging``), and a source for which a spare stands in is tried with single
-pieces (``returning``). Here these meet the books of what is in flight; lanes themselves are kept
-full in ``pulling``. No I/O and no clock.
+Corrupt pieces are fetched again on their own, the last pieces are also requested from a spare when
+they are late, and a planned source that a spare replaces is probed with single pieces. The rules
+are in ``recovery`` and ``pull_state``; ``pulling`` keeps the tasks' own windows full. No I/O and no
+clock.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from paceline.relay.protocol.recovery import Repair, Repairs, Returning
 from paceline.relay.protocol.source_selection import Choice, Feed, Work
 from paceline.schemas.plan import Source
 
-# How a piece is asked for: the books know it, the origin's budget pays, a driver fetches.
-#
-# Who is asked for what is decided by those who call this: ``pulling`` and ``aside``.
-
 
 class Asking:
-    """Asks for pieces under the present lanes."""
+    """Sends requests: records them, charges the origin budget, returns ``Fetch`` actions.
+
+    The callers (``pulling`` and ``Aside``) choose the source and the pieces.
+    """
 
     def __init__(self, pieces: PieceMap, flights: Flights, choice: Choice) -> None:
         self._pieces = pieces
@@ -41,7 +40,7 @@ class Asking:
         *,
         aside: bool = False,
     ) -> None:
-        """Ask ``feed`` for ``extent``; ``aside`` for a repair, a hedge or a probe."""
+        """Request ``extent`` from ``feed``; ``aside`` for a repair, a hedge or a probe."""
         self._flights.ask(feed, extent, now_s, aside=aside)
         if feed.source.kind == "origin":
             self._choice.budget.spent_bytes += self._pieces.bytes_of(extent)
@@ -49,7 +48,7 @@ class Asking:
 
 
 class Aside:
-    """Everything that is asked on the side, under the present lanes."""
+    """All side requests under the current lanes."""
 
     def __init__(
         self,
@@ -70,23 +69,23 @@ class Aside:
         self._repairs = repairs
         self._hedging = hedging
         self._returning = Returning(limits, patience)
-        self.hopeless: Repair | None = None  # arrived corrupt from everybody
+        self.hopeless: Repair | None = None  # pieces that arrived corrupt from every source
 
     def begin(self) -> None:
-        """Begin anew with other lanes; what is in flight from kept streams stays so."""
+        """Reset for new lanes; repairs in flight on streams that stay open are kept."""
         self._hedging.begin()
         self._repairs.replan(set(self._flights.feeds))
         self.hopeless = None
 
     @property
     def is_repairing(self) -> bool:
-        """Return whether pieces that came corrupt are still to come."""
+        """Return whether any repair is pending."""
         return bool(self._repairs)
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether nothing may have to be asked on the side before a deadline, and what is
-        asked is repairs alone, of sources that lanes read from.
+        """Return whether no side request can become due before a deadline, and the only ones in
+        flight are repairs from sources that pull tasks use.
         """
         reading = [work.active for work in self._flights.works] if self._repairs else []
         return (
@@ -98,7 +97,7 @@ class Aside:
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
 
     def deadlines(self) -> Iterator[float]:
-        """Yield the times at which something here may have to change."""
+        """Yield the times at which a side request becomes due or times out."""
         for repair in self._repairs:
             if repair.asked is None:
                 yield repair.retry_at_s
@@ -122,7 +121,7 @@ class Aside:
         return self._patience.aside_ends_s(self._flights.feeds.get(key), asked_s)
 
     def check_deadlines(self, now_s: float) -> None:
-        """Give up what was asked in vain."""
+        """Abandon side requests that have timed out."""
         for work in self._flights.works:
             if self._returning.is_over(work, now_s):
                 self.end_probe(work, now_s)
@@ -140,8 +139,8 @@ class Aside:
     # ── repairs ──────────────────────────────────────────────────────────────────────────────────
 
     def rejected(self, feed: Feed, extent: Extent, now_s: float) -> None:
-        """Set aside what ``feed`` owed of ``extent`` and sent corrupt, to be fetched on its own:
-        what is neither here nor on its way from elsewhere.
+        """Create repairs for the requested pieces of ``extent`` that ``feed`` sent corrupt, as far
+        as they are neither verified nor in flight from elsewhere.
         """
         for work, part in self._flights.corrupt(feed, extent):
             if _is_probed(work, part):
@@ -152,7 +151,7 @@ class Aside:
                     self._judge(repair, work)
 
     def ask_repairs(self, now_s: float, actions: list[SessionAction]) -> None:
-        """Ask for the runs under repair whose time has come."""
+        """Request the repairs that are due."""
         for repair in [*self._repairs] if self._repairs else ():
             if repair.asked is None and now_s >= repair.retry_at_s:
                 self._ask_repair(repair, now_s, actions)
@@ -160,7 +159,7 @@ class Aside:
     def _ask_repair(self, repair: Repair, now_s: float, actions: list[SessionAction]) -> None:
         work, part = next(self._flights.works.parts(next(iter(repair.pieces))))
         if part.size < repair.pieces.count:
-            repair = self._repairs.split(repair, part)  # a run at a time, of one lane
+            repair = self._repairs.split(repair, part)  # one run of one pull task at a time
         self._judge(repair, work)
         if self.hopeless is not None:
             return
@@ -185,13 +184,13 @@ class Aside:
         if self._repairs.is_hopeless(repair, work.candidates, self._choice.is_gone):
             self.hopeless = repair
 
-    # ── the last pieces, twice ───────────────────────────────────────────────────────────────────
+    # ── hedged requests ──────────────────────────────────────────────────────────────────────────
 
     def hedge(self, now_s: float, actions: list[SessionAction], *, is_drained: bool) -> None:
-        """Where no lane has anything left to ask for, ask a spare for the oldest pieces in flight
-        once they are late; who sends first wins.
+        """Once no task has anything left to request, request the oldest pieces in flight from a
+        spare too when they are late; the first copy wins.
 
-        Never the origin: a fleet that waits for its slowest link would read the model twice.
+        Never from the origin: a fleet that waits for its slowest link would read the model twice.
         """
         self._hedging.due_s = None
         if not is_drained or self._repairs or not self._hedging.is_possible:
@@ -211,7 +210,7 @@ class Aside:
                 return
 
     def _end_hedge(self, key: str, pieces: list[Extent], now_s: float) -> None:
-        """Leave a spare that did not help; the first source still owes the pieces."""
+        """Drop a hedge that did not deliver; the pieces stay in flight from the first source."""
         self._hedging.hedge = None
         feed = self._flights.feeds.get(key)
         for run in pieces:
@@ -220,14 +219,14 @@ class Aside:
             for work, _ in self._flights.works.parts(run):
                 self._choice.fell_behind(key, work, now_s)
 
-    # ── the way back ─────────────────────────────────────────────────────────────────────────────
+    # ── failback ─────────────────────────────────────────────────────────────────────────────────
 
     def stands_in(self, work: Work, now_s: float) -> None:
-        """Take note that a spare was chosen for ``work``."""
+        """Record that a spare was chosen for ``work``."""
         self._returning.stands_in(work, now_s)
 
     def probe(self, work: Work, now_s: float, actions: list[SessionAction]) -> None:
-        """Ask the source that the plan names for a piece, where it is time to see how far it is."""
+        """Send a probe to the planned source of ``work`` if one is due."""
         if not self._returning.is_due(work, now_s):
             return
         planned, gap = work.candidates[0], next(work.taken.gaps(work.extent), None)
@@ -240,28 +239,28 @@ class Aside:
             self._asking.ask(feed, piece, now_s, actions, aside=True)
 
     def look_at_probes(self, extent: Extent, now_s: float) -> None:
-        """Go back to the source that the plan names where its probe has arrived and tells so."""
+        """Go back to a planned source if its probe has arrived in ``extent`` and it keeps up."""
         for work, part in self._flights.works.parts(extent):
             if _is_probed(work, part) and self._returning.came(work, now_s):
-                # What is in flight from the spare still comes from there.
+                # Pieces in flight from the spare still arrive from there.
                 work.active, work.progress_s, work.hurry_s = work.candidates[0].key, now_s, 0.0
                 self._flights.open(work.candidates[0], now_s)
 
     def end_probes(self, key: str, now_s: float) -> None:
-        """Give up the probes at a source that is lost."""
+        """Abandon the probes of a lost source."""
         for work in self._flights.works:
             if work.is_first_choice(key):
                 self.end_probe(work, now_s)
 
     def end_probe(self, work: Work, now_s: float) -> None:
-        """Give up the probe of ``work``, if there is one."""
+        """Abandon the probe of ``work``, if there is one."""
         if work.away is not None and work.away.probe is not None:
             self._flights.end_probe(work, takes_over=False)
             self._returning.in_vain(work, now_s)
 
 
 def _is_probed(work: Work, part: Extent) -> bool:
-    """Return whether ``part`` is or holds the piece that probes the planned source of ``work``."""
+    """Return whether ``part`` contains the probed piece of ``work``."""
     if work.away is None or (probe := work.away.probe) is None:
         return False
     return part.first <= probe.piece.first < part.stop

@@ -1,7 +1,8 @@
-"""Which sources of a work may be asked now, and which of them is best.
+"""Chooses the source of a pull task: which sources are available now, and which of them is best.
 
-It remembers who failed and when each may be tried again, and what the origin's budget allows. Who
-has delivered is asked on; what to ask for is decided in ``pulling``.
+It records the failures and back-off of each source and the origin budget, and holds the state of
+one pull task (``Work``) and of one open stream (``Feed``). What to request is decided in
+``pulling``.
 """
 
 from __future__ import annotations
@@ -16,49 +17,45 @@ from paceline.relay.protocol.extents import Extent, Extents
 from paceline.relay.protocol.limits import PieceMap, SessionLimits
 from paceline.schemas.plan import Source
 
-# A session's view of its sources and lanes: what is in flight, and who may be asked again when.
-#
-# Plain state with no decisions about pieces; ``pulling`` and ``session`` decide.
-
-JUDGED_RUNS = 16  # of a stream, over which its corrupt share is taken, at least,
-JUDGED_MOST = 256  # and so many at most, where runs differ in length
-FORGIVEN_PIECES = 16  # good ones in a row, after which earlier failures of a source are forgotten
+JUDGED_RUNS = 16  # a stream's corrupt share is taken over at least this many of its last runs,
+JUDGED_MOST = 256  # and over at most this many where runs differ in length
+FORGIVEN_PIECES = 16  # verified in a row, after which a source's failures are forgotten
 
 
 @dataclass(slots=True, eq=False)
 class Feed:
-    """One open stream. A piece is ``in_flight`` in one feed at most; ``aside`` are pieces asked on
-    the side, for a repair or a hedge, which belong to those.
+    """One open stream from a source. A piece is ``in_flight`` from at most one stream; ``aside``
+    are the pieces of side requests: repairs, hedges and failback probes.
     """
 
     source: Source
     stream: int
     heard_s: float  # last sign of life, or when waiting began
     moved_s: float  # last bytes, or when the stream was opened
-    vouched_s: float = 0.0  # until when somebody vouches that bytes move
-    good: int = 0  # pieces that it delivered
+    vouched_s: float = 0.0  # until when the driver guarantees that bytes move
+    good: int = 0  # verified pieces that it delivered
     in_flight: Extents = field(default_factory=Extents)
     aside: Extents = field(default_factory=Extents)
     asked: deque[tuple[float, Extent]] = field(default_factory=deque)  # oldest first
     judged: deque[tuple[int, int]] = field(default_factory=deque)
-    judged_pieces: int = 0  # of these runs,
-    judged_worst: int = 0  # and the longest corrupt one
+    judged_pieces: int = 0  # in these runs
+    judged_worst: int = 0  # length of the longest corrupt run
 
     @property
     def waiting(self) -> bool:
-        """Return whether anything is asked of it that is not here."""
+        """Return whether any requested piece has not arrived."""
         return self.in_flight.count > 0 or self.aside.count > 0
 
     @property
     def corrupt(self) -> int:
-        """Return how many pieces of the runs judged last were corrupt."""
+        """Return how many pieces of the last runs were corrupt."""
         return sum(corrupt for _, corrupt in self.judged)
 
     def judge(self, pieces: int, corrupt: int) -> None:
-        """Take note of a run that came, all of it corrupt or none.
+        """Record a run that arrived, either all verified or all corrupt.
 
         Runs differ in length: beside a corrupt run of a hundred pieces, sixteen repairs of one or
-        two tell nothing. So there are sixteen times the longest corrupt one, in pieces.
+        two are no sample. The sample is therefore sixteen times the longest corrupt run, in pieces.
         """
         judged = self.judged
         judged.append((pieces, corrupt))
@@ -75,11 +72,11 @@ class Feed:
                 self.judged_worst = max(each for _, each in judged)
 
     def is_bad(self, limits: SessionLimits) -> bool:
-        """Return whether this stream's share of corrupt pieces makes it not worth reading on.
+        """Return whether this stream's share of corrupt pieces is too high to continue.
 
-        With one transfer in a hundred corrupt, seven in sixteen come once in ten thousand million
-        pieces by chance, four among the first ten of a stream once in 500,000; from a sender of
-        garbage they come at once.
+        With one transfer in a hundred corrupt, seven in sixteen occur by chance once in ten
+        thousand million pieces, and four among the first ten of a stream once in 500,000. A source
+        whose data is all corrupt reaches them at once.
         """
         runs = sum(corrupt > 0 for _, corrupt in self.judged)
         if runs < limits.corrupt_before_lost:
@@ -87,7 +84,7 @@ class Feed:
         return self.corrupt >= limits.corrupt_share * self.judged_pieces
 
     def oldest(self) -> tuple[float, Extent] | None:
-        """Return the oldest request that is not wholly here, and when it was made."""
+        """Return when the oldest incomplete request was sent, and its first missing run."""
         while self.asked:
             at_s, extent = self.asked[0]
             run = next(self.in_flight.common(extent), None)
@@ -99,14 +96,14 @@ class Feed:
 
 @dataclass(slots=True)
 class Health:
-    """What is remembered of a source that was given up."""
+    """The failures and back-off of a source that was abandoned."""
 
     failures: int = 0
     good: int = 0  # pieces since the last failure
     retry_at_s: float = 0.0
 
     def failed(self, now_s: float, limits: SessionLimits, random: Random) -> None:
-        """Leave it alone for a while: longer each time."""
+        """Record a failure and back off, longer each time."""
         self.failures += 1
         self.good = 0
         self.retry_at_s = now_s + backoff_s(self.failures, limits, random)
@@ -114,89 +111,86 @@ class Health:
 
 @dataclass(slots=True, eq=False)
 class Probe:
-    """A piece asked on the side of the source that the plan names; see ``returning``."""
+    """A piece requested from the planned source to test it; see ``recovery``."""
 
     piece: Extent
     asked_s: float
-    held: int  # pieces of the work that were here when it was asked,
-    due: int  # and that the spare has brought by when it would have brought this one
+    held: int  # pieces of the task that were verified when the probe was sent
+    due: int  # verified pieces at which the spare would have delivered the probed piece
 
 
 @dataclass(slots=True, eq=False)
 class Away:
-    """What is remembered of a planned source for which a spare stands in, or stood in before."""
+    """Failback state of a planned source that a spare replaces, or replaced before."""
 
-    absent: bool = False  # whether a spare stands in now
-    next_s: float = 0.0  # when the planned source may be asked for a piece on the side
-    times: int = 0  # probes in vain, and returns
+    absent: bool = False  # a spare replaces the planned source now
+    next_s: float = 0.0  # when the next probe may be sent to the planned source
+    times: int = 0  # failed probes and failbacks so far
     probe: Probe | None = None
-    behind: int | None = None  # pieces, by the first of two probes,
-    behind_at: int = 0  # and where the spare had brought us by then
+    behind: int | None = None  # pieces that it lags by, measured with the first of two probes
+    behind_at: int = 0  # ``due`` of that first probe
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One lane: the pieces it covers, and who may be asked for them, best first."""
+    """One pull task: a run of pieces and its candidate sources, best first."""
 
     extent: Extent
     candidates: tuple[Source, ...]
     expected_bytes_s: float = 0.0
-    missing: int = 0  # pieces not verified
-    taken: Extents = field(default_factory=Extents)  # verified, in flight, or under repair
+    missing: int = 0  # pieces that are not verified
+    taken: Extents = field(default_factory=Extents)  # verified, in flight, or in a side request
     asked_pieces: int = 0  # in flight
     asked_bytes: int = 0
     window_bytes: int = 0
     window_pieces: int = 0
     progress_s: float = 0.0  # last verified piece, or when waiting began
     active: str | None = None  # key of the source in use
-    hurry_s: float = 0.0  # how long a spare may have nothing while others are left; 0: no hurry
-    behind: dict[str, Health] = field(default_factory=dict)  # sources that had nothing for us
-    away: Away | None = None  # once a spare stood in for the planned source
+    hurry_s: float = 0.0  # short stall limit of a spare while others are left; 0: none
+    behind: dict[str, Health] = field(default_factory=dict)  # sources that had nothing for the task
+    away: Away | None = None  # set once a spare has replaced the planned source
 
     @property
     def held(self) -> int:
-        """Return how many pieces are here."""
+        """Return how many pieces are verified."""
         return self.extent.size - self.missing
 
     @property
     def wanting(self) -> int:
-        """Return how many pieces are missing that nobody was asked for."""
+        """Return how many missing pieces are not requested yet."""
         return self.extent.size - self.taken.count
 
     def is_first_choice(self, key: str) -> bool:
-        """Return whether the plan names ``key`` as this lane's source."""
+        """Return whether ``key`` is the planned source."""
         return bool(self.candidates) and self.candidates[0].key == key
 
 
 def backoff_s(failures: int, limits: SessionLimits, random: Random) -> float:
-    """Return how long to leave a source alone after its n-th failure: exponential, jittered."""
+    """Return the back-off after a source's n-th failure: exponential, jittered."""
     full = min(limits.backoff_max_s, limits.backoff_s * 2.0 ** min(failures - 1, 16))
     return full * (0.5 + random.random())
 
 
-# This worker's share of the origin fuse: what it may still ask of the source (I6).
-
-
 @dataclass(slots=True)
 class OriginBudget:
-    """Bytes granted by the plan, and bytes asked for since."""
+    """This worker's share of the origin budget (I6): bytes granted by the plan, bytes requested."""
 
     granted_bytes: int = 0
     spent_bytes: int = 0
 
     @property
     def left_bytes(self) -> int:
-        """Return what may still be asked for."""
+        """Return how many bytes may still be requested."""
         return self.granted_bytes - self.spent_bytes
 
     def may_afford(self, source: Source, extent: Extent, pieces: PieceMap) -> bool:
-        """Return whether the first piece of ``extent`` may be asked of ``source``."""
+        """Return whether the budget allows the first piece of ``extent`` from ``source``."""
         if source.kind != "origin":
             return True
         return pieces.bytes_of(Extent(extent.first, extent.first + 1)) <= self.left_bytes
 
     def exceeded(self) -> PacelineError:
-        """Return why a worker whose budget is spent waits."""
+        """Return the error of a worker that waits because its budget is spent."""
         return OriginBudgetExceeded(
             "no living peer has the missing pieces and the origin's budget is spent",
             got=f"{self.spent_bytes} bytes asked of the origin",
@@ -206,33 +200,33 @@ class OriginBudget:
 
 
 class Choice:
-    """The sources' health under the present lanes."""
+    """The availability of each source under the current lanes, and the choice among them."""
 
     def __init__(self, pieces: PieceMap, limits: SessionLimits, random: Random) -> None:
         self._pieces = pieces
         self._limits = limits
         self._random = random
         self._health: dict[str, Health] = {}
-        self._broken: set[str] = set()  # sources whose streams broke under the present lanes
-        # This process stood still or was cut off, and nobody confirmed its lanes since.
+        self._broken: set[str] = set()  # sources whose streams broke under the current lanes
+        # This process was suspended or cut off, and its lanes have not been confirmed since.
         self.woke = False
         self.budget = OriginBudget()
-        self.stalled: PacelineError | None = None  # why nothing can be asked just now
+        self.stalled: PacelineError | None = None  # why nothing can be requested now
 
     def begin(self, budget: OriginBudget) -> None:
-        """Start anew with new lanes: the coordinator knows more than our last failures.
+        """Reset for new lanes: the coordinator's view is more recent than the last failures.
 
-        That we stood still it may not know yet.
+        A suspension stays recorded: the coordinator may not have noticed it yet.
         """
         self._broken.clear()
         self._health.clear()
         self.budget = budget
         self.stalled = None
 
-    # ── what happened ────────────────────────────────────────────────────────────────────────────
+    # ── outcomes ─────────────────────────────────────────────────────────────────────────────────
 
     def delivered(self, key: str, pieces: int) -> None:
-        """Take note of good pieces: after some in a row, earlier failures are forgotten."""
+        """Record verified pieces: after enough in a row, a source's failures are forgotten."""
         if key in self._health:
             health = self._health[key]
             health.good += pieces
@@ -240,34 +234,34 @@ class Choice:
                 del self._health[key]
 
     def failed(self, key: str, now_s: float, *, for_good: bool = False) -> None:
-        """Leave a source alone for a while: longer each time."""
+        """Back off from a source, longer each time, or ``for_good``."""
         health = self._health.setdefault(key, Health())
         health.failed(now_s, self._limits, self._random)
         if for_good:
             health.retry_at_s = float("inf")
 
     def broke(self, key: str) -> None:
-        """Take note that a stream of a source that delivers ended by itself."""
+        """Record that a stream of a source that delivered ended by itself."""
         self._broken.add(key)
 
     def fell_behind(self, key: str, work: Work, now_s: float) -> None:
-        """Leave a source alone for ``work``, for which it has nothing; others may read there."""
+        """Back off from a source for ``work`` only: it has nothing for it."""
         work.behind.setdefault(key, Health()).failed(now_s, self._limits, self._random)
 
-    # ── who may be asked ─────────────────────────────────────────────────────────────────────────
+    # ── availability and choice ──────────────────────────────────────────────────────────────────
 
     def may_ask(self, source: Source, extent: Extent, work: Work, now_s: float) -> bool:
-        """Return whether ``source`` may be asked for the first piece of ``extent`` now."""
+        """Return whether the first piece of ``extent`` may be requested from ``source`` now."""
         return now_s >= self.rested_s(source, work) and self.may_afford(source, extent)
 
     def may_afford(self, source: Source, extent: Extent) -> bool:
-        """Return whether the origin's budget allows to ask ``source``."""
+        """Return whether ``source`` may be read now: an origin only within the budget."""
         if self.woke and source.kind == "origin":
             return False
         return self.budget.may_afford(source, extent, self._pieces)
 
     def refuse(self) -> None:
-        """Take note that the origin is not asked, and why."""
+        """Record in ``stalled`` why nothing is requested from the origin."""
         self.stalled = self._refusal()
 
     def _refusal(self) -> PacelineError:
@@ -280,31 +274,31 @@ class Choice:
         return self.budget.exceeded()
 
     def rested_s(self, source: Source, work: Work) -> float:
-        """Return when ``source`` has been left alone for long enough."""
+        """Return when the back-off of ``source`` ends."""
         rests = (self._health.get(source.key), work.behind.get(source.key))
         return max((rest.retry_at_s for rest in rests if rest is not None), default=0.0)
 
     def retries(self, work: Work) -> Iterator[float]:
-        """Yield the times at which a source that was left alone may be asked again."""
+        """Yield the times at which the back-off of a candidate ends."""
         for rests in (self._health, work.behind):
             for source in work.candidates:
                 if (rest := rests.get(source.key)) is not None:
                     yield rest.retry_at_s
 
     def is_gone(self, source: Source) -> bool:
-        """Return whether ``source`` was given up for good."""
+        """Return whether ``source`` was abandoned for good."""
         health = self._health.get(source.key)
         return health is not None and health.retry_at_s == float("inf")
 
     def was_given_up(self, source: Source, work: Work) -> bool:
-        """Return whether ``source`` failed under the present lanes, lately at least."""
+        """Return whether ``source`` broke or recently failed under the current lanes."""
         return source.key in self._broken or self.failures(source, work) > 0
 
     def failures(self, source: Source, work: Work) -> int:
-        """Return how often a source was given up of late: the untried come first.
+        """Return the recent failures of a source, its rank in ``best``: untried sources come first.
 
-        The origin that a lane names is asked before its spares all the same: they get the pieces
-        from us. As a spare it is asked when a few others had nothing: then we are ahead of them.
+        A planned origin ranks before the spares all the same: they get the pieces from this worker.
+        As a spare it ranks first once a few others had nothing: then this worker is ahead of them.
         """
         if source.kind != "origin":
             rests = (self._health.get(source.key), work.behind.get(source.key))
@@ -313,5 +307,5 @@ class Choice:
         return -1 if work.is_first_choice(source.key) or vain >= self._limits.spares_first else 0
 
     def best(self, able: list[Source], work: Work) -> Source:
-        """Return who of ``able`` failed least; of equals the one that the plan names first."""
+        """Return the source of ``able`` with the fewest failures; of equals the first planned."""
         return min(able, key=lambda each: self.failures(each, work))

@@ -1,5 +1,6 @@
-"""The disk of one node: ``staging`` takes pieces, ``store`` publishes versions by rename.
+"""The disk of one node: ``staging`` receives pieces, ``store`` publishes versions by rename.
 
-``committer`` makes pieces durable behind the streams, ``reuse`` and ``library`` find what the disk
-already holds, ``room`` and ``inspection`` say whether a model fits. Nothing here knows a network.
+``group_commit`` makes pieces durable in the background, ``reuse`` and ``library`` find what the
+disk already holds, ``disk_space`` and ``inspection`` check whether a model fits. Nothing here
+depends on a network.
 """

@@ -1,8 +1,8 @@
-"""How much room a model needs on a disk, and which old versions make way for it.
+"""Disk space: how much a model needs, and which old versions are removed for it.
 
 Two rules: of each model the newest ``keep_versions`` stay, and while the disk has less free than
-``free_share`` (or the next model does not fit) leftovers go, then the oldest versions. The active
-version stays always, and so does what is being served or is on its way.
+``free_share`` (or the next model does not fit) leftovers are removed, then the oldest versions. The
+active version always stays, and so does a version that is being served or received.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StorePolicy:
-    """What may be removed to make room; the default removes nothing."""
+    """What may be removed to free space; the default removes nothing."""
 
     keep_versions: int = 0  # of each model; 0: all
     free_share: float = 0.0  # of the disk
@@ -46,7 +46,7 @@ class Room:
 
     @classmethod
     def at(cls, path: Path) -> Room:
-        """Return the room where ``path`` lies."""
+        """Return free bytes and size of the filesystem of ``path``."""
         status = os.statvfs(path)
         return cls(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize)
 
@@ -54,7 +54,7 @@ class Room:
 def beyond_kept(
     versions: Iterable[StoredVersion], keep: int, in_use: Collection[str]
 ) -> list[StoredVersion]:
-    """Return what is older than the ``keep`` newest versions of its model and may go."""
+    """Return the removable versions older than the ``keep`` newest of their model."""
     by_model: dict[str, list[StoredVersion]] = {}
     for each in versions:
         by_model.setdefault(each.model_id, []).append(each)
@@ -67,7 +67,7 @@ def beyond_kept(
 
 
 def next_to_go(versions: Sequence[StoredVersion], in_use: Collection[str]) -> StoredVersion | None:
-    """Return the oldest version that may go and whose going frees anything."""
+    """Return the oldest removable version whose removal frees any bytes."""
     for each in versions:
         if not each.active and each.digest not in in_use and frees(each.path):
             return each
@@ -75,16 +75,15 @@ def next_to_go(versions: Sequence[StoredVersion], in_use: Collection[str]) -> St
 
 
 def leftovers(store: Path, in_use: Collection[str]) -> list[Path]:
-    """Return what the store in directory ``store`` keeps and nobody may need again, to go in this
-    order: copies that rotted, then what was begun of versions and is not ``in_use``, the one that
-    was left first before the others.
+    """Return the removable leftovers in the store directory ``store``, in the order of removal:
+    corrupt copies, then interrupted versions that are not ``in_use``, the longest untouched first.
     """
     begun = [each for each in _directories(store / "staging") if each.name not in in_use]
     return set_aside(store) + sorted(begun, key=_touched)
 
 
 def set_aside(store: Path) -> list[Path]:
-    """Return the copies in directory ``store`` that were found rotten."""
+    """Return the copies in the store directory ``store`` that were found corrupt."""
     return sorted(_directories(store / "rotten"))
 
 
@@ -102,15 +101,18 @@ def _touched(staging: Path) -> float:
 
 
 def frees(directory: Path) -> int:
-    """Return how many bytes removing ``directory`` gives back: files that others link to stay."""
+    """Return how many bytes removing ``directory`` frees: files with other hard links free
+    nothing.
+    """
     found = (each.lstat() for each in directory.rglob("*") if each.is_file())
     return sum(status.st_blocks * 512 for status in found if status.st_nlink == 1)
 
 
 def room_lacking(store: Path, manifest: Manifest) -> int:
-    """Return how many bytes the store in directory ``store`` must still find room for.
+    """Return how many more bytes the store directory ``store`` needs for ``manifest``.
 
-    What an interrupted relay took counts as there, and so do files that a version there holds.
+    Not counted are the bytes that an interrupted relay allocated and the files that a version there
+    holds.
     """
     if any(digest == manifest.digest for _, digest, _ in _stored(store)):
         return 0
@@ -131,8 +133,8 @@ def held_files(store: Path) -> set[str]:
 
 
 def reclaimable(store: Path, digest: str) -> int:
-    """Return how many bytes may make way in directory ``store`` for the version ``digest``: those
-    of versions that are not active, and of leftovers.
+    """Return how many bytes the store directory ``store`` can free for the version ``digest``:
+    those of versions that are not active, and of leftovers.
     """
     versions = sum(
         frees(path)
@@ -150,5 +152,5 @@ def _stored(store: Path) -> Iterator[tuple[Path, str, set[str]]]:
         try:
             manifest = parse_manifest(path.read_bytes())
         except (OSError, InvalidManifest):
-            continue  # not a version: nothing of it is counted on
+            continue  # not a version: not counted
         yield path.parent, manifest.digest, {file.sha256 for file in manifest.files}

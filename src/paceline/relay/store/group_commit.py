@@ -1,6 +1,6 @@
 """Group commit: makes verified pieces durable every 64 MiB or second, and at once at the end.
 
-One thread a deployment, so that neither receiving nor deciding ever waits for a disk's fsync.
+One thread a deployment, so that neither receiving nor planning ever waits for a disk's fsync.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ class Committer:
         self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
 
     def start(self) -> None:
-        """Begin to commit."""
+        """Start the thread."""
         self._thread.start()
 
     def look(self) -> None:
-        """Commit now if a group is full or nothing is missing any more; cheap, from any thread."""
+        """Wake the thread if a group is full or no piece is missing any more; cheap, from any
+        thread.
+        """
         if self._staging.pending_bytes >= GROUP_BYTES or self._staging.all_verified:
             self._wake.set()
 
     def stop(self, *, wait: bool = False) -> None:
-        """End after the commit under way; nothing is committed for the sake of stopping.
+        """Stop after the commit in progress, without a last commit.
 
-        Only a thread that the reports do not wait for may ``wait``.
+        ``wait`` is only for a thread that the reports do not wait for.
         """
         self._stopped = True
         self._wake.set()

@@ -1,7 +1,8 @@
-"""What a node's own disk shows, asked on that node: which model, which version, every byte.
+"""Inspects a node's own disk, on that node: which model, which version, every byte.
 
-Run inside a node's Dask worker, so it imports nothing heavy. Knows no network, and changes nothing
-but this: a copy that is found rotten is set aside, for nothing may be shown that does not match.
+Run inside a node's Dask worker, so it imports nothing heavy. It uses no network, and changes
+nothing except that a corrupt copy is set aside, because data that does not match its digest must
+not stay published.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def verify_copy(
     """Return the digest of ``worker_id``'s own copy after reading every byte of it again.
 
     Raises CorruptData where there is none, where it is another model, or where a byte is wrong; a
-    copy with a wrong byte is no longer shown then, and the next relay brings another.
+    copy with a wrong byte is then unpublished, and the next relay fetches another.
     """
     directory = _model_directory(state_dir, worker_id, model_id) / version
     try:
@@ -50,9 +51,9 @@ def verify_copy(
 
 
 def _set_aside(node_dir: Path, directory: Path) -> None:
-    """Move a rotten copy out of sight, and end the agent, which holds its files open.
+    """Unpublish a corrupt copy, and stop the agent, which holds its files open.
 
-    Whoever keeps the agent starts it again; it then sees what the disk shows.
+    The agent's supervisor restarts it; it then loads what the disk has.
     """
     rotten = node_dir / "store" / "rotten"  # the same filesystem: a rename, not a copy
     rotten.mkdir(exist_ok=True)
@@ -71,7 +72,9 @@ def _set_aside(node_dir: Path, directory: Path) -> None:
 def shows_version(
     state_dir: str, model_id: str, version: str, manifest_digest: str, *, worker_id: str
 ) -> bool:
-    """Return whether ``worker_id`` shows this version with this digest (names, not bytes)."""
+    """Return whether ``worker_id`` has published this version with this digest (names, not
+    bytes).
+    """
     path = _model_directory(state_dir, worker_id, model_id) / version / "manifest.json"
     return path.is_file() and parse_manifest(path.read_bytes()).digest == manifest_digest
 
@@ -86,10 +89,10 @@ def missing_room(
     *,
     worker_id: str,
 ) -> int:
-    """Return how many bytes of room ``worker_id``'s disk lacks for this model; 0 where it fits.
+    """Return how many bytes ``worker_id``'s disk lacks for this model; 0 where it fits.
 
-    What an interrupted relay already took counts as there, and so do ``files`` (sizes by SHA-256)
-    that a version there holds whole, and the room of versions and leftovers that may go.
+    Not counted are the bytes that an interrupted relay already allocated, the ``files`` (sizes by
+    SHA-256) that a version there holds whole, and versions and leftovers that may be removed.
     """
     if shows_version(state_dir, model_id, version, manifest_digest, worker_id=worker_id):
         return 0

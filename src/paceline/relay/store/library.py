@@ -1,7 +1,7 @@
-"""The models that are open on this node, by digest: what the server finds and deployments share.
+"""The models that are open on this node, by digest: shared by the peer server and the deployments.
 
 One ``Staging`` a digest, whatever number of deployments and peers use it. Versions published by an
-earlier process are looked for, and opened, when a peer asks for one: reading the manifest of 500 GB
+earlier process are listed, and opened, when a peer requests one: reading the manifest of 500 GB
 takes 0.13 s, and an agent should be ready before it has read five.
 """
 
@@ -29,10 +29,10 @@ class Library:
         self._looked = False
 
     def find(self, digest: str, wait_s: float) -> Staging | None:
-        """Return the open model, waiting up to ``wait_s`` for somebody to open it.
+        """Return the open model, waiting up to ``wait_s`` for another thread to open it.
 
-        An empty digest means the only open one. Raises NotFound where this node gave the model up,
-        or has several to choose from.
+        An empty digest means the only open one. Raises NotFound where the model failed on this
+        node, or where several are open and none is named.
         """
         if digest not in self._open:
             self._look_once()
@@ -75,18 +75,20 @@ class Library:
             return staging
 
     def refuse(self, digest: str) -> None:
-        """Tell peers at once that this model will not come here, until it is opened again."""
+        """Refuse requests for this model at once, until it is opened again: it will not arrive
+        here.
+        """
         with self._changed:
             if digest not in self._open:
                 self._refused.add(digest)
 
     def discard(self, staging: Staging) -> None:
-        """Forget a model and drop what is on the disk of it, unless it is published."""
+        """Close a model and delete its data, unless it is published."""
         self._forget(staging)
         self._store.discard(staging)
 
     def withdraw(self, digest: str) -> bool:
-        """Take a published model that rotted out of sight and close it; opening it resumes it.
+        """Unpublish and close a model with a corrupt piece; opening it resumes it.
 
         Return whether it was published.
         """
@@ -117,7 +119,7 @@ class Library:
             self._open.clear()
 
     def _look_once(self) -> None:
-        """Take note of what earlier processes published."""
+        """List once what earlier processes published."""
         with self._looking:
             if self._looked:
                 return

@@ -1,11 +1,10 @@
-"""What a node has read from the origin for each deployment, over all its processes (I6).
+"""Counts what a node has read from the origin for each deployment, across its processes (I6).
 
-The fuse is one for a deployment, and a process may end at any moment: so what is read is written
-down beside the lanes it was granted for. A process counts from what its predecessors had read and
-never told, so that the coordinator hears of it; lanes that were kept go on with what is left of
-their grant. Counts are written ahead: a kill may cost a grant a part that was never read, and gives
-nothing back. After a restart of the machine what was written last may be gone: such a grant counts
-as spent.
+A deployment has one origin budget, and a process may end at any moment: so the count is stored
+beside the lanes whose grant it uses. A process counts from what its predecessors had read and not
+reported, so that the coordinator receives it; stored lanes resume with the rest of their grant.
+Counts are written ahead: a kill may cost a grant some bytes that were never read, and never returns
+any. After a restart of the machine the last writes may be lost: such a grant counts as spent.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from paceline.schemas.plan import WorkerLanes
 MOST = 64  # deployments; the oldest are forgotten
 _SUFFIX = ".read"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_RECORD = struct.Struct(">40sQQ?")  # the machine's boot, read, told, whether others read here
+_RECORD = struct.Struct(">40sQQ?")  # boot id, bytes read, bytes reported, had readers
 _READ = struct.Struct(">Q")
 _READ_AT = 40
 _TOLD_AT = _READ_AT + _READ.size
@@ -30,19 +29,19 @@ _OTHERS_AT = _TOLD_AT + _READ.size
 
 
 class Reading:
-    """What was read for one deployment. ``read`` counts from ``begun_bytes``, as this process tells
-    it; byte threads call ``cover``, the agent the rest.
+    """The bytes read for one deployment. ``read`` counts from ``begun_bytes``, as this process
+    reports it; byte threads call ``cover``, the agent the rest.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        """Go on from what ``path`` says; without one nothing outlives the process."""
+        """Resume from the file ``path``; without one the count ends with the process."""
         self._lock = threading.Lock()
         self._path = path
         self._descriptor = -1
-        self.before_bytes = 0  # what earlier processes had told
+        self.before_bytes = 0  # what earlier processes had reported
         self.begun_bytes = 0  # what they had read beyond that
-        self.is_known = True  # nothing of it can have been lost with the machine
-        self.had_readers = False  # others have read here what this node had
+        self.is_known = True  # the machine has not rebooted since, so no write can be lost
+        self.had_readers = False  # peers have read from this node
         if path is not None:
             with disk_errors(path):
                 self._open(path)
@@ -55,16 +54,16 @@ class Reading:
         if len(raw) == _RECORD.size:
             boot, read, told, self.had_readers = _RECORD.unpack(raw)
             self.before_bytes, self.begun_bytes = told, max(0, read - told)
-            self.is_known = boot == _boot()  # else it stays unknown: no other boot is written
+            self.is_known = boot == _boot()  # else it stays unknown: no boot id is rewritten
             return
-        self.is_known = not raw  # torn: its machine ended while it was made
+        self.is_known = not raw  # torn: the machine failed while it was written
         boot = _boot() if self.is_known else b"?" * _READ_AT
         os.pwrite(self._descriptor, _RECORD.pack(boot, 0, 0, False), 0)
         os.fsync(self._descriptor)
 
     def cover(self, read: int, ahead: int) -> None:
-        """Take note that ``read`` was read in this process's count, and write down ``ahead`` more
-        where what is written is about to be passed; raises StorageFull or StorageFailed.
+        """Record that ``read`` bytes were read in this process's count, and write the count plus
+        ``ahead`` before the written count is exceeded; raises StorageFull or StorageFailed.
         """
         with self._lock:
             self.read_bytes = read
@@ -74,13 +73,13 @@ class Reading:
             self._write(_READ_AT, self._covered)
 
     def heard(self, told: int) -> None:
-        """Take note that the coordinator knows of ``told`` in this process's count."""
+        """Record that the coordinator has received ``told`` bytes in this process's count."""
         with self._lock:
             if self._descriptor >= 0:
                 self._write(_TOLD_AT, told)
 
     def served(self) -> None:
-        """Take note that somebody reads here."""
+        """Record that a peer reads from this node."""
         with self._lock:
             if not self.had_readers and self._descriptor >= 0:
                 with disk_errors(self._path):
@@ -89,11 +88,11 @@ class Reading:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether nothing of it is written down any more."""
+        """Return whether the count is no longer written."""
         return self._descriptor < 0
 
     def close(self) -> None:
-        """Write down what was read in truth, and nothing more from here on."""
+        """Write the exact count, and nothing afterwards."""
         with self._lock:
             if self._descriptor < 0:
                 return
@@ -108,18 +107,16 @@ class Reading:
     # ── grants ───────────────────────────────────────────────────────────────────────────────────
 
     def kept(self, lanes: WorkerLanes) -> WorkerLanes:
-        """Return ``lanes`` as they are kept on the disk: what they go on from counts over all
-        processes.
-        """
+        """Return ``lanes`` as stored on disk: their starting count covers all processes."""
         counted = lanes.origin_counted_bytes
         counted = self.read_bytes if counted is None else counted
         return lanes.model_copy(update={"origin_counted_bytes": self.before_bytes + counted})
 
     def resumed(self, lanes: WorkerLanes) -> WorkerLanes:
-        """Return ``lanes`` that an earlier process kept, in this process's count."""
+        """Return ``lanes`` that an earlier process stored, in this process's count."""
         counted = lanes.origin_counted_bytes
         if counted is None:
-            return lanes  # kept before this was written down
+            return lanes  # stored by a version without these counts
         budget = lanes.origin_budget_bytes - max(0, self.before_bytes - counted)
         update = {
             "origin_counted_bytes": max(0, counted - self.before_bytes),
@@ -129,7 +126,7 @@ class Reading:
 
 
 class Readings:
-    """The readings of one node, by deployment; below ``directory``, or in memory alone."""
+    """The counts of one node, by deployment; in files below ``directory``, or in memory only."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._lock = threading.Lock()
@@ -142,25 +139,25 @@ class Readings:
                 path.unlink()
 
     def of(self, deployment_id: str) -> Reading:
-        """Return a deployment's reading; raises StorageFull, StorageFailed or OSError."""
+        """Return a deployment's count; raises StorageFull, StorageFailed or OSError."""
         with self._lock:
             found = self._open.get(deployment_id)
             if found is None:
                 path = self._path(deployment_id)
                 found = self._open[deployment_id] = Reading(path)
-                while len(self._open) > MOST:  # those that are over go first
+                while len(self._open) > MOST:  # those of ended deployments first
                     over = (name for name, each in self._open.items() if each.is_closed)
                     self._open.pop(next(over, next(iter(self._open)))).close()
             return found
 
     def heard(self, deployment_id: str, told: int) -> None:
-        """Take note that the coordinator knows of ``told`` bytes in this process's count."""
+        """Record that the coordinator has received ``told`` bytes in this process's count."""
         with self._lock:
             if (found := self._open.get(deployment_id)) is not None:
                 found.heard(told)
 
     def drop(self, deployment_ids: Collection[str]) -> None:
-        """Remove what is written of deployments that are over; this process counts on."""
+        """Delete the stored counts of ended deployments; this process keeps counting."""
         with self._lock:
             for each in deployment_ids:
                 if (found := self._open.get(each)) is not None:
@@ -169,7 +166,7 @@ class Readings:
                     path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Write down what was read of each."""
+        """Write every exact count."""
         with self._lock:
             for reading in self._open.values():
                 reading.close()

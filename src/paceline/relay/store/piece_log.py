@@ -1,8 +1,8 @@
-"""The log of runs of pieces that are durable: what an earlier process may be believed.
+"""The log of durable pieces: which pieces of an earlier process can be trusted.
 
-Records are appended by group commit, each with a checksum, after the bytes that they vouch for were
-synced. So after ``kill -9`` or power loss the log ends with a torn record at worst, and whatever
-follows one counts for nothing.
+Group commit appends records, each with a checksum, after the bytes of their pieces were synced. So
+after ``kill -9`` or power loss the log ends with a torn record at worst, and whatever follows one
+is ignored.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ _MARK = struct.Struct(">III")  # and the CRC-32 of both
 
 
 class Marks:
-    """The log at ``path``, made where it is not there; raises OSError like the disk it is on."""
+    """The log at ``path``, created if missing; raises OSError."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(path, flags, 0o644)
 
     def load(self, pieces: int) -> list[Extent]:
-        """Return the runs, of so many pieces, up to the first torn one; cut off what follows it."""
+        """Return the runs, for a model of ``pieces`` pieces, up to the first torn one; truncate the
+        rest.
+        """
         raw = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
         found: list[Extent] = []
         for at in range(0, len(raw) - _MARK.size + 1, _MARK.size):
@@ -40,7 +42,7 @@ class Marks:
         return found
 
     def clear(self) -> None:
-        """Forget every run."""
+        """Remove every run."""
         os.ftruncate(self._descriptor, 0)
 
     def append(self, runs: Iterable[Extent]) -> None:

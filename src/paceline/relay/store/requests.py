@@ -4,7 +4,7 @@ Requests are served in the order in which they arrive; a piece that is not verif
 comes is *parked*, and queued again when it is verified. Each piece is in one place: in the queue or
 parked. Adding a request, taking the next run and verifying a piece each take logarithmic time in
 the number of runs, whatever a peer sends, and a long queue of single pieces is sorted into runs. It
-knows no sockets; ``Staging`` owns it and its lock.
+does not depend on sockets; ``Staging`` owns it and its lock.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ QUEUED = 4096  # runs in the queue, before neighbours in it are joined
 
 
 class RequestQueue:
-    """What one reader waits for. ``verified`` is the model's set; ``changed`` shares its lock."""
+    """The requests of one reader. ``verified`` is the model's set; ``changed`` shares its lock."""
 
     def __init__(
         self, verified: Extents, changed: threading.Condition, is_over: Callable[[], bool]
     ) -> None:
         self._verified, self._changed, self._is_over = verified, changed, is_over
         self._wanted = Extents()  # requested and not sent: queued or parked
-        self._parked = Extents()  # of these, not verified when last looked at
+        self._parked = Extents()  # of these, not verified when last checked
         self._queue: deque[Extent] = deque()
         self._join_at = QUEUED
 

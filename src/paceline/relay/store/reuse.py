@@ -1,9 +1,9 @@
-"""What this disk holds already, in whatever version: linked, cloned or copied, and verified again.
+"""Reuses what this disk already holds in any version: linked, cloned or copied, then verified.
 
 A file that a version holds whole is cloned (where the filesystem shares blocks) or linked: then it
-takes no room and no time. A linked file is one with the version's own; both are read-only, and
-whoever must write to it makes it its own first. Everything else is copied piece by piece. Nothing
-counts as held before its bytes, as they lie in the new version, matched their digests.
+takes no space and no time. A linked file is the same file as the version's; both are read-only, and
+are copied before a write. Everything else is copied piece by piece. A piece counts as held only
+after its bytes, as they lie in the new version, matched their digest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.relay.store.staging import Staging, disk_errors
 
 FICLONE = 0x40049409  # linux/fs.h: share all blocks of another file
 RUN = 16 * 1024 * 1024  # copied at once
-BLOCK = 512 * 1024  # copied by ourselves at a time, and hashed at a time of each piece
+BLOCK = 512 * 1024  # per read when copying without the kernel, and per piece when hashing
 THREADS = 8  # copying and hashing release the GIL
 
 
@@ -36,7 +36,9 @@ class Holdings:
 
     @classmethod
     def of(cls, copies: Iterable[tuple[Path, Manifest]], wanted: Manifest) -> Holdings:
-        """Return what ``copies`` hold of ``wanted``, best last; some of it may be rotten."""
+        """Return what ``copies`` hold of ``wanted``, later ones first choice; some of it may be
+        corrupt.
+        """
         held = cls()
         files = {file.sha256 for file in wanted.files if file.size}
         pieces = {digest for file in wanted.files for digest in file.pieces}
@@ -52,7 +54,9 @@ class Holdings:
 
 
 def bring_files(data: Path, manifest: Manifest, held: Holdings) -> None:
-    """Put the files of ``manifest`` that are ``held`` whole into ``data``, unless one is there."""
+    """Link or clone the files of ``manifest`` that are ``held`` whole into ``data``, unless they
+    exist.
+    """
     for file in manifest.files:
         source = held.files.get(file.sha256)
         if source is None:
@@ -65,8 +69,8 @@ def bring_files(data: Path, manifest: Manifest, held: Holdings) -> None:
 
 
 def settle_files(staging: Staging, held: Holdings) -> None:
-    """Verify what ``bring_files`` brought, now or before a crash, and hold it; a linked file with a
-    wrong byte becomes one of our own, to be mended.
+    """Verify the files of ``bring_files``, from now or before a crash, and hold their pieces; a
+    linked file with a wrong byte is replaced by a copy that can be repaired.
     """
 
     def settle(index: int) -> None:
@@ -113,7 +117,7 @@ def copy_pieces(staging: Staging, held: Holdings) -> None:
 def _claimed_runs(
     staging: Staging, index: int, held: Holdings
 ) -> Iterator[tuple[Path, int, list[Piece]]]:
-    """Claim and yield missing pieces of a file that lie side by side in one file that is held."""
+    """Claim and yield missing pieces of a file that are adjacent in one held file."""
     manifest = staging.manifest
     run: list[Piece] = []
     source, start, end = Path(), 0, 0
@@ -135,7 +139,7 @@ def _claimed_runs(
 
 
 def _for_each_file(staging: Staging, work: Callable[[int], None]) -> None:
-    """Do ``work`` for each file that lacks pieces, several at once, and commit."""
+    """Run ``work`` for each file that lacks pieces, several at once, and commit."""
     manifest = staging.manifest
     wanted = [
         index
@@ -187,8 +191,8 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _copied(source: Path, offset: int, target: int, run: list[Piece], buffer: bytearray) -> None:
-    """Copy the bytes of ``run`` between files, sharing blocks where the filesystem can; what could
-    not be read is missing there, and will not match.
+    """Copy the bytes of ``run`` between files, sharing blocks where the filesystem can; bytes that
+    cannot be read are left out, and will not match their digest.
     """
     try:
         origin = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -220,7 +224,7 @@ def _copied(source: Path, offset: int, target: int, run: list[Piece], buffer: by
 
 
 def _matching(descriptor: int, pieces: Sequence[Piece]) -> list[bool]:
-    """Return which of ``pieces`` have the bytes they should where they lie."""
+    """Return, for each of ``pieces``, whether its bytes in the file match its digest."""
     room = memoryview(bytearray(hashing.LANES * BLOCK))
     places = [room[at : at + BLOCK] for at in range(0, len(room), BLOCK)]
     found: list[bool] = []

@@ -1,9 +1,9 @@
-"""One model version on this node's disk while it arrives, and while it is served to others.
+"""One model version on this node's disk while it arrives, and while it is served to peers.
 
 Bytes go to preallocated files; a piece is *verified* once its digest matched (it may be forwarded)
-and *durable* once its bytes and then its mark were fsynced (only that is reported as held, I2).
-After ``kill -9`` or power loss exactly the pieces with a mark are trusted (``marks``). Which pieces
-to fetch from whom is not known here.
+and *durable* once its bytes and then its record in the piece log were fsynced (only that is
+reported as held, I2). After ``kill -9`` or power loss exactly the logged pieces are trusted
+(``piece_log``). Which pieces to fetch from which source is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLAIM_S = 5.0  # how long a stream waits for another one that writes the same pi
 
 @contextmanager
 def disk_errors(where: object) -> Iterator[None]:
-    """Translate what a disk says into StorageFull (no room) or StorageFailed (it refuses)."""
+    """Translate OSError into StorageFull (no space) or StorageFailed (the disk fails)."""
     try:
         yield
     except OSError as error:
@@ -80,18 +80,18 @@ class Staging:
         self.reused_pieces = self.reused_bytes = 0
         self.edges = Edges()
         self.closed = False
-        self.gave_up = False  # what is missing will not come: peers should ask elsewhere
+        self.gave_up = False  # the missing pieces will not arrive: peers should use other sources
         self._mutex = threading.RLock()
         self._lock = threading.Condition(self._mutex)
-        self._requests: set[RequestQueue] = set()  # of the readers that are served now
+        self._requests: set[RequestQueue] = set()  # of the readers being served
         self._commit_lock = threading.Lock()
         self._claims: set[int] = set()
-        # Who writes a claimed piece as it arrives, and may be asked to leave it to another stream
-        # that has all of it; a writer that is done with it in an instant is not here.
+        # By claimed piece: the writer that receives it, and may be asked to leave it to another
+        # stream that has all of it; a writer that finishes in an instant is not listed here.
         self.writers: dict[int, Callable[[], bool]] = {}
         self._fresh = Extents()  # verified since the last commit
         self._files: dict[int, int] = {}  # file index → descriptor, open until close()
-        self._retired: list[int] = []  # descriptors of files that were made our own
+        self._retired: list[int] = []  # descriptors of linked files that were replaced by copies
         self._dirty: set[int] = set()
         self._marks: Marks | None = None
         self._users = 0
@@ -109,7 +109,7 @@ class Staging:
     # ── opening ──────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self) -> None:
-        """Make and preallocate the files, and load the marks of an earlier process.
+        """Create and preallocate the files, and load the piece log of an earlier process.
 
         Raises StorageFull before a byte moves where the model does not fit.
         """
@@ -128,7 +128,7 @@ class Staging:
                 )
             fresh = [self._allocate(index) for index in range(len(self.manifest.files))]
             self._load_marks(trust=not any(fresh))
-            if any(fresh):  # names must last as long as the marks do
+            if any(fresh):  # names must be as durable as the piece log
                 sync_directories(self.data, (file.path for file in self.manifest.files))
                 sync_directory(self.directory)
                 sync_directory(self.directory.parent)
@@ -140,7 +140,7 @@ class Staging:
             return 0
 
     def _allocate(self, index: int) -> bool:
-        """Return whether file ``index`` had to be made (or was not what it should be)."""
+        """Return whether file ``index`` had to be created (or had another size)."""
         file = self.manifest.files[index]
         path = self.data / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -185,20 +185,20 @@ class Staging:
             return True
 
     def claim_whole(self, piece: int) -> bool:
-        """Do what ``claim`` does for a stream that has all of ``piece`` in memory and verified: a
-        stream that still receives it leaves it to us. Raises TimeoutError after ``CLAIM_S``.
+        """As ``claim``, for a stream that has all of ``piece`` in memory and verified: a stream
+        that is still receiving it leaves it to this one. Raises TimeoutError after ``CLAIM_S``.
         """
         end_s = time.monotonic() + CLAIM_S
         while (writer := self.writers.pop(piece, None)) is None or not writer():
             try:
                 return self.claim(piece, wait_s=0.05)
-            except TimeoutError:  # claimed, but not by a writer that may be asked
+            except TimeoutError:  # claimed, but not by a writer that can leave it
                 if time.monotonic() > end_s:
                     raise
-        return True  # the claim was its, and is ours now
+        return True  # the writer's claim is ours now
 
     def release(self, piece: int) -> None:
-        """Give up a claim; what was written for ``piece`` counts for nothing."""
+        """Release a claim; what was written for ``piece`` does not count."""
         with self._lock:
             self._claims.discard(piece)
             self._lock.notify_all()
@@ -223,8 +223,8 @@ class Staging:
             self._lock.notify_all()
 
     def distrust(self, index: int) -> bool:
-        """Read a verified piece again and return whether it is rotten; then it counts for nothing
-        any more: it is neither served nor published, and its mark is gone.
+        """Read a verified piece again and return whether it is corrupt; then it no longer counts as
+        held: it is neither served nor published, and it is removed from the piece log.
         """
         piece = self.manifest.piece_of(index)
         with self._commit_lock, self.using(), disk_errors(self.directory):
@@ -246,14 +246,16 @@ class Staging:
             return True
 
     def is_linked(self, index: int) -> bool:
-        """Return whether file ``index`` is one with a published version's: never written to."""
+        """Return whether file ``index`` is the same file as a published version's: never written
+        to.
+        """
         mode = os.fstat(self.descriptor(index)).st_mode
         return not self.published and not mode & 0o222
 
     def make_own(self, index: int) -> None:
-        """Give this version a copy of its own of a file that is linked, so that it can be mended.
+        """Replace a linked file by a copy that can be repaired.
 
-        Raises StorageFull where there is no room for one.
+        Raises StorageFull where there is no space for one.
         """
         file = self.manifest.files[index]
         path = self.data / file.path
@@ -305,7 +307,7 @@ class Staging:
 
     @contextmanager
     def requests(self) -> Iterator[RequestQueue]:
-        """Keep the queue of one reader's requests, which follows what is verified here."""
+        """Open the queue of one reader's requests, which follows what is verified here."""
         queue = RequestQueue(
             self.verified,
             threading.Condition(self._mutex),
@@ -330,13 +332,14 @@ class Staging:
 
     @property
     def all_verified(self) -> bool:
-        """Return whether nothing is missing any more (it may still have to become durable)."""
+        """Return whether every piece is verified (some may still have to become durable)."""
         return self.verified.count == self.manifest.piece_count
 
     # ── durability ───────────────────────────────────────────────────────────────────────────────
 
     def commit(self) -> list[Extent]:
-        """Make every verified piece durable, data first and marks after; return the new runs.
+        """Make every verified piece durable, data first and the piece log after; return the new
+        runs.
 
         Raises StorageFull or StorageFailed; after that nothing here may be trusted or published.
         """
@@ -358,19 +361,19 @@ class Staging:
             return fresh
 
     def give_up(self, gave_up: bool) -> None:
-        """Say whether what is missing will not come here (it may yet, with a new plan)."""
+        """Set whether the missing pieces will not arrive here (a new plan may still bring them)."""
         with self._lock:
             self.gave_up = gave_up
             self._wake_readers()
 
     def moved(self, directory: Path) -> None:
-        """Take note that the files were published at ``directory``; open descriptors stay good."""
+        """Record that the files were published at ``directory``; open descriptors stay valid."""
         with self._lock:
             self.directory, self.published = directory, True
             self._close_marks()
 
     def withdrawn(self, directory: Path) -> None:
-        """Take note that the files are hidden again, at ``directory``; what is good is held."""
+        """Record that the files were unpublished, to ``directory``; the good pieces stay held."""
         with self._commit_lock, disk_errors(directory):
             with self._lock:
                 self.directory, self.published = directory, False
@@ -379,7 +382,7 @@ class Staging:
             self._marks.append(self.durable)
 
     def close(self) -> None:
-        """End every use; descriptors are closed with the last one, never under a running write."""
+        """End every use; descriptors are closed with the last one, never during a write."""
         with self._lock:
             self.closed = True
             self._wake_readers()
@@ -387,7 +390,7 @@ class Staging:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Keep the descriptors open meanwhile; byte threads do all their work inside."""
+        """Keep the descriptors open inside the context; byte threads do all their work in it."""
         with self._lock:
             if self.closed:
                 raise Cancelled("the model is no longer open here", where=self.directory)
@@ -401,7 +404,7 @@ class Staging:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Count a peer among the readers, and keep the descriptors open meanwhile."""
+        """Count a peer among the readers, and keep the descriptors open inside the context."""
         with self.using():
             with self._lock:
                 self.readers += 1
@@ -428,7 +431,7 @@ class Staging:
     def descriptor(self, index: int) -> int:
         """Return the open descriptor of file ``index``; raises Cancelled after ``close``.
 
-        Inside ``using`` it stays open; a known one costs a look-up.
+        Inside ``using`` it stays open; an open one costs a dictionary look-up.
         """
         if (known := self._files.get(index)) is not None:
             return known

@@ -1,8 +1,9 @@
-"""A node's disk: versions at their final paths, versions in progress, and the switch between them.
+"""A node's store: published versions, versions in progress, and the link to the active version.
 
 ``models/<model_id>/<version>/`` appears by one rename after everything in it is durable, and never
 changes again; ``models/<model_id>/active`` is a symlink that switches atomically. Versions in
-progress live in ``staging/<digest>/`` on the same filesystem. It knows no sources and no network.
+progress live in ``staging/<digest>/`` on the same filesystem. It does not depend on sources or a
+network.
 """
 
 from __future__ import annotations
@@ -68,16 +69,17 @@ class Store:
                     "another agent owns this store", where=root, do="Stop the other agent first."
                 ) from error
             for left in self._staging.iterdir():
-                # what was being removed, and what was published just before its process died
+                # a removal that was interrupted, and the remains of a publication just before its
+                # process ended
                 if left.name.startswith(".trash-") or not (left / "data").exists():
                     shutil.rmtree(left, ignore_errors=True)
 
     def close(self) -> None:
-        """Let another process own the store."""
+        """Release the lock, so that another process can own the store."""
         os.close(self._lock_file)
 
     def available_bytes(self) -> int:
-        """Return how many bytes this store's filesystem has left."""
+        """Return how many bytes this store's filesystem has free."""
         room = os.statvfs(self.root)
         return room.f_bavail * room.f_frsize
 
@@ -95,7 +97,7 @@ class Store:
     def open(self, manifest: Manifest, in_use: Collection[str] = ()) -> Staging:
         """Return the version's files: complete where it is published, else resumed or new.
 
-        Old versions make way as the policy says, but none of ``in_use``. Raises Conflict where
+        Old versions are removed as the policy allows, but none of ``in_use``. Raises Conflict where
         other content has this name, StorageFull where it cannot fit; then nothing is left of it.
         """
         final = self.final_path(manifest.model_id, manifest.version)
@@ -125,7 +127,7 @@ class Store:
         return staging
 
     def publish(self, staging: Staging) -> Path:
-        """Show a complete version at its final path, return that; doing it again changes nothing.
+        """Publish a complete version at its final path and return that path; idempotent.
 
         Raises StorageFull or StorageFailed (then nothing is visible), Conflict as ``open`` does.
         """
@@ -147,7 +149,7 @@ class Store:
                 if size != file.size:
                     raise Conflict(f"{file.path} changed size", got=size, wanted=file.size)
                 os.fchmod(staging.descriptor(index), READ_ONLY)
-            (data / MANIFEST_FILE).unlink(missing_ok=True)  # of a publish that was interrupted
+            (data / MANIFEST_FILE).unlink(missing_ok=True)  # of an interrupted publish
             create_durably(data / MANIFEST_FILE, manifest.to_bytes(), READ_ONLY)
             sync_directories(data, (file.path for file in manifest.files))
             final.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +164,7 @@ class Store:
         return final
 
     def withdraw(self, staging: Staging) -> None:
-        """Take a published version whose copy rotted out of sight, with what is good of it.
+        """Unpublish a version with a corrupt piece, and keep its good pieces.
 
         ``open`` resumes it. Its files stay read-only: they may be another version's too.
         """
@@ -180,14 +182,14 @@ class Store:
             staging.withdrawn(work)
 
     def discard(self, staging: Staging) -> None:
-        """Drop a version in progress with all its bytes; a published one stays."""
+        """Delete a version in progress with all its bytes; a published one stays."""
         with self._publish_lock:  # either it is published by now, or it never will be
             staging.close()
             if not staging.published and staging.directory.exists():
                 self._trash(staging.directory)
 
     def forget(self, digest: str) -> None:
-        """Drop what an earlier process began of a version and nobody has open."""
+        """Delete a version that an earlier process began and that is not open."""
         with self._publish_lock:
             work = self._staging / digest
             if work.is_dir():
@@ -261,7 +263,7 @@ class Store:
         return found
 
     def collect(self, keep: int, in_use: Collection[str] = ()) -> list[StoredVersion]:
-        """Remove all but the ``keep`` newest versions of each model and return what went.
+        """Remove all but the ``keep`` newest versions of each model and return the removed ones.
 
         The active version, and digests in ``in_use``, always stay.
         """
@@ -271,8 +273,7 @@ class Store:
         return gone
 
     def make_room(self, manifest: Manifest, in_use: Collection[str] = ()) -> list[StoredVersion]:
-        """Remove what the policy lets go before ``manifest`` arrives, and return the versions that
-        went.
+        """Free space for ``manifest`` as the policy allows, and return the removed versions.
 
         The active version, and digests in ``in_use``, always stay.
         """
@@ -300,7 +301,9 @@ class Store:
         return (policy.make_room and left < 0) or (watermark > 0 and left < watermark)
 
     def _published(self, path: Path) -> Manifest | None:
-        """Return the manifest of what is published at ``path`` and has its sizes, else None."""
+        """Return the manifest of the version at ``path`` if its files have the right sizes, else
+        None.
+        """
         try:
             manifest = parse_manifest((path / MANIFEST_FILE).read_bytes())
             sizes = [(path / file.path).lstat().st_size for file in manifest.files]
@@ -315,7 +318,7 @@ class Store:
         return Holdings.of(((each, it) for each, it in found if it is not None), manifest)
 
     def _trash(self, path: Path) -> None:
-        """Remove a directory so that nobody ever sees half of it."""
+        """Remove a directory atomically: no process ever finds half of it."""
         trash = self._staging / f".trash-{os.getpid()}-{os.urandom(6).hex()}"
         path.rename(trash)
         sync_directory(path.parent)  # or a power loss may bring back the name and not the files

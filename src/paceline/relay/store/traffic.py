@@ -1,7 +1,7 @@
-"""What passed between this node and each of its peers for one model: threads count, beats tell.
+"""Counts what passed between this node and each of its peers for one model.
 
-Whether a peer is slow or corrupting stands out only beside the rest of the fleet, so nothing is
-judged here.
+Threads count, heartbeats report. Whether a peer is slow or corrupt shows only in comparison with
+the rest of the fleet, so nothing is judged here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from paceline.schemas.calls import EdgeTally
 
-MOST = 512  # edges a beat may carry
+MOST = 512  # edges in a heartbeat at most
 
 
 @dataclass(slots=True)
@@ -32,16 +32,16 @@ class Edges:
         self._under_way: dict[object, tuple[tuple[str, str], float]] = {}
 
     def sends(self, sender: object, source: str, reader: str) -> None:
-        """Take note that from now on ``sender`` has something to send to ``reader``.
+        """Record that from now on ``sender`` has something to send to ``reader``.
 
-        That time is in the tallies at once: counted only when a piece has left, it let every
-        second look at an edge that is far too slow find it idle, and believe it a second later.
+        That time is in the tallies at once: when it was counted only after a piece had left, every
+        second check of a far too slow edge found it idle, and detected it a second later.
         """
         with self._lock:
             self._under_way[sender] = (source, reader), time.monotonic()
 
     def sent(self, sender: object, count: int, *, goes_on: bool) -> None:
-        """Count ``count`` bytes that left since ``sender`` began or last said so."""
+        """Count ``count`` bytes sent since ``sender`` began or its last call."""
         with self._lock:
             now_s = time.monotonic()
             key, since_s = self._under_way.pop(sender)
@@ -52,7 +52,7 @@ class Edges:
                 self._under_way[sender] = key, now_s
 
     def rests(self, sender: object) -> None:
-        """Take note that ``sender`` has ended, whatever was under way."""
+        """Record that ``sender`` has stopped, whatever was in flight."""
         with self._lock:
             self._under_way.pop(sender, None)
 

@@ -1,6 +1,6 @@
-"""How pieces travel between nodes: one contract (``transport``), framed TCP and gRPC.
+"""How pieces travel between workers: one contract, implemented over framed TCP and over gRPC.
 
-``serving`` decides what a peer gets and ``intake`` judges what arrives; ``server``/``client`` and
-``grpc_server``/``grpc_client`` only carry bytes, in ``frames`` or ``chunks``; ``tls`` and
-``identity`` say who is at the other end, ``pacing`` how fast. Nothing here knows lanes or plans.
+``serving`` selects what a peer receives and ``intake`` verifies what arrives; the ``tcp_*`` and
+``grpc_*`` modules only carry bytes, encoded by ``frames``. ``tls`` and ``identity`` authenticate
+peers, ``pacing`` limits rates. Nothing here depends on lanes or plans.
 """

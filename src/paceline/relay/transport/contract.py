@@ -1,7 +1,7 @@
-"""The contract of a transport: a server that sends verified pieces, streams that pull them.
+"""The transport contract: a server that sends verified pieces, and streams that pull them.
 
-Several implementations, one conformance suite (tests/relay/test_conformance.py). A transport knows
-no lanes, plans or sessions; it reports what happened as the session's events.
+All implementations pass one conformance suite (tests/relay/test_conformance.py). A transport does
+not depend on lanes, plans or sessions; it reports the session's events.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from paceline.relay.transport.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello
 from paceline.relay.transport.pacing import Pacer, Rate, no_limit
 from paceline.schemas.plan import Source
 
-# Bytes of one deployment on this node, counted where they pass a socket.
-
 
 class Counters:
-    """Counts that several byte threads add to; ``covering`` hears of each new count of what was
-    read from the origin, which begins at ``origin_bytes``.
+    """Bytes of one deployment on this node, counted where they pass a socket; thread-safe.
+
+    The callback receives each new count of origin bytes, which starts at ``origin_bytes``.
     """
 
     def __init__(
@@ -48,8 +47,6 @@ class Counters:
                 self._covering(self.origin_bytes)
 
 
-# One attempt to pull: who asks whom, where the pieces go, and who hears of what happens.
-
 log = logging.getLogger(__name__)
 
 Report = Callable[[SessionEvent], None]
@@ -57,25 +54,25 @@ Report = Callable[[SessionEvent], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Pull:
-    """What every transport needs to know of a stream; ``stream`` is its number in its session."""
+    """The parameters of one pull stream; ``stream`` is its number in its session."""
 
     source: Source
     stream: int
-    worker_id: str  # who asks
+    worker_id: str  # the requesting worker
     staging: Staging
     pacer: Pacer
     counters: Counters
-    keepalive_s: float  # how often the source says that it waits
+    keepalive_s: float  # how often the source sends WAITING
     report: Report
-    portion: Rate = no_limit  # of this worker's link
+    portion: Rate = no_limit  # this stream's share of the worker's link
 
     @property
     def key(self) -> str:
-        """Return what identifies the source."""
+        """Return the source's key."""
         return self.source.key
 
     def hello(self) -> Hello:
-        """Return how this side introduces itself, with a nonce of its own."""
+        """Return this side's greeting, with a fresh nonce."""
         return Hello(
             PROTOCOL_VERSION,
             self.keepalive_s,
@@ -85,17 +82,17 @@ class Pull:
         )
 
     def start(self, target: Callable[[], None]) -> threading.Thread:
-        """Return the stream's receiving thread, begun."""
+        """Start the stream's receiving thread and return it."""
         thread = threading.Thread(target=target, name=f"pull-{self.key[:20]}", daemon=True)
         thread.start()
         return thread
 
     @contextmanager
     def receiving(self, is_closed: Callable[[], bool]) -> Iterator[None]:
-        """Keep the model open, and report what ends the stream, unless we closed it ourselves.
+        """Keep the model open, and report the error that ends the stream unless it was closed here.
 
-        What our own disk refuses is told of in any case: it is no fault of the source. So is a
-        defect of ours: a stream that ended without a word would be waited for.
+        Errors of the local disk are reported in any case: they are not the source's fault. So are
+        defects in this program: the session would wait for a stream that ended silently.
         """
         try:
             with self.staging.using():
@@ -116,29 +113,28 @@ class Pull:
             self.report(SourceFailed(self.key, self.stream, lost))
 
 
-# Workers whose identity was taken back: they are served no more, whatever their certificate says.
-#
-# A certificate cannot be called back, and nobody reads revocation lists in the middle of a stream;
-# so the coordinator names these workers in its answers to beats. It knows no transport.
-
-
 class Barred:
-    """Written by the thread that hears the coordinator, read by each that serves a peer."""
+    """The workers whose identity is revoked: they are not served, whatever their certificate.
+
+    An issued certificate stays valid and peers do not check revocation lists during a stream, so
+    the coordinator names these workers in its heartbeat answers. One thread writes it, all serving
+    threads read it.
+    """
 
     def __init__(self) -> None:
         self._workers: frozenset[str] = frozenset()
 
     def replace(self, workers: Iterable[str]) -> None:
-        """Bar these workers and nobody else, from now on."""
+        """Set the revoked workers."""
         found = frozenset(workers)
         if found != self._workers:
             log.warning("served no more: %s", ", ".join(sorted(found)) or "nobody is barred")
             self._workers = found
 
     def require(self, worker_id: str, admission: str = "") -> None:
-        """Raise AccessDenied where ``worker_id`` is barred, or what ``admission`` names.
+        """Raise AccessDenied if ``worker_id`` or ``admission`` is revoked.
 
-        A worker that was let in again has another certificate; the one before stays barred.
+        A worker that joins again gets another certificate; the previous admission stays revoked.
         """
         if worker_id in self._workers or admission in self._workers:
             raise AccessDenied(
@@ -149,11 +145,11 @@ class Barred:
 
 
 Find = Callable[[str, float], Staging | None]  # (digest, wait_s): the open model, or None yet
-Rotten = Callable[[str, int], None]  # (digest, piece): a piece of ours rotted on this disk
+Rotten = Callable[[str, int], None]  # (digest, piece): a held piece is corrupt on disk
 
 
 class Server(Protocol):
-    """Serves what ``find`` returns, until it is stopped."""
+    """Serves the models that ``find`` returns until it is stopped."""
 
     @property
     def address(self) -> str:
@@ -161,7 +157,7 @@ class Server(Protocol):
         ...
 
     def start(self) -> None:
-        """Begin to accept streams."""
+        """Start to accept streams."""
         ...
 
     def stop(self) -> None:
@@ -170,10 +166,10 @@ class Server(Protocol):
 
 
 class PullStream(Protocol):
-    """One attempt to pull from one source; what happens is reported, late news included."""
+    """One attempt to pull from one source; it reports every event, late ones included."""
 
     def request(self, extent: Extent) -> None:
-        """Ask for pieces; never blocks for long."""
+        """Request pieces; never blocks for long."""
         ...
 
     def close(self) -> None:
@@ -186,12 +182,12 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """Return what profiles call it."""
+        """Return the transport's name in profiles."""
         ...
 
     @property
     def barred(self) -> Barred:
-        """Return whom its servers serve no more; may be changed while they run."""
+        """Return the revoked workers; may be changed while servers run."""
         ...
 
     def serve(
@@ -204,7 +200,7 @@ class Transport(Protocol):
         pacer: Pacer,
         on_rotten: Rotten,
     ) -> Server:
-        """Bind a port and return its server, not yet started; raises PortInUse or InvalidInput."""
+        """Bind a port and return its server, not started; raises PortInUse or InvalidInput."""
         ...
 
     def pull(self, pull: Pull) -> PullStream:
@@ -212,8 +208,8 @@ class Transport(Protocol):
         ...
 
     def reload(self) -> bool:
-        """Use the credentials' files as they are now, for what is opened from now on.
+        """Read the credential files again, for streams that are opened from now on.
 
-        Returns whether that is so for the server too; raises InvalidInput where they are not good.
+        Returns whether the server uses them too; raises InvalidInput if they are not usable.
         """
         ...

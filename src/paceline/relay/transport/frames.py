@@ -1,20 +1,20 @@
-"""The peer protocol's frames: fixed 12-byte headers, small bounded payloads. No I/O.
+"""The peer protocol's frames (12-byte headers, bounded payloads) and gRPC messages. No I/O.
 
 ::
 
     HELLO      client → server   version, manifest digest, nonce, keep-alive, worker id
-    CHALLENGE  server → client   nonce, proof that the server knows the cluster's token
-    PROOF      client → server   proof that the client knows it
+    CHALLENGE  server → client   nonce, proof that the server holds the cluster's token
+    PROOF      client → server   proof that the client holds the token
     WELCOME    server → client   the stream is open
-    REQUEST    client → server   first piece, count; any number of them, any time
+    REQUEST    client → server   first piece, count; any number of requests, at any time
     PIECE      server → client   piece, length; the bytes follow
     WAITING    server → client   alive, but none of the requested pieces is verified here yet
-    CORRUPT    client → server   piece: what was sent does not match its digest
-    ERROR      server → client   why the stream ends
+    CORRUPT    client → server   piece whose bytes do not match its digest
+    ERROR      server → client   the reason why the stream ends
 
-Peers name a model by its digest and a piece by its number, never by path or URL. Proofs are
-HMAC-SHA256 over both nonces, the digest, the id and the direction, so that neither a replay nor a
-reflection passes.
+A model is named by its digest and a piece by its number, never by path or URL. Proofs are
+HMAC-SHA256 over both nonces, the digest, the worker id and the direction, which rules out replay
+and reflection.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NAME = re.compile(NAME)
 
 
 class Kind(IntEnum):
-    """What a frame is; see the module's docstring."""
+    """The kinds of frames; see the module's docstring."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -57,14 +57,14 @@ class Kind(IntEnum):
     ERROR = 9
 
 
-# A payload's length where the header's second number is one; PIECE's bytes are no payload.
+# Kinds whose second number is a payload length: exact or bounded. PIECE's bytes are no payload.
 _EXACT = {Kind.CHALLENGE: NONCE_BYTES + PROOF_BYTES, Kind.PROOF: PROOF_BYTES}
 _FREE = {Kind.HELLO, Kind.ERROR}
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A decoded header; what ``first`` and ``second`` mean depends on the kind."""
+    """A decoded header; the meaning of ``first`` and ``second`` depends on the kind."""
 
     kind: Kind
     first: int
@@ -78,7 +78,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who calls, and for which model."""
+    """A client's greeting: which worker it is, and which model it wants."""
 
     version: int
     keepalive_s: float
@@ -98,7 +98,7 @@ def encode_payload(kind: Kind, payload: bytes) -> bytes:
 
 
 def decode(raw: bytes | bytearray | memoryview) -> Header:
-    """Return the header in the 12 bytes ``raw``; raises InvalidFrame where a limit is passed."""
+    """Return the header in the 12 bytes ``raw``; raises InvalidFrame for an invalid header."""
     if len(raw) != HEADER.size:
         raise _bad("header", f"{len(raw)} bytes", f"{HEADER.size} bytes")
     magic, number, first, second = HEADER.unpack(raw)
@@ -128,7 +128,7 @@ def encode_hello(hello: Hello) -> bytes:
 
 
 def decode_hello(payload: bytes) -> Hello:
-    """Return the caller's greeting; raises InvalidFrame where a field is not acceptable."""
+    """Return the client's greeting; raises InvalidFrame for an invalid field."""
     if len(payload) < _HELLO.size:
         raise _bad("hello", f"{len(payload)} bytes", f"at least {_HELLO.size}")
     version, keepalive_ms, digest, nonce = _HELLO.unpack_from(payload)
@@ -142,7 +142,7 @@ def decode_hello(payload: bytes) -> Hello:
 
 
 def proof(token: str, side: str, hello: Hello, server_nonce: bytes) -> bytes:
-    """Return what only a holder of the cluster's token can say on this stream, from ``side``."""
+    """Return the HMAC that proves, for this stream, that ``side`` holds the cluster's token."""
     said = b"|".join(
         (b"paceline-peer-1", side.encode(), hello.nonce, server_nonce, hello.digest.encode())
     )
@@ -150,7 +150,7 @@ def proof(token: str, side: str, hello: Hello, server_nonce: bytes) -> bytes:
 
 
 def same(one: bytes, other: bytes) -> bool:
-    """Compare two proofs in constant time."""
+    """Return whether two proofs are equal, in constant time."""
     return hmac.compare_digest(one, other)
 
 
@@ -158,23 +158,23 @@ def _bad(what: str, got: object, wanted: object) -> InvalidFrame:
     return InvalidFrame(f"bad {what} on the peer port", got=got, wanted=wanted)
 
 
-# ``ChunkRequest`` and ``ChunkData`` of chunk_transfer.proto as bytes, read and written by hand.
+# A hand-written codec of ``ChunkRequest`` and ``ChunkData`` of chunk_transfer.proto.
 #
-# The generated classes copy every byte twice more: 0.6 to 0.7 GB/s a core where these reach 1.3 to
-# 2.0. A test holds both against each other. Everything is bounded; unknown fields are skipped, as
-# protobuf wants it, up to ``MAX_FIELDS`` in all. No I/O.
+# The generated classes copy every byte twice more: 0.6 to 0.7 GB/s per core, while these reach 1.3
+# to 2.0. A test compares both. All sizes are bounded; unknown fields are skipped, as protobuf
+# requires, up to ``MAX_FIELDS`` in all.
 
 METHOD = "/paceline.v1.ChunkTransfer/StreamChunks"
-MAX_DATA = 1024 * 1024  # of one message
+MAX_DATA = 1024 * 1024  # per message
 MAX_REQUEST = 4096
-MAX_FIELDS = 64  # of one message: a field of two bytes costs as much time as one of a megabyte
+MAX_FIELDS = 64  # per message: a field of two bytes costs as much time as one of a megabyte
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _EMPTY = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRequest:
-    """What a peer says; see the proto file."""
+    """A client's message; see the proto file."""
 
     chunk_id: int = 0
     manifest_digest: str = ""
@@ -189,7 +189,7 @@ class ChunkRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkData:
-    """What a source says; ``data`` looks into the message."""
+    """A server's message; ``data`` is a view into the message."""
 
     chunk_id: int = 0
     data: memoryview = _EMPTY
@@ -202,7 +202,7 @@ class ChunkData:
 
 
 def encode_request(request: ChunkRequest) -> bytes:
-    """Return ``request`` as protobuf would write it."""
+    """Return ``request`` in protobuf's wire format."""
     return b"".join(
         (
             _int(1, request.chunk_id),
@@ -226,14 +226,14 @@ def encode_data(
     piece: int = 0,
     offset: int = 0,
 ) -> bytes:
-    """Return a message that carries ``data``, which is copied once."""
+    """Return a ChunkData message with ``data``, which is copied once."""
     tag = _tag(2, _BYTES) + _varint(len(data)) if data else b""
     head = (_int(1, chunk_id), _bytes(3, checksum.encode()), _int(4, piece), _int(5, offset))
     return b"".join((*head, tag, data))
 
 
 def encode_challenge(nonce: bytes, proof: bytes) -> bytes:
-    """Return the message that answers a greeting."""
+    """Return the ChunkData message that answers a greeting."""
     return _bytes(8, nonce) + _bytes(9, proof)
 
 
@@ -241,7 +241,7 @@ WAITING = b"\x30\x01"  # ChunkData(waiting=True)
 
 
 def decode_request(raw: bytes) -> ChunkRequest:
-    """Return what a peer said; raises InvalidFrame where it is not a ChunkRequest."""
+    """Return the decoded message; raises InvalidFrame if it is not a ChunkRequest."""
     if len(raw) > MAX_REQUEST:
         raise _chunks_bad("request", f"{len(raw)} bytes", f"at most {MAX_REQUEST}")
     found = dict(_fields(raw))
@@ -259,7 +259,7 @@ def decode_request(raw: bytes) -> ChunkRequest:
 
 
 def decode_data(raw: bytes) -> ChunkData:
-    """Return what a source said; raises InvalidFrame where it is not a ChunkData."""
+    """Return the decoded message; raises InvalidFrame if it is not a ChunkData."""
     found = dict(_fields(raw))
     return ChunkData(
         chunk_id=_number(found, 1, 31),
@@ -277,7 +277,7 @@ def decode_data(raw: bytes) -> ChunkData:
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield ``(number, value)`` of each varint and length-delimited field; the last one counts."""
+    """Yield ``(number, value)`` of each varint and length-delimited field, repeated ones too."""
     at, end, view, fields = 0, len(raw), memoryview(raw), 0
     while at < end:
         fields += 1

@@ -1,7 +1,7 @@
-"""The peer port's asking side over gRPC: one stream from one source, one thread that receives.
+"""The client side of the gRPC transport: one stream from one source, with one receiving thread.
 
-Messages are handed to ``intake``, which judges and writes them. gRPC reads what this side says from
-a generator, on a thread of its own; the same generator notices when the source has gone silent.
+Messages are passed to ``intake``, which verifies and writes their bytes. gRPC reads this side's
+messages from a generator on another thread; the same generator detects a silent source.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from paceline.relay.transport.intake import Intake
 from paceline.relay.transport.tls import TlsSettings, diagnose, worker_host_name
 
 CONNECT_S = 3.0
-WATCH_S = 0.25  # between two looks whether the source is still heard
+WATCH_S = 0.25  # between two checks for a silent source
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", MAX_DATA + 4096),
-    ("grpc.use_local_subchannel_pool", 1),  # a connection a stream: closing one closes no other
-    ("grpc.enable_retries", 0),  # the session decides what comes next
+    ("grpc.use_local_subchannel_pool", 1),  # one connection per stream: closed independently
+    ("grpc.enable_retries", 0),  # the session decides about retries
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 )
@@ -53,7 +53,7 @@ class GrpcStream:
         self._intake = Intake(pull)
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[ChunkRequest | None] = queue.SimpleQueue()
-        self._backlog: list[ChunkRequest] = []  # until the source has proved itself
+        self._backlog: list[ChunkRequest] = []  # until the source has authenticated
         self._call: Any = None
         self._arriving = -1
         self._heard_s = time.monotonic()
@@ -61,7 +61,7 @@ class GrpcStream:
         self.thread = pull.start(self._run)
 
     def request(self, extent: Extent) -> None:
-        """Ask for pieces; returns at once."""
+        """Request pieces; returns at once."""
         asked = ChunkRequest(first_piece=extent.first, piece_count=extent.size)
         with self._lock:
             self._intake.ask(extent)
@@ -76,7 +76,7 @@ class GrpcStream:
         if call is not None:
             call.cancel()
 
-    # ── what this side says, on gRPC's thread ────────────────────────────────────────────────────
+    # ── sending, on gRPC's thread ────────────────────────────────────────────────────────────────
 
     def _requests(self) -> Iterator[bytes]:
         yield encode_request(
@@ -104,7 +104,7 @@ class GrpcStream:
             self._silent = True
             self._call.cancel()
 
-    # ── what the source says ─────────────────────────────────────────────────────────────────────
+    # ── receiving ────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
         try:
@@ -116,7 +116,7 @@ class GrpcStream:
 
     def _channel(self) -> grpc.Channel:
         options = list(_OPTIONS)
-        if self._pull.pacer.paced:  # no more unseen than the TCP transport allows
+        if self._pull.pacer.paced:  # buffer no more than the TCP transport does
             options += [
                 ("grpc.http2.lookahead_bytes", self._pull.pacer.buffer_bytes),
                 ("grpc.http2.bdp_probe", 0),

@@ -1,9 +1,9 @@
-"""The peer port's serving side over gRPC: ``ChunkTransfer`` of chunk_transfer.proto.
+"""The gRPC transport and its server: ``ChunkTransfer`` of chunk_transfer.proto.
 
-A thread a stream sends and one listens to what the peer asks; a message leaves only after the one
-before it has, so that a slow peer costs one message of memory and never the model. Workers greet
-and prove the cluster's token as over TCP; a peer that knows only the proto's three basic fields
-gets whole chunks.
+Two threads per stream, one sends and one reads the peer's requests. A message is produced only
+after the previous one was sent, so that a slow peer costs the memory of one message and never of
+the model. Workers greet and prove the cluster's token as over TCP; a basic peer, which uses only
+the proto's three basic fields, receives whole chunks. The client side is in ``grpc_client``.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ from paceline.schemas.base import SHA256_HEX
 log = logging.getLogger(__name__)
 
 MAX_STREAMS = 128
-SPARE_THREADS = 16  # for calls that are just ending
+SPARE_THREADS = 16  # for calls that are ending
 UNREAD_REQUESTS = 1024  # beyond it the peer's requests wait in the network
 BASIC_KEEPALIVE_S = 0.25
-BASIC = "basic"  # what peers are called that show the cluster's token and no name
+BASIC = "basic"  # the name of all peers that present the cluster's token and no worker id
 _DIGEST = re.compile(SHA256_HEX)
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a taken port is an error
     ("grpc.max_receive_message_length", MAX_REQUEST),
-    # A connection that opens no stream takes no thread: TLS and HTTP/2 must be agreed on in time.
+    # A connection without a stream takes no thread; this bounds its TLS and HTTP/2 handshake.
     ("grpc.server_handshake_timeout_ms", int(WELCOME_S * 1000)),
     ("grpc.max_connection_idle_ms", 60_000),
     ("grpc.keepalive_time_ms", 10_000),
@@ -99,7 +99,7 @@ _CODES = (
 
 
 class GrpcServer:
-    """Listens on ``host:port`` and serves what ``find(digest, wait_s)`` returns."""
+    """Listens on ``host:port`` and serves the models that ``find(digest, wait_s)`` returns."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class GrpcServer:
         return int(self._server.add_secure_port(where, credentials))
 
     def start(self) -> None:
-        """Begin to accept streams."""
+        """Start to accept streams."""
         self._server.start()
 
     def stop(self) -> None:
@@ -169,7 +169,7 @@ class GrpcServer:
 
 
 class _Call:
-    """One stream: what its peer said, and the messages for it."""
+    """One stream: the peer's messages, and the messages for it."""
 
     def __init__(
         self, server: GrpcServer, requests: Iterator[bytes], context: grpc.ServicerContext
@@ -180,11 +180,11 @@ class _Call:
         self._context = context
         self._said: queue.Queue[ChunkRequest | PacelineError | None] = queue.Queue(UNREAD_REQUESTS)
         self._over = threading.Event()
-        self._ended = False  # the peer will ask for nothing more
+        self._ended = False  # the peer sends no more requests
         self._began_s = time.monotonic()
 
     def run(self) -> Iterator[bytes]:
-        """Yield the messages; the status says why they ended."""
+        """Yield the messages for the peer; the call's status carries the reason of the end."""
         self._context.add_callback(self._over.set)
         listener = threading.Thread(target=self._listen, name="peer-listen", daemon=True)
         listener.start()
@@ -210,7 +210,7 @@ class _Call:
             self._server.lobby.leave(self)
 
     def turn_away(self) -> None:
-        """End a call that has not shown who it is; from any thread."""
+        """End a call that has not authenticated; from any thread."""
         self._over.set()
         with suppress(queue.Full):
             self._said.put_nowait(PeerLost("others called meanwhile"))
@@ -221,13 +221,13 @@ class _Call:
 
     @contextmanager
     def _seated(self, reader: str) -> Iterator[None]:
-        """Hold a place among the streams, once it is known who calls."""
+        """Hold a stream slot for an authenticated peer."""
         if not self._server.lobby.leave(self):
             raise PeerLost("others called meanwhile")
         with self._server.seats.taken(reader, MAX_STREAMS, shared=reader == BASIC):
             yield
 
-    # ── what the peer says ───────────────────────────────────────────────────────────────────────
+    # ── messages from the peer ───────────────────────────────────────────────────────────────────
 
     def _listen(self) -> None:
         said: ChunkRequest | PacelineError | None
@@ -253,7 +253,7 @@ class _Call:
         return False
 
     def _next(self, wait_s: float) -> ChunkRequest | None:
-        """Return the next message, or None where there is none in time or any more."""
+        """Return the next message, or None if none arrives in time or the peer sends no more."""
         end_s = time.monotonic() + wait_s
         while not self._ended:
             if self._over.is_set() or self._server.stopping.is_set():
@@ -286,10 +286,10 @@ class _Call:
             else:
                 raise InvalidFrame("a request for nothing", got="piece_count 0", wanted="1 or more")
 
-    # ── who it is ────────────────────────────────────────────────────────────────────────────────
+    # ── authentication ───────────────────────────────────────────────────────────────────────────
 
     def _certified(self) -> str | None:
-        """Return the worker id of the peer's certificate; None where the port is plain."""
+        """Return the worker id of the peer's certificate, or None if the port is plain."""
         if not self._server.tls:
             return None
         found = self._context.auth_context().get("x509_subject_alternative_name", ())
@@ -320,7 +320,7 @@ class _Call:
             raise AccessDenied("the peer does not know the cluster's token", got=first.worker_id)
 
     def _basic_reader(self) -> str:
-        """Return what to call a peer without a greeting; raises AccessDenied where it may not."""
+        """Return the name of a peer without a greeting; raises AccessDenied without a proof."""
         certified = self._certified()
         if certified is not None:
             self._server.barred.require(certified, self._admission)
@@ -343,7 +343,7 @@ class _Call:
             yield WAITING
         yield staging
 
-    # ── what it gets ─────────────────────────────────────────────────────────────────────────────
+    # ── messages to the peer ─────────────────────────────────────────────────────────────────────
 
     def _serve_worker(self, first: ChunkRequest) -> Iterator[bytes]:
         yield from self._greet(first)
@@ -389,7 +389,7 @@ class _Call:
         with self._seated(reader):
             for staging in self._await_model(first.manifest_digest, BASIC_KEEPALIVE_S):
                 if isinstance(staging, bytes):
-                    continue  # such a peer knows of no waiting
+                    continue  # basic peers do not understand WAITING
                 with staging.serving():
                     request: ChunkRequest | None = first
                     while request is not None:
@@ -434,13 +434,10 @@ class _Call:
             pacer.take(count)
 
 
-# The gRPC transport: ``grpc_server`` and ``grpc_client`` behind the contract of ``transport``.
-
-
 class GrpcTransport:
-    """``ChunkTransfer`` streams, plain or by mutual TLS; both sides prove that they know ``token``.
+    """``ChunkTransfer`` streams, plain or mutual TLS; both sides prove that they hold ``token``.
 
-    Raises InvalidInput where the credentials cannot be used.
+    Raises InvalidInput if the credentials are not usable.
     """
 
     def __init__(self, token: str, tls: TlsSettings | None = None) -> None:
@@ -448,11 +445,11 @@ class GrpcTransport:
         self.barred = Barred()
         self._tls = tls
         if tls is not None:
-            tls.context(server=True)  # gRPC would say only that something is wrong, and later
+            tls.context(server=True)  # check now: gRPC would report a vague error, and later
 
     @property
     def name(self) -> str:
-        """Return what profiles call it."""
+        """Return the transport's name in profiles."""
         return "grpc"
 
     def serve(
@@ -483,8 +480,8 @@ class GrpcTransport:
         return GrpcStream(pull, self._token, self._tls)
 
     def reload(self) -> bool:
-        """Use the credentials' files as they are now; see Transport."""
+        """Check the credential files again; see Transport."""
         if self._tls is None:
             return True
         self._tls.context(server=True)
-        return False  # each stream reads them; the server keeps those it began with
+        return False  # each stream reads them; the server keeps the credentials it started with

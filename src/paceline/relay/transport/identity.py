@@ -1,10 +1,10 @@
-"""Who a worker is, as a certificate says it: a cluster's authority and the identities it issues.
+"""Issues X.509 certificates: a cluster's certificate authority (CA), worker and server identities.
 
-A worker's certificate carries its id as the URI ``paceline://worker/<id>``. gRPC can only compare
-host names, so the same id is there as a DNS name too (hashed, since ids are not host names). A
-server's certificate carries its host names and no worker's id, so neither passes for the other.
-Keys are P-256, files are readable by their owner only. Who may have which identity is not decided
-here.
+A worker's certificate carries its id as the URI ``paceline://worker/<id>``. gRPC compares only host
+names, so the id is also a DNS name in it (hashed, since ids are not host names). A server's
+certificate carries its host names and no worker id, so neither is accepted as the other. Keys are
+P-256, files are readable by their owner only. This module does not decide which worker may have
+which identity.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _SKEW = datetime.timedelta(hours=1)  # clocks of two nodes may differ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Authority:
-    """Paths of a cluster's CA: everybody needs ``cert``, only who issues needs ``key``."""
+    """Paths of a cluster's CA: every process needs ``cert``, only an issuer needs ``key``."""
 
     cert: Path
     key: Path
 
 
 def make_authority(directory: Path, name: str = "paceline cluster") -> Authority:
-    """Make a CA in ``directory`` (``ca.pem``, ``ca-key.pem``, mode 0600) and return it.
+    """Create a CA in ``directory`` (``ca.pem``, ``ca-key.pem``, mode 0600) and return it.
 
-    A key that is there already is kept, and gets its certificate again.
+    An existing key is kept and gets a new certificate.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
@@ -82,12 +82,12 @@ def make_authority(directory: Path, name: str = "paceline cluster") -> Authority
 
 
 def ensure_authority(directory: Path) -> Authority:
-    """Return the CA in ``directory``, made by the first of all processes that ask.
+    """Return the CA in ``directory``; the first process that calls this creates it.
 
-    One that is there is only read. Raises StorageFailed where none is, and none can be made.
+    An existing CA is only read. Raises StorageFailed if there is none and none can be created.
     """
     known = Authority(cert=directory / "ca.pem", key=directory / "ca-key.pem")
-    # The certificate is written last: where it is, the key is too, and nothing is to be written.
+    # The certificate is written last: if it exists, so does the key.
     if known.cert.is_file():
         return known
     try:
@@ -129,9 +129,9 @@ def issue_identity(
     valid_from: datetime.datetime | None = None,
     valid_days: float = IDENTITY_DAYS,
 ) -> TlsSettings:
-    """Make ``worker_id``'s certificate and key in ``directory`` and return the paths to run with.
+    """Create ``worker_id``'s certificate and key in ``directory`` and return their paths.
 
-    Raises InvalidInput where the id is not a name or the authority cannot be read.
+    Raises InvalidInput if the id is not a name or the authority cannot be read.
     """
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -158,15 +158,15 @@ def issue_for_key(
     valid_days: float = IDENTITY_DAYS,
     admission: str = "",
 ) -> bytes:
-    """Return ``worker_id``'s certificate (PEM) for ``key``; ``admission`` goes into it.
+    """Return ``worker_id``'s certificate (PEM) for ``key``, with ``admission`` as a further URI.
 
-    Raises InvalidInput where the id is not a name or the authority cannot be read.
+    Raises InvalidInput if the id is not a name or the authority cannot be read.
     """
     return _issue(authority, worker_id, key, _worker_names(worker_id, admission), None, valid_days)
 
 
 def key_sha256(key: ec.EllipticCurvePublicKey) -> str:
-    """Return what a public key is recognised by."""
+    """Return a public key's fingerprint: the SHA-256 of its DER in hex."""
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
     info = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
@@ -174,9 +174,9 @@ def key_sha256(key: ec.EllipticCurvePublicKey) -> str:
 
 
 def requested_key(request_pem: bytes) -> ec.EllipticCurvePublicKey:
-    """Return the public key of a PKCS #10 request (PEM), of which nothing else is taken over.
+    """Return the public key of a PKCS #10 request (PEM); the rest of the request is ignored.
 
-    Raises InvalidInput where it is not one, is not signed with its own key, or its key is not
+    Raises InvalidInput if it is no such request, is not signed with its own key, or its key is not
     P-256.
     """
     from cryptography import x509
@@ -206,7 +206,10 @@ def requested_key(request_pem: bytes) -> ec.EllipticCurvePublicKey:
 def issue_server(
     authority: Authority, hosts: Iterable[str], directory: Path, *, valid_days: float
 ) -> tuple[Path, Path]:
-    """Make a server's certificate for ``hosts`` (names and addresses) and its key; return both."""
+    """Create a server's certificate for ``hosts`` (names and addresses) and its key.
+
+    Returns the paths of both.
+    """
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -228,9 +231,9 @@ def issue_server(
 
 
 def new_request(worker_id: str, key_pem: bytes | None = None) -> tuple[bytes, bytes]:
-    """Return a private key, new unless it is given, and a request for its certificate, both PEM.
+    """Return a private key, new unless given, and a certificate request for it, both as PEM.
 
-    Raises InvalidInput where what is given is no P-256 key.
+    Raises InvalidInput if ``key_pem`` is no P-256 key.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes

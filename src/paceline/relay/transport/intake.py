@@ -1,10 +1,9 @@
-"""What arrives on one stream: bytes → SHA-256 → file, judged a piece at a time.
+"""Receives the pieces of one stream: writes bytes to the file, hashes them and verifies each piece.
 
-Only when the digest matches does a piece count as held, and only then can the server side pass it
-on (I3). Bytes that are here already may be *kept* and judged together, which is cheaper; who does
-that must not wait for anything meanwhile. What happened is reported as events; what to do next is
-decided elsewhere, and how the bytes came is the transports' business. One thread takes pieces; any
-may ask.
+A piece counts as held, and may be forwarded, only when its SHA-256 matches (I3). Blocks that have
+arrived may be kept and hashed together, which is cheaper; the caller must not block while it keeps
+any. Results are reported as session events. It does not depend on how the bytes arrive. One thread
+delivers pieces; any thread may request.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from paceline.relay.store.staging import CLAIM_S
 from paceline.relay.transport.contract import Pull
 from paceline.relay.transport.pacing import Pacer
 
-SILENCE_S = 30.0  # a bound of the byte threads' own; the session notices much earlier
+SILENCE_S = 30.0  # a last bound for the byte threads; the session notices silence much earlier
 
 
 class _Arriving:
-    """A piece that arrives or waits for its verdict; ``writing`` guards ``mine``."""
+    """A piece that is arriving or waits for verification; ``writing`` guards ``mine``."""
 
     __slots__ = ("descriptor", "digest", "done", "memory", "mine", "piece", "unhashed", "writing")
 
@@ -38,24 +37,24 @@ class _Arriving:
         self.descriptor = descriptor
         self.digest = hashing.sha256()
         self.done = 0
-        self.unhashed = 0  # blocks of it that are kept
-        self.mine = False  # whether it is ours to write
-        self.writing = threading.Lock()  # while it is written, and while it changes hands
-        self.memory: memoryview | None = None  # of a piece that another stream is writing
+        self.unhashed = 0  # kept blocks of it
+        self.mine = False  # whether this stream holds the claim to write it
+        self.writing = threading.Lock()  # held while it is written, and while the claim moves
+        self.memory: memoryview | None = None  # a copy, while another stream writes the piece
 
     @property
     def wanted(self) -> bool:
-        """Return whether its bytes are kept anywhere."""
+        """Return whether its bytes are stored, in the file or in memory."""
         return self.mine or self.memory is not None
 
     def leave(self) -> bool:
-        """Leave its claim to another stream; return whether it was ours."""
+        """Give up the claim for another stream; return whether this stream had it."""
         with self.writing:
             mine, self.mine = self.mine, False
             return mine
 
     def matches(self) -> bool:
-        """Return whether its bytes are right; nobody is blamed on our own extension's word."""
+        """Return whether the digest matches; hashlib confirms a mismatch (``hashing.proven``)."""
         piece, digest = self.piece, self.digest.hexdigest()
         if digest == piece.sha256:
             return True
@@ -72,39 +71,39 @@ class _Arriving:
 
 
 class Intake:
-    """The pieces asked of ``source`` and those that are arriving."""
+    """The requested and the arriving pieces of one pull stream."""
 
     def __init__(self, pull: Pull) -> None:
         self._pull = pull
-        self._key, self._staging = pull.key, pull.staging  # the hot ones
+        self._key, self._staging = pull.key, pull.staging  # used in the hot loop
         self._lock = threading.Lock()
         self._asked = Extents()
-        self._ever = Extents()  # one that was asked for twice may come twice
+        self._ever = Extents()  # a piece requested twice may arrive twice
         self._told_alive_s = 0.0
         self._arriving: _Arriving | None = None
-        self._whole: list[_Arriving] = []  # without a verdict
+        self._whole: list[_Arriving] = []  # complete, not verified
         self._unhashed: deque[tuple[_Arriving, memoryview]] = deque()
 
     def ask(self, extent: Extent) -> None:
-        """Take note that ``extent`` was asked for."""
+        """Record that ``extent`` is requested."""
         with self._lock:
             self._asked.add(extent)
             self._ever.add(extent)
 
     @property
     def waiting(self) -> bool:
-        """Return whether something that was asked for has not arrived."""
+        """Return whether any requested piece has not arrived."""
         return bool(self._asked) or self._arriving is not None
 
     @property
     def keeps(self) -> bool:
-        """Return whether something waits for ``judge``."""
+        """Return whether kept blocks or complete pieces wait for ``judge``."""
         return bool(self._unhashed or self._whole)
 
     def begin(self, index: int, length: int) -> None:
-        """Expect the ``length`` bytes of piece ``index``; raises InvalidFrame if nobody asked."""
+        """Start piece ``index`` of ``length`` bytes; raises InvalidFrame if it is unrequested."""
         manifest = self._staging.manifest
-        if self._arriving is not None:  # its claim would never be released
+        if self._arriving is not None:  # else its claim would never be released
             got, where = self._arriving.piece.index, self._key
             raise InvalidFrame("a piece ended early", got=got, wanted="all of it", where=where)
         with self._lock:
@@ -119,20 +118,20 @@ class Intake:
         try:
             arriving.mine = self._staging.claim(index, wait_s=0.0)
         except TimeoutError:
-            # Hedged: another stream is writing it. Whichever has it whole first wins.
+            # Hedged: another stream is writing it. The first complete copy wins.
             arriving.memory = memoryview(bytearray(length))
         if arriving.mine:
             self._staging.writers[index] = arriving.leave
         self._arriving = arriving
 
     def take(self, block: memoryview) -> None:
-        """Write and hash the next bytes of the piece; those of a duplicate are dropped."""
+        """Write and hash the next bytes of the piece; the bytes of a duplicate are dropped."""
         if self.keep(block):
             self._hash()
 
     def keep(self, block: memoryview) -> bool:
-        """Do what ``take`` does, but hash them in ``judge``: until then ``block`` may not change,
-        and the caller waits for nothing. Return False where there is nothing to hash.
+        """Write the next bytes like ``take`` but hash them in ``judge``; return False if there is
+        nothing to hash. Until then ``block`` must not change and the caller must not block.
         """
         arriving = self._arriving
         if arriving is None or arriving.done + len(block) > arriving.piece.length:
@@ -155,12 +154,12 @@ class Intake:
         return wanted
 
     def end(self) -> bool:
-        """Judge the piece and report it; return whether its bytes were right."""
+        """Verify the piece and report it; return whether its digest matches."""
         self.end_kept()
         return not self.judge()[0]
 
     def end_kept(self) -> None:
-        """Take note that the piece is whole; its verdict comes with ``judge``."""
+        """Mark the piece as complete; ``judge`` verifies it."""
         arriving = self._arriving
         if arriving is None or arriving.done != arriving.piece.length:
             got = arriving.done if arriving else 0
@@ -169,8 +168,8 @@ class Intake:
         self._whole.append(arriving)
 
     def judge(self) -> tuple[list[int], list[memoryview]]:
-        """Hash one block that was kept of each of the oldest pieces, side by side, and judge and
-        report what is whole. Return the pieces that are wrong and the blocks that are free again.
+        """Hash one kept block of each of the oldest pieces, side by side; verify and report the
+        complete pieces. Return the numbers of the corrupt pieces and the blocks that are free.
         """
         free, wrong = self._hash(), []
         while self._whole and not self._whole[0].unhashed:
@@ -217,7 +216,7 @@ class Intake:
         return matches
 
     def drop(self) -> None:
-        """Give up what has arrived and is not held."""
+        """Discard everything that has arrived and is not held."""
         self._unhashed.clear()
         if self._arriving is not None:
             self._whole.append(self._arriving)
@@ -235,7 +234,7 @@ class Intake:
                 self._staging.release(arriving.piece.index)
 
     def _write_whole(self, arriving: _Arriving, data: memoryview) -> bool:
-        """Write a piece that is right; return False where it is held by now."""
+        """Write a verified piece from memory; return False if it is held by now."""
         piece, staging = arriving.piece, self._staging
         end_s = time.monotonic() + CLAIM_S
         while (writer := staging.writers.pop(piece.index, None)) is None or not writer():
@@ -243,7 +242,7 @@ class Intake:
                 if not staging.claim(piece.index, wait_s=0.05):
                     return False
                 break
-            except TimeoutError as error:  # it was claimed, but not yet by a writer we know
+            except TimeoutError as error:  # claimed by a writer that has not registered yet
                 if time.monotonic() > end_s:
                     raise PeerLost(str(error), where=self._key) from error
         try:
@@ -254,63 +253,62 @@ class Intake:
         return True
 
     def waits(self) -> None:
-        """Report that the source waits too; four times a keep-alive at most, however often it says
-        so: one thread takes the reports of all streams.
+        """Report that the source waits, at most four times per keep-alive interval: one thread
+        handles the reports of all streams.
         """
         self.alive(self._pull.keepalive_s / 4)
 
     def alive(self, at_most_every_s: float = 0.0, *, moving: bool = False) -> None:
-        """Report a sign of life of the source: that it waits, or that its bytes are ``moving``."""
+        """Report that the source is alive: it waits, or its bytes are ``moving``."""
         now = time.monotonic()
         if now - self._told_alive_s >= at_most_every_s:
             self._told_alive_s = now
             self._pull.report(SourceAlive(self._key, self._pull.stream, moving=moving))
 
 
-# Where blocks of one stream lie until they are hashed: together, where that is cheaper.
-#
-# SHA-256 of several pieces side by side takes half the time (``hashing``). Blocks are kept for that
-# only while more of them are in the kernel already, so nothing ever waits for the network unhashed:
-# on a link that is slower than this process every block is hashed before the next is awaited, and a
-# long chain of hops is as fast as without this. It knows no sockets and no pieces.
+# A pool of receive buffers, so that blocks of several pieces can be hashed together: SHA-256 of
+# several pieces side by side takes half the time (``hashing``). Blocks are kept for that only while
+# the kernel already holds more bytes, so no block waits unhashed for the network: on a link slower
+# than this process every block is hashed before the next one is awaited, and a long chain of hops
+# is as fast as without the pool.
 
 PLACE_BYTES = 1024 * 1024
-PLACES = 6  # 4 MiB at once were faster than 2, and 8 no faster
+PLACES = 6  # 4 MiB at once were faster than 2 MiB, and 8 MiB no faster
 
 
 class Shelf:
-    """Places to receive into; one that was never used takes no memory. One thread uses it."""
+    """Buffers to receive into; unused ones take no memory. For one thread."""
 
     def __init__(self, pacer: Pacer) -> None:
-        # A paced process waits for its own clock: to it, bytes that are here are not yet.
+        # A paced process delays bytes that have arrived, so it never hashes blocks together.
         together = hashing.LANES > 1 and not pacer.paced
         self._small = pacer.block_bytes
         self._large = max(PLACE_BYTES, self._small) if together else self._small
         count = PLACES if together else 1
         memory = mmap.mmap(-1, count * self._large, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Private, for shared pages are a file's. Huge ones were cheaper by no more than the noise.
+        # Private: shared pages belong to a file. Huge pages were no faster beyond the noise.
         room = memoryview(memory)
         self._free = [room[at : at + self._large] for at in range(0, len(room), self._large)]
-        self._used: dict[int, tuple[memoryview, memoryview]] = {}  # block and place, by the block
+        self._used: dict[int, tuple[memoryview, memoryview]] = {}  # block and buffer by id(block)
 
     def block_bytes(self, here: int) -> int:
-        """Return how much to receive next where ``here`` bytes have come: small blocks are hashed
-        while the next one comes, large ones cost fewer calls.
+        """Return how much to receive next when ``here`` bytes have arrived: small blocks are hashed
+        while the next one arrives, large ones cost fewer calls.
         """
         return self._large if here >= self._large else self._small
 
     @property
     def has_room(self) -> bool:
-        """Return whether there is another place."""
+        """Return whether a buffer is free."""
         return bool(self._free)
 
     def room(self, size: int) -> memoryview:
-        """Return a place for ``size`` bytes, at most ``block_bytes``; there must be one."""
+        """Return a buffer of ``size`` bytes, at most ``block_bytes``; requires ``has_room``."""
         place = self._free.pop()
         block = place[:size]
         self._used[id(block)] = block, place
         return block
 
     def take_back(self, blocks: list[memoryview]) -> None:
-        """Use the places of these blocks again."""
+        """Free the buffers of these blocks."""
         self._free.extend(self._used.pop(id(block))[1] for block in blocks)

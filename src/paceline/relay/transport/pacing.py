@@ -1,7 +1,8 @@
-"""A node's NIC as a token bucket: one for each direction, shared by all connections of an agent.
+"""Rate limits: a token bucket per link direction, and receive windows that divide a link.
 
-Bytes are counted where they pass a socket. The burst is small (20 ms or one block), so that what a
-paced loopback takes is what the planner predicts from the link. It knows no sockets.
+One bucket for each direction is shared by all connections of an agent. Bytes are counted where they
+pass a socket. The burst is small (20 ms or one block), so that a transfer over paced loopback takes
+the time that the planner predicts for the link.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from weakref import WeakKeyDictionary
 BURST_S = 0.02
 MIN_BLOCK = 16 * 1024
 BUFFER_S = (
-    0.1  # of the link: what a paced socket may hold unseen. 20 ms idled a busy machine's link
+    0.1  # of the link: the most a paced socket buffers. 20 ms left a busy machine's link idle
 )
 MIN_BUFFER = 128 * 1024
-MAX_BUFFER = 64 * 1024 * 1024  # more no kernel grants, and the call takes no more than 2 GiB
+MAX_BUFFER = 64 * 1024 * 1024  # kernels grant no more, and the call accepts at most 2 GiB
 MAX_BLOCK = 512 * 1024  # larger sub-blocks between recv, hash and write were no faster
 
 
 class Pacer:
-    """Lets through ``link_mbit`` (goodput; None means as fast as possible) and counts bytes."""
+    """Limits a link to ``link_mbit`` (goodput; None means no limit) and counts its bytes."""
 
     def __init__(self, link_mbit: float | None) -> None:
         self._rate = link_mbit * 1e6 / 8 if link_mbit else 0.0
@@ -49,7 +50,7 @@ class Pacer:
 
 
 class RateMeter:
-    """Bytes per second of a growing count, over the time between two looks."""
+    """Bytes per second of a growing count, measured between two calls of ``look``."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -57,7 +58,7 @@ class RateMeter:
         self._rate = 0.0
 
     def look(self, total: int) -> float:
-        """Return the rate since the last look that was at least 50 ms ago."""
+        """Return the rate since the last sample; samples are at least 50 ms apart."""
         now = time.monotonic()
         if now - self._at >= 0.05:
             self._rate = (total - self._seen) / (now - self._at)
@@ -65,41 +66,42 @@ class RateMeter:
         return self._rate
 
 
-# A stream's portion of this worker's link, where the plan gives it several streams.
+# Receive windows divide a worker's link among several streams.
 #
-# Left alone, TCP shares a full link by chance: with two connections to the origin and one to a
+# By itself TCP shares a full link per connection: with two connections to the origin and one to a
 # peer, the peer got a third instead of its half, looked like a straggler, and was moved to the
-# tail. Streams with receive windows in the proportion of their planned rates share it in that
-# proportion, and queues stay short: 8 hosts at 50 Mbit/s lost 20 to 45 % in stripes before, 3 to 12
-# % since. A worker with one source needs none of this; nor does a lane whose window would be larger
-# than the kernel grants, which on fast links is every one.
+# tail. Receive windows in the proportion of the planned rates share the link in that proportion,
+# and queues stay short: 8 hosts at 50 Mbit/s lost 20 to 45 % with stripes before, and 3 to 12 %
+# since. A worker with one source does not need this, nor does a lane whose window would be larger
+# than the kernel grants, which is every lane on fast links.
 
-HOLD_S = 0.035  # of its planned rate: more than a reader's rest, less than a switch's queue
+HOLD_S = 0.035  # of its planned rate: more than a reader's sleep, less than a switch's queue
 LEAST_BYTES = 40_000  # the kernel doubles it, for its own overhead
-MOST_BYTES = 200_000  # what an unprivileged process may ask for
+MOST_BYTES = 200_000  # the most that an unprivileged process may set
 
-Rate = Callable[[], float]  # bytes per second that the plan gives to one of several streams; 0: all
+Rate = Callable[[], float]  # planned bytes per second of one of several streams; 0: no limit
 
 
 def no_limit() -> float:
-    """Return that a stream may take what the link gives."""
+    """Return 0: the stream may use the whole link."""
     return 0.0
 
 
 class Portion:
-    """The receive windows of one stream's connections; ``apply`` before a use of each of them."""
+    """The receive windows of one stream's connections; call ``apply`` before each use of one."""
 
     def __init__(self, rate: Rate) -> None:
         self._rate = rate
         self._windows: WeakKeyDictionary[socket.socket, int] = WeakKeyDictionary()
 
     def apply(self, sock: socket.socket, connections: int = 1) -> None:
-        """Give ``sock`` its window, one of ``connections`` that carry this stream."""
+        """Set the window of ``sock``, one of ``connections`` that carry this stream."""
         planned = self._rate() * HOLD_S / connections
         limited, now = 0 < planned < MOST_BYTES, self._windows.get(sock)
         if not limited and now is None:
-            return  # the kernel's own sizing is at work, and knows better
-        # Once limited, the kernel sizes it no more: then the most has to do.
+            return  # the kernel's automatic sizing is active, and does better
+        # Setting a window ends the kernel's automatic sizing for good, so unlimited then means the
+        # largest window.
         wanted = max(int(planned), LEAST_BYTES) if limited else MOST_BYTES
         if wanted != now:
             self._windows[sock] = wanted

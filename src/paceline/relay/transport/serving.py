@@ -1,9 +1,9 @@
-"""What one peer asked for, and which verified pieces it gets next; the transports carry them.
+"""Serves peers independently of the transport: a peer's requests, the order of pieces, admission.
 
-While none of the requested pieces is verified here the stream is *parked*: it stays open, the peer
-hears four times a deadline that we wait too, and it goes on the moment a piece is verified. That is
-all of cut-through. Nothing unverified is ever sent (I3). One thread runs it. It knows no lanes and
-no plans.
+While none of the requested pieces is verified here, the stream stays open, the peer receives a
+keep-alive four times per deadline, and sending continues as soon as a piece is verified: that is
+cut-through. Unverified pieces are never sent (I3). Also bounds the connections that have not
+authenticated yet and the streams of each peer. It does not depend on lanes or plans.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from paceline.relay.transport.contract import Barred
 
 log = logging.getLogger(__name__)
 
-UNKNOWN_DIGEST_S = 30.0  # a peer may hear of a deployment before this agent does
+UNKNOWN_DIGEST_S = 30.0  # a peer may learn of a deployment before this agent does
 IDLE_S = 120.0  # without any request
-RUN_PIECES = 16  # sent between two looks at what the peer asks
-HEAR_S = 0.02  # how long what a peer says may wait while it is being sent something
-# A session has at most 256 pieces in flight and asks in runs. These bounds keep a peer of tiny
-# requests below a tenth of a core, and its queue below a megabyte.
-MOST_FRAMES = 256  # of a peer that are read every HEAR_S
-MOST_RUNS = 4096  # separate runs of pieces that a peer may wait for at once
-TALLY_S = 0.2  # how old an edge's count may be while a piece is being sent
+RUN_PIECES = 16  # sent between two reads of the peer's messages
+HEAR_S = 0.02  # the longest that a peer's message waits while pieces are sent
+# A session has at most 256 pieces in flight and requests them in runs. These bounds keep a peer
+# that sends tiny requests below a tenth of a core, and its queue below a megabyte.
+MOST_FRAMES = 256  # of a peer, read every HEAR_S
+MOST_RUNS = 4096  # separate requested runs of pieces that a peer may wait for
+TALLY_S = 0.2  # the longest between two updates of an edge's byte count while a run is sent
 
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """A peer says that what it was sent of ``piece`` does not match its digest."""
+    """A peer's report that the bytes of ``piece`` that it received do not match the digest."""
 
     piece: int
 
@@ -48,7 +48,7 @@ Asked = Extent | Complaint
 
 
 class Serving:
-    """One welcomed peer, ``reader``, of the model in ``staging``."""
+    """One stream to an authenticated peer, ``reader``, of the model in ``staging``; one thread."""
 
     def __init__(
         self,
@@ -67,22 +67,22 @@ class Serving:
         self._keepalive_s = keepalive_s
         self._on_rotten = on_rotten
         self._barred, self._admission = barred, admission
-        self._sent = Extents()  # a peer may complain once of each piece it was sent
+        self._sent = Extents()  # a peer may report each piece that it was sent once
         self._since_s = time.monotonic()
         self._counted = 0
 
     def runs(self, asked: Callable[[float], Iterable[Asked]]) -> Generator[Extent | None]:
-        """Yield what to send next, or None where the peer should hear that nothing is there yet.
+        """Yield the next run of pieces to send, or None when a keep-alive is due.
 
-        ``asked(wait_s)`` returns what the peer said meanwhile, and waits for it as long as that.
-        Ends by PeerLost (closed, idle), NotFound (given up), AccessDenied (barred meanwhile) or
-        InvalidFrame. To be closed by whoever leaves it early.
+        ``asked(wait_s)`` returns the peer's messages and waits up to ``wait_s`` for the first.
+        Ends with PeerLost (closed, idle), NotFound (this worker abandoned the model), AccessDenied
+        (revoked) or InvalidFrame. A caller that stops early must close the generator.
         """
         try:
             with self._staging.requests() as requests:
                 yield from self._runs(asked, requests)
         finally:
-            self._staging.edges.rests(self)  # what was under way has gone with the stream
+            self._staging.edges.rests(self)  # the run that was being sent ended with the stream
 
     def _runs(
         self, asked: Callable[[float], Iterable[Asked]], requests: RequestQueue
@@ -102,7 +102,7 @@ class Serving:
                 if not frames:
                     raise PeerLost("the peer asks for nothing")
                 continue
-            more = frames == MOST_FRAMES  # to read, which may ask for what is verified
+            more = frames == MOST_FRAMES  # unread messages may request verified pieces
             run = requests.next(
                 RUN_PIECES, min(HEAR_S, self._keepalive_s) if more else self._keepalive_s
             )
@@ -120,7 +120,7 @@ class Serving:
                 yield None
 
     def carried(self, count: int, last: bool) -> None:
-        """Count bytes of a run that left; time spent waiting for pieces is not part of it."""
+        """Count sent bytes of a run; time spent waiting for pieces is excluded from the rate."""
         self._counted += count
         now = time.monotonic()
         if last or now - self._since_s >= TALLY_S:
@@ -145,20 +145,18 @@ class Serving:
             requests.add(asked)
 
     def _look_at(self, index: int) -> None:
-        """A peer says that a piece of ours is corrupt: was it the wire, or is it this disk?"""
+        """Check a piece that a peer reported corrupt: the fault is the wire or this disk."""
         if self._sent.remove(Extent(index, index + 1)) and self._staging.distrust(index):
             digest = self._staging.manifest.digest
             log.error("piece %d of %s rotted on this disk", index, digest[:12])
             self._on_rotten(digest, index)
 
 
-# Callers of the peer port: those who have not shown yet who they are, and those who have.
-#
-# Anybody may connect. Who is silent, or speaks slowly, must not take a place from a peer: there are
-# places of their own for callers, and where those are full the one that has waited longest makes
-# room. A peer needs milliseconds to show who it is.
+# Bounds on connections before and after authentication. Any host may connect, and a silent or slow
+# one must not take a stream slot from a peer: pending handshakes have slots of their own, and where
+# those are full the oldest is closed. A peer authenticates within milliseconds.
 
-PLACES = 128  # as many as streams, so that a whole fleet may call at once
+PLACES = 128  # pending handshakes; as many as streams, so that a whole fleet may connect at once
 WELCOME_S = 3.0  # from the connection to the proof
 PEER_STREAMS = 32  # of one peer at once: it needs one for each model, and one that just broke
 
@@ -166,7 +164,10 @@ Caller = TypeVar("Caller")
 
 
 class Lobby(Generic[Caller]):
-    """``turn_away(caller)`` ends one, from any thread; whoever serves it notices."""
+    """Connections that have not authenticated yet, each with a deadline; bounded and thread-safe.
+
+    The callback ends a connection from any thread; its serving thread then sees an error.
+    """
 
     def __init__(self, turn_away: Callable[[Caller], None]) -> None:
         self._turn_away = turn_away
@@ -174,14 +175,14 @@ class Lobby(Generic[Caller]):
         self._due_s: dict[Caller, float] = {}
 
     def enter(self, caller: Caller, now_s: float) -> None:
-        """Take ``caller`` in, in place of the one that came first where all places are taken."""
+        """Add ``caller``; where all slots are taken, the oldest connection is ended."""
         with self._lock:
             while len(self._due_s) >= PLACES:
                 self._turn_away_first()
             self._due_s[caller] = now_s + WELCOME_S
 
     def replace(self, caller: Caller, by: Caller) -> None:
-        """Call ``caller`` otherwise from here on; one that is gone stays gone."""
+        """Replace ``caller`` by the object that wraps it; if it was ended, end ``by`` too."""
         with self._lock:
             due_s = self._due_s.pop(caller, None)
             if due_s is None:
@@ -190,12 +191,12 @@ class Lobby(Generic[Caller]):
                 self._due_s[by] = due_s
 
     def leave(self, caller: Caller) -> bool:
-        """Let ``caller`` go on; return False where it was turned away meanwhile."""
+        """Remove ``caller``; return False if it was ended meanwhile."""
         with self._lock:
             return self._due_s.pop(caller, None) is not None
 
     def sweep(self, now_s: float) -> float | None:
-        """Turn away who is late; return when to look again, None where nobody waits."""
+        """End connections past their deadline; return the next deadline, or None."""
         with self._lock:
             for caller, due_s in list(self._due_s.items()):
                 if due_s <= now_s:
@@ -204,7 +205,7 @@ class Lobby(Generic[Caller]):
             return min(self._due_s.values(), default=None)
 
     def close(self) -> None:
-        """Turn everybody away."""
+        """End every pending connection."""
         with self._lock:
             while self._due_s:
                 self._turn_away_first()
@@ -216,9 +217,7 @@ class Lobby(Generic[Caller]):
 
 
 class Seats:
-    """How many streams are served: ``PEER_STREAMS`` of one peer at most, so that no peer takes the
-    places of the others.
-    """
+    """Slots of the streams being served, at most ``PEER_STREAMS`` of one peer."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -226,9 +225,9 @@ class Seats:
 
     @contextmanager
     def taken(self, peer: str, most: int, *, shared: bool = False) -> Iterator[None]:
-        """Hold a place for a stream of ``peer`` among ``most``; raises ServiceUnavailable.
+        """Hold one of ``most`` slots for a stream of ``peer``; raises ServiceUnavailable.
 
-        ``shared`` is a name that several peers go by: only the total is bounded.
+        ``shared``: several peers use this name, so only the total is bounded.
         """
         with self._lock:
             if self._taken.total() >= most:

@@ -1,8 +1,8 @@
-"""Blocking reads and writes with a deadline each: the plain channel, and what both ends share.
+"""Blocking socket I/O with deadlines: the channel contract, plain channels, read coalescing.
 
-A *channel* is a connected socket with whatever protects it; ``tls`` has the other kind. Plain
-timeouts are set in the kernel (SO_RCVTIMEO), so that one ``recv`` with MSG_WAITALL fills a whole
-sub-block, most of which has gathered by then (``lull``).
+A *channel* is a connected socket, plain or with TLS (``tls``). Timeouts of plain channels are set
+in the kernel (SO_RCVTIMEO), so that one ``recv`` with MSG_WAITALL fills a whole block, most of
+which has arrived by then (read coalescing, below).
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from paceline.errors import InvalidFrame, PeerLost
 from paceline.relay.transport.frames import HEADER, Header, Kind, decode
 from paceline.relay.transport.pacing import Pacer
 
-# Letting bytes gather before they are read: few wake-ups, few acknowledgements.
+# Read coalescing: let bytes accumulate before they are read, for fewer wake-ups and ACKs.
 #
 # On a link that is slower than this process every segment would wake the reader, and each read
-# makes the kernel acknowledge: with 8 hosts at 50 Mbit/s that cost a third of the CPU, and
-# acknowledgements took 2.5 % of links that carry the model in both directions. A reader sleeps for
-# about as long as its next block takes instead; SO_RCVLOWAT cannot do that, because below its mark
-# the kernel acknowledges every other segment. On fast links it never sleeps. It knows no sockets.
+# makes the kernel acknowledge: with 8 hosts at 50 Mbit/s that cost a third of the CPU, and ACKs
+# took 2.5 % of links that carry the model in both directions. Instead the reader sleeps for about
+# the time that its next block takes. SO_RCVLOWAT cannot do that: below its mark the kernel
+# acknowledges every other segment. On fast links the reader never sleeps.
 
-LONGEST_S = 0.03  # below the 40 ms after which the kernel acknowledges by itself
+LONGEST_S = 0.03  # below the 40 ms after which the kernel sends a delayed ACK
 SHORTEST_S = 0.0005  # a shorter sleep costs more than it saves
-SHARE = 0.95  # of the expected time: the rest is waited for in the read
-BLOCKED_S = 0.0004  # a read that took longer has waited for the link
+SHARE = 0.95  # of the expected time; the read itself waits for the rest
+BLOCKED_S = 0.0004  # a read that took longer waited for the link
 LEAST_BYTES = 16 * 1024  # less is not worth a sleep
 
 
 class Lull:
-    """How long one reader's next bytes take; one thread uses it."""
+    """Estimates how long one reader's next bytes take, and sleeps for it. For one thread."""
 
     def __init__(self) -> None:
-        self._per_byte_s = 0.0  # 0: not known, or faster than is worth a sleep
+        self._per_byte_s = 0.0  # 0: unknown, or too fast for a sleep
 
     def rests(self, count: int) -> bool:
-        """Return whether ``count`` bytes take so long that a sleep is worth it, were none here."""
+        """Return whether ``count`` bytes that have yet to arrive take long enough for a sleep."""
         return count >= LEAST_BYTES and self._per_byte_s * count * SHARE >= SHORTEST_S
 
     def sleep(self, missing: int) -> bool:
-        """Sleep while ``missing`` bytes come, and return whether the rest of them is close."""
+        """Sleep while ``missing`` bytes arrive; return whether the rest is due within LONGEST_S."""
         if missing < LEAST_BYTES:
             return True
         wait_s = self._per_byte_s * missing * SHARE
@@ -58,7 +58,7 @@ class Lull:
         return wait_s <= LONGEST_S
 
     def read(self, count: int, began_s: float, blocked_s: float) -> None:
-        """Learn from ``count`` bytes that were awaited since ``began_s`` (of the monotonic clock),
+        """Update the estimate: ``count`` bytes were awaited since ``began_s`` (monotonic clock),
         the last ``blocked_s`` of it in the read itself.
         """
         if count < LEAST_BYTES:
@@ -67,7 +67,7 @@ class Lull:
             self._per_byte_s *= 0.5 if self._per_byte_s * count > LONGEST_S else 0.9
             return
         seen = (time.monotonic() - began_s) / count
-        # A pause of the sender is no rate.
+        # Grow at most twofold, so that a pause of the sender does not count as a rate.
         self._per_byte_s = min(seen, 2 * self._per_byte_s) if self._per_byte_s else seen
 
 
@@ -75,7 +75,7 @@ IO_TIMEOUT_S = 10.0  # the longest any single read or write may make no progress
 
 
 class Channel(Protocol):
-    """A connection: one thread reads, any may send whole frames, any may shut it."""
+    """A connection: one thread reads, any thread may send whole frames or shut it."""
 
     @property
     def socket(self) -> socket.socket:
@@ -85,14 +85,14 @@ class Channel(Protocol):
     def receive(
         self, view: memoryview, deadline_s: float, on_some: Callable[[], None] | None = None
     ) -> None:
-        """Fill ``view``; raises PeerLost when the peer closes, resets, or is late.
+        """Fill ``view``; raises PeerLost when the peer closes, resets, or misses the deadline.
 
-        ``on_some`` is called when a timeout passed and something, if not all, arrived meanwhile.
+        ``on_some`` is called after a timeout in which some bytes, but not all, have arrived.
         """
         ...
 
     def send(self, data: bytes, more: bool = False) -> None:
-        """Send all of ``data``; with ``more``, it may leave together with what follows."""
+        """Send all of ``data``; with ``more``, it may be sent together with the next data."""
         ...
 
     def send_file(self, descriptor: int, offset: int, count: int) -> int:
@@ -100,15 +100,15 @@ class Channel(Protocol):
         ...
 
     def readable(self, wait_s: float) -> bool:
-        """Wait for something to read; return whether there is."""
+        """Wait up to ``wait_s`` for data; return whether there is any."""
         ...
 
     def waiting(self) -> int:
-        """Return how many bytes can be received without waiting, at least about."""
+        """Return roughly how many bytes can be received without waiting."""
         ...
 
     def shut(self) -> None:
-        """Wake whoever reads or writes now; the owner closes."""
+        """Shut the connection down and wake threads blocked on it; the owner closes it."""
         ...
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class Channel(Protocol):
 
 
 class PlainChannel:
-    """A socket as it is; see Channel."""
+    """A channel without TLS; see Channel."""
 
     def __init__(self, sock: socket.socket, timeout_s: float = IO_TIMEOUT_S) -> None:
         self._sock = sock
@@ -142,7 +142,7 @@ class PlainChannel:
         while done < len(view):
             try:
                 close, left = True, len(view) - done
-                if self._lull.rests(left):  # else what has gathered is not worth a system call
+                if self._lull.rests(left):  # else asking how much has arrived costs too much
                     close = self._lull.sleep(left - waiting_bytes(self._sock))
                 read_s = time.monotonic()
                 flags = socket.MSG_WAITALL if close else 0
@@ -175,15 +175,15 @@ class PlainChannel:
             raise broken(error) from error
 
     def readable(self, wait_s: float) -> bool:
-        """Wait for something to read; see Channel."""
+        """Wait for data; see Channel."""
         return bool(self._poll.poll(wait_s * 1000))
 
     def waiting(self) -> int:
-        """Return what the kernel has for us; see Channel."""
+        """Return how many received bytes are in the kernel; see Channel."""
         return waiting_bytes(self._sock)
 
     def shut(self) -> None:
-        """Wake whoever reads or writes; see Channel."""
+        """Shut the connection down; see Channel."""
         shut(self._sock)
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class PlainChannel:
 
 
 def configure(sock: socket.socket, pacer: Pacer) -> None:
-    """Send small frames at once, and keep buffers modest where the link is paced."""
+    """Set TCP_NODELAY and, where the link is paced, small buffers."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if pacer.paced:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, pacer.buffer_bytes)
@@ -200,7 +200,10 @@ def configure(sock: socket.socket, pacer: Pacer) -> None:
 
 
 def read_frame(channel: Channel, deadline_s: float, *expected: Kind) -> tuple[Header, bytes]:
-    """Return the next frame and its payload; raises InvalidFrame unless it is ``expected``."""
+    """Return the next frame and its payload; raises InvalidFrame for an unexpected kind.
+
+    An ERROR frame that is not expected raises PeerLost.
+    """
     raw = bytearray(HEADER.size)
     channel.receive(memoryview(raw), deadline_s)
     header = decode(raw)
@@ -215,18 +218,18 @@ def read_frame(channel: Channel, deadline_s: float, *expected: Kind) -> tuple[He
 
 
 def waiting_bytes(sock: socket.socket) -> int:
-    """Return how many bytes the kernel has for ``sock`` that nobody has read."""
+    """Return how many bytes in the kernel's receive buffer of ``sock`` are unread."""
     told = fcntl.ioctl(sock, termios.FIONREAD, bytes(4))
     return int.from_bytes(told, sys.byteorder)
 
 
 def shut(sock: socket.socket) -> None:
-    """Wake whoever reads or writes ``sock`` now; the owner closes it."""
+    """Shut ``sock`` down and wake threads blocked on it; the owner closes it."""
     with suppress(OSError):
-        # Not sock.shutdown: of a TLS socket that would let a thread in recv see raw records.
+        # Not sock.shutdown: on a TLS socket that would let a thread in recv see raw records.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def broken(error: OSError) -> PeerLost:
-    """Return what an error of a connected socket means."""
+    """Return the PeerLost for an error of a connected socket."""
     return PeerLost("the connection broke", got=error.strerror or error)

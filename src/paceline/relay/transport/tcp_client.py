@@ -1,8 +1,8 @@
-"""The peer port's asking side over TCP: one stream from one source, one thread that receives.
+"""The client side of the TCP transport: one stream from one source, with one receiving thread.
 
-Blocks are received into a reused buffer and handed to ``intake``, which judges and writes them: at
-once, or, as long as more of them are here already, several together. The thread that asks is
-another one; a request is a 12-byte frame.
+Blocks are received into reused buffers and passed to ``intake``, which verifies and writes them:
+one at a time, or several together while more have already arrived. Another thread sends the
+requests; a request is a 12-byte frame.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from paceline.relay.transport.sockets import Channel, PlainChannel, configure, r
 from paceline.relay.transport.tls import connect_tls
 
 CONNECT_S = 3.0
-IDLE_S = 600.0  # while nothing is asked for; the other side closes long before
+IDLE_S = 600.0  # while nothing is requested; the server closes long before
 _LEAST_TIMEOUT_S = 0.05
 _NO_DESCRIPTOR_S = 0.05
 
@@ -52,7 +52,7 @@ class PeerStream:
         self._portion = Portion(pull.portion)
         self._shelf = Shelf(pull.pacer)
         self._lock = threading.Lock()
-        self._sock: socket.socket | None = None  # until it is a channel
+        self._sock: socket.socket | None = None  # until the channel exists
         self._channel: Channel | None = None
         self._backlog: list[Extent] = []
         self._ready = False
@@ -60,7 +60,7 @@ class PeerStream:
         self.thread = pull.start(self._run)
 
     def request(self, extent: Extent) -> None:
-        """Ask for pieces; never blocks for long (a request is 12 bytes)."""
+        """Request pieces; never blocks for long (a request is 12 bytes)."""
         with self._lock:
             self._intake.ask(extent)
             if not self._ready:
@@ -71,7 +71,7 @@ class PeerStream:
 
     def close(self) -> None:
         """End the stream; returns at once."""
-        self._closed = True  # before the lock: whoever has it may be waiting for the peer
+        self._closed = True  # without the lock: its holder may be waiting for the peer
         for each in (self._channel, self._sock):
             if isinstance(each, socket.socket):
                 shut(each)
@@ -88,10 +88,10 @@ class PeerStream:
             with self._pull.receiving(lambda: self._closed):
                 channel = self._connect()
                 try:
-                    while not self._closed:  # a shut socket still gives what has arrived
+                    while not self._closed:  # a shut socket still returns bytes that have arrived
                         self._next_frame(channel)
                 finally:
-                    while self._intake.keeps:  # what came before the end counts
+                    while self._intake.keeps:  # pieces that arrived before the end count
                         self._intake.judge()
         finally:
             self._intake.drop()
@@ -135,7 +135,7 @@ class PeerStream:
         return channel
 
     def _socket(self, family: int, deadline_s: float) -> socket.socket:
-        """Return a socket; out of descriptors is this process's trouble, not the source's."""
+        """Return a socket; retries until ``deadline_s`` while no file descriptors are left."""
         while True:
             try:
                 return socket.socket(family)
@@ -158,7 +158,7 @@ class PeerStream:
         raw = bytearray(HEADER.size)
         while self._intake.keeps and channel.waiting() < HEADER.size:
             self._judge(channel)
-        # An idle stream waits as long as the other side lets it; a busy one is bounded here too.
+        # An idle stream waits until the server closes it; a busy one is bounded here too.
         patience_s = intake.SILENCE_S if self._intake.waiting else IDLE_S
         channel.receive(memoryview(raw), time.monotonic() + patience_s)
         header = decode(raw)
@@ -200,7 +200,7 @@ class PeerStream:
             self._judge(channel)
 
     def _judge(self, channel: Channel) -> None:
-        """Do some of the hashing that waits; while any does, nothing is waited for."""
+        """Hash one round of kept blocks, free their buffers and report corrupt pieces."""
         wrong, free = self._intake.judge()
         self._shelf.take_back(free)
         for index in wrong:

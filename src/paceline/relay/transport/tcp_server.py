@@ -1,9 +1,9 @@
-"""The peer port's serving side over TCP: any verified piece to whoever may have it.
+"""The TCP transport and its server: authenticates peers and sends them verified pieces.
 
-A thread a connection. A caller waits in the ``lobby`` until it has shown who it is: it proves that
-it knows the cluster's token, and over TLS its certificate must be that of the worker it says it is.
-What it gets next is ``serving``'s business; here pieces leave straight from the page cache
-(``sendfile``) where the connection is plain.
+One thread per connection. A connection is a pending handshake until the peer has proved that it
+holds the cluster's token and, over TLS, that its certificate is that of the worker id it claims.
+``serving`` selects the pieces; here they are sent from the page cache (``sendfile``) if the
+connection is plain. The client side is in ``tcp_client``.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ log = logging.getLogger(__name__)
 
 MAX_STREAMS = 128
 FRAME_DEADLINE_S = 10.0
-LOOK_S = 1.0  # how long the port waits for a caller at a time
-NO_DESCRIPTOR_S = 0.1  # between two tries to accept while there are no descriptors left
+LOOK_S = 1.0  # timeout of one poll for connections
+NO_DESCRIPTOR_S = 0.1  # between two attempts to accept while no file descriptors are left
 _TLS_HANDSHAKE = b"\x16\x03"
 
 
 class PeerServer:
-    """Listens on ``host:port`` and serves what ``find(digest, wait_s)`` returns."""
+    """Listens on ``host:port`` and serves the models that ``find(digest, wait_s)`` returns."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class PeerServer:
         self._on_rotten = on_rotten
         self._tls = tls
         self._lock = threading.Lock()
-        self._streams: set[socket.socket] = set()  # of peers that were welcomed
+        self._streams: set[socket.socket] = set()  # of authenticated peers
         self._seats = Seats()
         self._lobby: Lobby[socket.socket] = Lobby(shut)
         self._stopping = threading.Event()
@@ -95,7 +95,7 @@ class PeerServer:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def start(self) -> None:
-        """Begin to accept streams."""
+        """Start to accept streams."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -124,7 +124,7 @@ class PeerServer:
             except OSError as error:
                 if self._stopping.is_set():
                     return
-                # Out of descriptors: callers wait in the backlog, running streams go on.
+                # Out of file descriptors: connections wait in the backlog, open streams continue.
                 if not failing:
                     log.warning("cannot accept a peer now: %s", error)
                 failing = True
@@ -157,7 +157,7 @@ class PeerServer:
                 said = encode_payload(Kind.ERROR, str(error).encode()[:500])
                 if channel is not None:
                     channel.send(said)
-                elif sock.fileno() >= 0:  # a caller that speaks plainly to a TLS port
+                elif sock.fileno() >= 0:  # a plain connection to a TLS port
                     sock.send(said)
         finally:
             seen = sock if channel is None else channel.socket
@@ -169,7 +169,7 @@ class PeerServer:
             sock.close()
 
     def _protect(self, sock: socket.socket) -> Channel:
-        """Return the channel of a new caller, told from its first bytes whether it fits."""
+        """Return the channel of a new connection; its first bytes must fit the port's TLS mode."""
         plain = PlainChannel(sock)
         first = sock.recv(HEADER.size, socket.MSG_PEEK)
         if self._tls is not None and first.startswith(encode(Kind.HELLO)[:3]):
@@ -188,7 +188,7 @@ class PeerServer:
         return plain
 
     def _welcome(self, channel: Channel) -> Hello:
-        deadline_s = time.monotonic() + WELCOME_S  # the lobby's own is earlier
+        deadline_s = time.monotonic() + WELCOME_S  # later than the pending handshake's deadline
         hello = decode_hello(read_frame(channel, deadline_s, Kind.HELLO)[1])
         if isinstance(channel, TlsChannel) and channel.peer_id != hello.worker_id:
             raise wrong_identity(channel.peer_id, hello.worker_id)
@@ -202,7 +202,7 @@ class PeerServer:
         return hello
 
     def _seat(self, channel: Channel) -> None:
-        """Give a peer that has shown who it is a place among the streams, and say so."""
+        """Make an authenticated connection a stream and send WELCOME."""
         with self._lock:
             if not self._lobby.leave(channel.socket) or self._stopping.is_set():
                 raise PeerLost("others called meanwhile, or the port is closing")
@@ -241,10 +241,10 @@ class PeerServer:
                 peer.carried(0, last=True)
 
     def _send_piece(self, channel: Channel, descriptor: int, piece: Piece) -> Iterator[int]:
-        # The header leaves in one segment with the first bytes.
+        # The header is sent in one segment with the first bytes.
         channel.send(encode(Kind.PIECE, piece.index, piece.length), more=True)
         offset, stop = piece.file_offset, piece.file_offset + piece.length
-        # Unpaced, the kernel takes the whole piece in one call, and waits for the link itself.
+        # Unpaced, the kernel accepts the whole piece in one call and waits for the link itself.
         longest = self._pacer.block_bytes if self._pacer.paced else piece.length
         while offset < stop:
             block = min(longest, stop - offset)
@@ -257,7 +257,7 @@ class PeerServer:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; raises PortInUse, or InvalidInput where the host is not ours."""
+    """Return a listening socket; raises PortInUse, or InvalidInput if it cannot bind ``host``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host.strip("[]"), port), family=family, backlog=128)
@@ -290,13 +290,10 @@ def _asked(channel: Channel, wait_s: float) -> Iterator[Asked]:
             yield Extent(header.first, header.first + header.second)
 
 
-# The framed TCP transport: ``server`` and ``client`` behind the contract of ``transport``.
-
-
 class TcpTransport:
-    """Frames over TCP, or over mutual TLS 1.3; both sides prove that they know ``token``.
+    """Frames over TCP or mutual TLS 1.3; both sides prove that they hold ``token``.
 
-    Raises InvalidInput where the credentials cannot be used.
+    Raises InvalidInput if the credentials are not usable.
     """
 
     def __init__(self, token: str, tls: TlsSettings | None = None) -> None:
@@ -308,7 +305,7 @@ class TcpTransport:
 
     @property
     def name(self) -> str:
-        """Return what profiles call it."""
+        """Return the transport's name in profiles."""
         return "tcp"
 
     def serve(
@@ -339,7 +336,7 @@ class TcpTransport:
         return PeerStream(pull, self._token, self._client_tls)
 
     def reload(self) -> bool:
-        """Use the credentials' files as they are now; see Transport."""
+        """Read the credential files again; see Transport."""
         if self._tls is not None and self._server_tls is not None:
             self._client_tls = self._tls.context(server=False)  # checks them
             self._server_tls.load_cert_chain(self._tls.cert, self._tls.key)

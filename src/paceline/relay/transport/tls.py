@@ -1,12 +1,12 @@
-"""Mutual TLS on the peer port: TLS 1.3 only, and a certificate that says which worker it is.
+"""Mutual TLS on the peer port: TLS 1.3 only, with certificates that carry the worker id.
 
-Both sides verify the other's certificate against the cluster's authority and compare the worker id
-in it with who they mean: the server with the id in the greeting, the client with the id in its
-plan. A valid certificate of another worker is refused. It issues nothing; see ``identity``.
+Both sides verify the other's certificate against the cluster's authority and compare its worker id
+with the expected one: the server with the id in the greeting, the client with the id in its plan. A
+valid certificate of another worker is refused. Certificates are issued in ``identity``.
 
-One TLS connection may not be used by two threads at once, so each call into it takes a lock, never
-blocks while it has it, and waits outside. Files are read into a reused block and sent from there:
-Python 3.11 offers no kernel TLS, so there is no ``sendfile``.
+Two threads must not use one TLS connection at once, so each call into it takes a lock, does not
+block while it holds the lock, and waits outside. Files are read into a reused block and sent from
+there: Python 3.11 offers no kernel TLS, so there is no ``sendfile``.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from paceline.schemas.access import barred_admission
 from paceline.schemas.base import NAME
 
 URI = "paceline://worker/"
-ADMISSION_URI = "paceline://join/"  # which admission of that worker the certificate comes from
+ADMISSION_URI = "paceline://join/"  # the admission (join) that the certificate was issued for
 SEND_BLOCK = 256 * 1024  # 64 KiB blocks cost 15 % more CPU, 512 KiB no less
-RECORD = 16 * 1024  # the most one holds; part of one cannot be read
-_PLAIN_SHARE = 0.99  # of what is on the wire
+RECORD = 16 * 1024  # the largest TLS record; part of one cannot be read
+_PLAIN_SHARE = 0.99  # plaintext bytes per byte on the wire
 _NAME = re.compile(NAME)
-_LINGER_S = 0.5  # so that an alert is read before the connection is reset
+_LINGER_S = 0.5  # so that the peer reads an alert before the connection is reset
 _SAME = "Set [security] peer_tls the same on every worker."
 _ADMIN = "Issue this worker an identity of this cluster's authority."
 
 
 def valid_name(worker_id: str) -> bool:
-    """Return whether ``worker_id`` may stand in a certificate."""
+    """Return whether ``worker_id`` is valid in a certificate."""
     return bool(_NAME.fullmatch(worker_id))
 
 
 def worker_uri(worker_id: str) -> str:
-    """Return what a certificate calls ``worker_id``."""
+    """Return the URI of ``worker_id`` in a certificate."""
     return URI + worker_id
 
 
 def worker_host_name(worker_id: str) -> str:
-    """Return the host name that stands for ``worker_id`` where only host names are compared."""
+    """Return the host name that represents ``worker_id`` where only host names are compared."""
     return f"{hashlib.sha256(worker_id.encode()).hexdigest()[:40]}.worker.paceline.internal"
 
 
@@ -67,9 +67,9 @@ class TlsSettings:
     key: Path
 
     def read(self) -> tuple[bytes, bytes, bytes]:
-        """Return the three files, the authority's as its one certificate encoded again.
+        """Return the contents of the three files; the authority's certificate is encoded again.
 
-        Raises InvalidInput naming the one that cannot be read, or is no single certificate.
+        Raises InvalidInput with the file that cannot be read, or if ``ca`` is not one certificate.
         """
         found = []
         for path in (self.ca, self.cert, self.key):
@@ -85,14 +85,14 @@ class TlsSettings:
         return one_certificate(found[0], self.ca), found[1], found[2]
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """Return the context of one side; raises InvalidInput where the files are not usable."""
+        """Return one side's SSL context; raises InvalidInput if the files are not usable."""
         authority = self.read()[0].decode()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # a worker is known by its id, wherever it listens
+        context.check_hostname = False  # a worker is identified by its id, wherever it listens
         context.verify_mode = ssl.CERT_REQUIRED
         if server:
-            context.num_tickets = 0  # a stream lives as long as it is useful: nothing to resume
+            context.num_tickets = 0  # streams are long-lived: there is nothing to resume
         try:
             context.load_verify_locations(cadata=authority)
             context.load_cert_chain(self.cert, self.key)
@@ -113,13 +113,13 @@ def peer_ids(certificate_names: Iterable[str]) -> list[str]:
 
 
 def admission_of(certificate_names: Iterable[str]) -> str:
-    """Return what the admission among a certificate's alternative names is barred by; "": none."""
+    """Return the revocation key of the admission in a certificate's alternative names, or ""."""
     found = (each for each in certificate_names if each.startswith(ADMISSION_URI))
     return next((barred_admission(each.removeprefix(ADMISSION_URI)) for each in found), "")
 
 
 class TlsChannel:
-    """A TLS connection after its handshake; see Channel. ``peer_id`` is whom it leads to."""
+    """A TLS connection after its handshake; see Channel. ``peer_id`` is the peer's worker id."""
 
     def __init__(self, sock: ssl.SSLSocket, timeout_s: float = IO_TIMEOUT_S) -> None:
         said: dict[str, Any] = dict(sock.getpeercert() or {})
@@ -132,8 +132,8 @@ class TlsChannel:
         self.peer_id, self.admission = ids[0], admission_of(names)
         self._sock = sock
         self.timeout_s = timeout_s
-        self._lock = threading.Lock()  # held for one call that does not block
-        self._sending = threading.Lock()  # held for one frame: records of two may not mix
+        self._lock = threading.Lock()  # held for one non-blocking call
+        self._sending = threading.Lock()  # held for one frame: records of two frames must not mix
         self._block = memoryview(bytearray(SEND_BLOCK))
         self._lull = Lull()
         self._readable, self._writable = select.poll(), select.poll()
@@ -157,7 +157,7 @@ class TlsChannel:
                 with self._lock:
                     got = self._sock.recv_into(view[done:])
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
-                # Nothing was there a moment ago: what a block takes from here on is the link's.
+                # Nothing had arrived: from here on the time is the link's.
                 self._lull.sleep(len(view) - done)
                 wait_s = time.monotonic()
                 self._wait(error, self.timeout_s)
@@ -179,7 +179,7 @@ class TlsChannel:
         self._lull.read(len(view), began_s, blocked_s)
 
     def send(self, data: bytes | memoryview, more: bool = False) -> None:  # noqa: ARG002
-        """Send all of ``data``, at once: records are not gathered; see Channel."""
+        """Send all of ``data`` at once, ignoring ``more``; see Channel."""
         view = memoryview(data)
         with self._sending:
             while view:
@@ -193,7 +193,7 @@ class TlsChannel:
                     raise refused(error) from error
 
     def send_file(self, descriptor: int, offset: int, count: int) -> int:
-        """Read into the block and send it; see Channel."""
+        """Read part of the file into the reused block and send it; see Channel."""
         try:
             got = os.preadv(descriptor, [self._block[: min(count, SEND_BLOCK)]], offset)
         except OSError as error:
@@ -202,18 +202,18 @@ class TlsChannel:
         return got
 
     def readable(self, wait_s: float) -> bool:
-        """Wait for something to read; see Channel."""
+        """Wait for data; see Channel."""
         with self._lock:
             if self._sock.pending():
                 return True
         return bool(self._readable.poll(wait_s * 1000))
 
     def waiting(self) -> int:
-        """Return what whole records the kernel has for us come to, at least; see Channel."""
+        """Return a lower bound of the plaintext bytes of whole records received; see Channel."""
         return int(waiting_bytes(self._sock) * _PLAIN_SHARE) - RECORD
 
     def shut(self) -> None:
-        """Wake whoever reads or writes; see Channel."""
+        """Shut the connection down; see Channel."""
         shut(self._sock)
 
     def close(self) -> None:
@@ -232,10 +232,10 @@ def accept_tls(
     timeout_s: float,
     on_wrapped: Callable[[ssl.SSLSocket], None] = lambda _made: None,
 ) -> TlsChannel:
-    """Return the channel of a caller; raises AccessDenied where its certificate is not good.
+    """Return the channel of an accepted socket; raises AccessDenied for a bad certificate.
 
-    ``timeout_s`` is of each step of the handshake: who wants a bound on the whole of it shuts the
-    socket that ``on_wrapped`` is given.
+    ``timeout_s`` applies to each step of the handshake. To bound the whole handshake, shut the
+    socket that is passed to ``on_wrapped``.
     """
     sock.settimeout(timeout_s)
     made = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
@@ -255,7 +255,7 @@ def accept_tls(
 def connect_tls(
     sock: socket.socket, context: ssl.SSLContext, worker_id: str, timeout_s: float
 ) -> TlsChannel:
-    """Return the channel to ``worker_id``; raises AccessDenied where it is not that worker."""
+    """Return the channel to ``worker_id``; raises AccessDenied if the peer is not that worker."""
     made = context.wrap_socket(sock, do_handshake_on_connect=False)
     try:
         made.do_handshake()
@@ -275,10 +275,10 @@ def connect_tls(
 def diagnose(
     address: str, tls: TlsSettings | None, worker_id: str, timeout_s: float
 ) -> AccessDenied | None:
-    """Return why a gRPC port turned this worker away, or None where that was not about TLS.
+    """Return the TLS reason why a gRPC port refused this worker, or None if TLS was not the reason.
 
-    gRPC says "Socket closed" whatever the reason was, and its server tells a peer that it refuses
-    nothing at all; so this asks once more. A server that accepts speaks first.
+    gRPC reports "Socket closed" whatever the reason, and its server sends a refused peer no reason;
+    so this connects once more. A server that accepts sends the first bytes.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -322,14 +322,14 @@ def _validity(certificate: Path) -> str:
 
 
 def tls_only(got: str) -> AccessDenied:
-    """Return what a plain caller of a TLS port is told."""
+    """Return the error for a plain connection to a TLS port."""
     return AccessDenied(
         "this peer port speaks TLS only", got=got, wanted="mutual TLS 1.3", do=_SAME
     )
 
 
 def wrong_identity(got: object, wanted: str) -> AccessDenied:
-    """Return what it is called when a good certificate is another worker's."""
+    """Return the error for a valid certificate of another worker."""
     return AccessDenied(
         "the peer's certificate is another worker's",
         got=got,
@@ -339,7 +339,7 @@ def wrong_identity(got: object, wanted: str) -> AccessDenied:
 
 
 def refused(error: OSError) -> PeerLost | AccessDenied:
-    """Return what an error of a TLS connection means."""
+    """Return the PacelineError for an error of a TLS connection."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return AccessDenied(
             "the peer's certificate is not acceptable", got=error.verify_message, do=_ADMIN
@@ -365,7 +365,7 @@ def refused(error: OSError) -> PeerLost | AccessDenied:
 
 
 def _linger(sock: ssl.SSLSocket) -> None:
-    """Let the peer read why it was refused: unread bytes would turn the close into a reset."""
+    """Let the peer read the TLS alert: unread bytes would turn the close into a reset."""
     with suppress(OSError):
         socket.socket.shutdown(sock, socket.SHUT_WR)
         end_s = time.monotonic() + _LINGER_S

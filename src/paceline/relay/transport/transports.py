@@ -1,7 +1,7 @@
-"""Which transport an installation's profile asks for, with which protection.
+"""Creates the transport that a profile configures (TCP or gRPC), with TLS credentials and token.
 
-Plain connections are for loopback, unless the profile says aloud that the network may read along.
-It opens no ports.
+Plain connections are allowed on loopback only, unless the profile explicitly sets
+``peer_tls = "plaintext-anywhere"``. It opens no ports.
 """
 
 from __future__ import annotations
@@ -18,19 +18,15 @@ from paceline.relay.transport.contract import Transport
 from paceline.relay.transport.tcp_server import TcpTransport
 from paceline.relay.transport.tls import TlsSettings, peer_ids
 
-# Whether peers will accept this worker's own credentials: asked before its port is opened.
-#
-# A worker whose certificate is another's, of another authority or out of date would start, register
-# and be planned in, and then be refused by everybody. Knows no sockets: both sides of a handshake
-# run in memory, by the contexts that real connections use.
-
 _ROUNDS = 4  # a handshake of TLS 1.3 takes two
 
 
 def require_own(tls: TlsSettings, worker_id: str) -> None:
-    """Return where ``tls`` shows ``worker_id`` to peers of the same authority.
+    """Check that peers of the same authority will accept ``tls`` as ``worker_id``.
 
-    Raises InvalidInput that says why they would refuse it.
+    Raises InvalidInput with the reason otherwise. Without this check a worker whose certificate is
+    another worker's, of another authority or expired would start, register and be planned in, and
+    then be refused by every peer.
     """
     shown = _shown(tls)
     names = [value for kind, value in shown.get("subjectAltName", ()) if kind == "URI"]
@@ -45,9 +41,12 @@ def require_own(tls: TlsSettings, worker_id: str) -> None:
 
 
 def _shown(tls: TlsSettings) -> dict[str, Any]:
-    """Return the certificate as a peer reads it."""
+    """Return the certificate as a peer reads it, from a TLS handshake in memory.
+
+    The contexts are those of real connections.
+    """
     server, client = tls.context(server=True), tls.context(server=False)
-    server.verify_mode = ssl.CERT_NONE  # one side has to be convinced; the files are the same
+    server.verify_mode = ssl.CERT_NONE  # one side has to verify; both use the same files
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     asking = client.wrap_bio(to_client, to_server)
     showing = server.wrap_bio(to_server, to_client, server_side=True)
@@ -75,8 +74,8 @@ _FILES = ("peer_ca", "peer_cert", "peer_key")
 def transport_for(runtime: Runtime, listen_host: str, worker_id: str) -> Transport:
     """Return the transport of ``worker_id``, which will listen on ``listen_host``.
 
-    Raises InvalidProfile where that would be unprotected, InvalidInput where its files are not
-    usable, or not what peers accept from this worker.
+    Raises InvalidProfile if the port would be unprotected, InvalidInput if the credential files are
+    not usable or peers would not accept them from this worker.
     """
     tls = tls_for(runtime, worker_id)
     if tls is not None:
@@ -109,7 +108,7 @@ def transport_for(runtime: Runtime, listen_host: str, worker_id: str) -> Transpo
 
 
 def tls_for(runtime: Runtime, worker_id: str) -> TlsSettings | None:
-    """Return the credentials that the profile names for ``worker_id``, or None for plain."""
+    """Return the TLS files that the profile names for ``worker_id``, or None for plain TCP."""
     security = runtime.profile.security
     if security.peer_tls == "plaintext-anywhere":
         return None

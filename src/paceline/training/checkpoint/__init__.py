@@ -1,8 +1,8 @@
 """Checkpoints: sharded, asynchronous, atomic, verified before use, several generations.
 
 ``Checkpointer`` saves on every rank; ``resume_newest_healthy`` restores on any layout and any
-number of ranks; ``export`` writes the whole model as safetensors; ``Generations`` is what lies in
-the store, and needs no torch. Knows no loop; when to save is ``training.interval``'s business.
+number of ranks; ``export`` writes the whole model as safetensors; ``Generations`` reads and edits
+a job's checkpoints in the store without torch. ``training.interval`` decides when to save.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""A generation as torch.distributed.checkpoint (DCP) reads one.
+"""Interoperability with torch.distributed.checkpoint (DCP): a reader, and a directory export.
 
 ``PacelineReader`` is a ``StorageReader``: ``dcp.load(state, storage_reader=PacelineReader(place))``
-fills plain tensors and DTensors of any layout, from a disk or S3, and gives out no byte of a file
-whose SHA-256 is not the committed one. Names are those of plain PyTorch: ``model.<parameter>``,
-``optimizer.state.<parameter>.exp_avg`` and ``optimizer.param_groups.…``, flattened or not, as
-``get_optimizer_state_dict`` has them; ``paceline.step`` and ``paceline.job_id`` say whose it is.
+fills plain tensors and DTensors of any layout, from a disk or S3. A file is verified whole against
+its committed SHA-256 before any of its bytes are returned; files that no rank needs are not read.
+``export_dcp`` writes a standard DCP directory.
 
-A file is checked whole by whoever needs a box of it; what nobody asks for is not read.
+Names are those of plain PyTorch: ``model.<parameter>``, ``optimizer.state.<parameter>.exp_avg`` and
+``optimizer.param_groups.…``, flattened or nested as in ``get_optimizer_state_dict``;
+``paceline.step`` and ``paceline.job_id`` identify the checkpoint.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ _PREFIX = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*)?")
 
 @dataclass(frozen=True)
 class Names:
-    """What weights and the optimiser are called in a DCP state; "": at its root."""
+    """Prefixes of weights and optimizer state in a DCP state; "" is the root of the state."""
 
     model: str = "model"
     optimizer: str = "optimizer"
@@ -96,11 +97,11 @@ class Names:
         return (*self._of(self.model), parameter)
 
     def moment(self, moment: str, parameter: str) -> tuple[str, ...]:
-        """Return the path of what the optimiser keeps of a parameter."""
+        """Return the path of an optimizer moment of a parameter."""
         return (*self._of(self.optimizer), "state", parameter, moment)
 
     def told(self, *rest: str | int) -> tuple[str | int, ...]:
-        """Return the path of what the optimiser is told."""
+        """Return the path of an optimizer setting (a parameter group's entry)."""
         return (*self._of(self.optimizer), *rest)
 
     @staticmethod
@@ -110,23 +111,23 @@ class Names:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a generation holds, by the names of a DCP state."""
+    """The tensors and values of a generation, by their names in a DCP state."""
 
     commit: Commit
-    tensors: dict[str, tuple[str, StoredTensor]]  # → its name in the generation, and where it lies
-    values: dict[str, object]  # what is no tensor
-    paths: dict[str, tuple[str | int, ...]]  # of each name in a nested state
+    tensors: dict[str, tuple[str, StoredTensor]]  # → (name in the generation, its chunks)
+    values: dict[str, object]  # entries that are not tensors
+    paths: dict[str, tuple[str | int, ...]]  # name → path in a nested state
 
     @classmethod
     def of(
         cls, generations: Generations, generation: Generation, names: Names, weights_only: bool
     ) -> Contents:
-        """Read marker and index of ``generation``; raises CorruptData unless both are whole."""
+        """Read marker and index of ``generation``; raises CorruptData where either is damaged."""
         commit = generations.commit_of(generation)
         index = generations.index_of(generation, commit)
         found = cls(commit, {}, {}, {})
         models = [name.removeprefix(MODEL) for name in index.tensors if name.startswith(MODEL)]
-        trained: dict[str, int] = {}  # parameters that the optimiser keeps something of
+        trained: dict[str, int] = {}  # an ordered set: parameters with moments
         for name, stored in index.tensors.items():
             kind, _, of = name.partition(".")
             path: tuple[str | int, ...]
@@ -168,7 +169,7 @@ class Contents:
         self.values[joined], self.paths[joined] = value, path
 
     def metadata(self) -> dict[str, STORAGE_TYPES]:
-        """Return what DCP is told of each name."""
+        """Return DCP's metadata of each name."""
         found: dict[str, STORAGE_TYPES] = {name: BytesStorageMetadata() for name in self.values}
         for name, (_, stored) in self.tensors.items():
             chunks = [
@@ -182,7 +183,7 @@ class Contents:
 
 
 def saved_value(value: object) -> io.BytesIO:
-    """Return a value that is no tensor as DCP keeps it."""
+    """Return a value that is not a tensor, serialised as DCP stores it."""
     raw = io.BytesIO()
     torch.save(value, raw)
     raw.seek(0)
@@ -192,13 +193,13 @@ def saved_value(value: object) -> io.BytesIO:
 class PacelineReader(StorageReader):
     """Reads a committed generation for ``dcp.load``.
 
-    ``place`` is a directory or s3:// URL: of one generation, of a job (its newest is read), or a
-    local training's output. S3's endpoint and credentials are those of the environment, or
-    ``store``'s. ``model`` and ``optimizer`` are the keys in your state; "" for its root, as
+    ``place`` is a directory or s3:// URL: of one generation, of a job (its newest is read), or the
+    output directory of a local training. S3's endpoint and credentials come from the environment,
+    or from ``store``. ``model`` and ``optimizer`` are the keys in your state; "" is its root, where
     torchtitan has its weights.
 
-    Raises SourceMissing where there is none; what fails within ``dcp.load`` (CorruptData for a
-    damaged file) comes as DCP's CheckpointException, by rank.
+    Raises SourceMissing where there is no checkpoint. Errors inside ``dcp.load`` (CorruptData for a
+    damaged file) arrive as DCP's CheckpointException, by rank.
     """
 
     def __init__(
@@ -219,18 +220,18 @@ class PacelineReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """Return the URL of what is read."""
+        """Return the URL of the generation."""
         generations, generation = self._found()
         return generations.url_of(generation)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Read another place from now on, where one is given; look again at what is newest."""
+        """Forget the chosen generation; with ``checkpoint_id``, read from there instead."""
         if checkpoint_id is not None:
             self._place, self._step = str(checkpoint_id), None
         self._contents = self._at = None
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """Return what there is, and which generation it is: every rank reads that one."""
+        """Return DCP's metadata; it names the generation, so that every rank reads the same."""
         generations, generation = self._found()
         contents = Contents.of(generations, generation, self._names, weights_only=False)
         return Metadata(
@@ -243,7 +244,7 @@ class PacelineReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any
     ) -> None:
-        """Take the generation that the coordinator chose."""
+        """Use the generation that the coordinator chose."""
         del is_coordinator
         generations, _ = self._found()
         chosen = Generation.named(str(metadata.storage_data))
@@ -252,15 +253,15 @@ class PacelineReader(StorageReader):
         self._contents = Contents.of(generations, chosen, self._names, weights_only=False)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return ``plan``: nothing is to be added."""
+        """Return ``plan`` unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return ``plans``: ranks read by themselves."""
+        """Return ``plans`` unchanged: each rank reads on its own."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what ``plan`` asks for, file by file, each checked before."""
+        """Fill the tensors and values of ``plan``, file by file, each verified first."""
         contents = self._contents
         assert contents is not None
         generations, generation = self._found()
@@ -280,7 +281,7 @@ class PacelineReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this could be one of ours: a directory here, or an S3 URL."""
+        """Return whether the id is a local directory or an S3 URL."""
         return str(checkpoint_id).startswith("s3://") or Path(checkpoint_id).is_dir()
 
     def _found(self) -> tuple[Generations, Generation]:
@@ -290,7 +291,7 @@ class PacelineReader(StorageReader):
 
 
 def _by_file(plan: LoadPlan, contents: Contents) -> dict[str, list[tuple[ReadItem, str]]]:
-    """Return what to read of each file: the item, and the key of the box it is in."""
+    """Return the reads of each file: the item, and the key of the box that contains it."""
     found: dict[str, list[tuple[ReadItem, str]]] = {}
     for item in plan.items:
         if item.type == LoadItemType.BYTE_IO:
@@ -302,11 +303,10 @@ def _by_file(plan: LoadPlan, contents: Contents) -> dict[str, list[tuple[ReadIte
     return found
 
 
-# A generation as a standard DCP directory: ``.metadata`` and ``__0_0.distcp``.
-#
-# Written through DCP's own ``FileSystemWriter`` and planner, box by box: memory holds one box at a
-# time, whatever the model's size. Beside them lie ``SHA256SUMS`` (DCP keeps no digests) and, where
-# it is known, the model's ``config.json``. The directory appears whole or not at all.
+# Export as a standard DCP directory (``.metadata`` and ``__0_0.distcp``) through DCP's own
+# ``FileSystemWriter`` and planner, box by box: memory holds one box at a time, whatever the model's
+# size. ``SHA256SUMS`` (DCP stores no digests) and, if given, the model's ``config.json`` are added.
+# The directory appears whole or not at all.
 
 SUMS_FILE = "SHA256SUMS"
 CONFIG_FILE = "config.json"
@@ -321,11 +321,11 @@ def export_dcp(
     weights_only: bool = False,
     config: bytes = b"",
 ) -> tuple[Commit, int]:
-    """Write ``generation`` into the new ``directory``, every byte checked; return its marker, and
-    how many tensors there are.
+    """Write ``generation`` into the new ``directory``, every byte verified; return its marker and
+    the number of tensors.
 
-    ``config``: a model's config.json to put beside it, b"" for none. Raises CorruptData where a
-    file is not what was committed, Conflict where something is in ``directory`` already.
+    ``config``: the model's config.json to add, b"" for none. Raises CorruptData where a file does
+    not match its commit, Conflict where ``directory`` is not empty.
     """
     directory = directory.absolute()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -359,7 +359,7 @@ def export_dcp(
 
 
 class _Planner(SavePlanner):
-    """Plans to write what a generation holds; reads each box when it is asked for."""
+    """Plans the write of a generation; reads each box when DCP requests it."""
 
     def __init__(self, contents: Contents, files: Files) -> None:
         self._contents, self._files = contents, files
@@ -367,11 +367,11 @@ class _Planner(SavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Do nothing: what is written is no state in memory."""
+        """Do nothing: there is no state in memory to plan for."""
         del state_dict, storage_meta, is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """Return every value and every box, in the order of the files that they lie in."""
+        """Return every value and every box, boxes in the order of their files."""
         items = [
             WriteItem(
                 index=MetadataIndex(name),
@@ -400,17 +400,17 @@ class _Planner(SavePlanner):
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return DCP's own plan, with the path of each name in a nested state."""
+        """Return DCP's default plan, with the path of each name in a nested state."""
         plans, metadata = create_default_global_save_plan(all_plans)
         metadata.planner_data = dict(self._contents.paths)
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Return the bytes of a value, or a box as its checked file holds it."""
+        """Return the bytes of a value, or a box from its verified file."""
         if write_item.type == WriteItemType.BYTE_IO:
             return saved_value(self._contents.values[write_item.index.fqn])
         name, stored = self._contents.tensors[write_item.index.fqn]
@@ -422,7 +422,7 @@ class _Planner(SavePlanner):
 
 @contextlib.contextmanager
 def _translated(where: Path) -> Iterator[None]:
-    """Raise what DCP collected as one of our errors; keep its warnings to one process back."""
+    """Translate DCP's collected errors to ours; suppress its warning about a single process."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -453,7 +453,7 @@ def _of_disk(error: OSError, where: Path) -> PacelineError:
 
 
 def _sum(directory: Path) -> None:
-    """Write the SHA-256 of every file, as ``sha256sum --check`` reads it."""
+    """Write the SHA-256 of every file in the format of ``sha256sum --check``."""
     lines = []
     for path in sorted(directory.iterdir()):
         with path.open("rb") as file:

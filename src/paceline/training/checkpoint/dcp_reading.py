@@ -1,7 +1,7 @@
-"""A standard DCP directory as what a training of ours starts from: weights, and moments if any.
+"""Import of a standard DCP directory as a training's starting point: weights, and moments if any.
 
-Nothing of it is unpickled (``dcp_stored``). Where a ``SHA256SUMS`` lies beside (our own export
-writes one) every file is checked first.
+Nothing is unpickled (``dcp_stored``). Where the directory has a ``SHA256SUMS`` (our export writes
+one), every file is verified first.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from paceline.training.checkpoint.dcp_export import SUMS_FILE
 from paceline.training.checkpoint.dcp_stored import METADATA_FILE, Stored, fill, read_metadata
 
 MAX_SUMS_BYTES = 64 * 1024 * 1024
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # of AdamW, and all that our optimisers keep
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # of AdamW; our optimizers have no others
 _STATE = re.compile(r"(?<![^.])state\.")
 _SUM = re.compile(r"([0-9a-f]{64}) [ *]([^/\0]+)")
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What was read of a DCP directory."""
+    """Tensors read from a DCP directory."""
 
-    weights: dict[str, Tensor]  # by the name in our model
+    weights: dict[str, Tensor]  # by name in our model
     moments: dict[str, Tensor] = field(default_factory=dict)  # "<moment>.<parameter>"
-    prefix: str = ""  # that weights have there
-    cast: int = 0  # weights that have another dtype there
+    prefix: str = ""  # of the weights' names in the directory
+    cast: int = 0  # number of weights stored with another dtype
 
     @property
     def trained(self) -> int:
-        """Return how many parameters bring all that AdamW keeps of them."""
+        """Return the number of parameters with all of AdamW's moments."""
         return len({name.partition(".")[2] for name in self.moments})
 
 
 def is_dcp(directory: Path) -> bool:
-    """Return whether ``directory`` is a checkpoint as ``dcp.save`` writes it."""
+    """Return whether ``directory`` is a checkpoint written by ``dcp.save``."""
     return (directory / METADATA_FILE).is_file()
 
 
 def read_dcp(
     directory: Path, wanted: Mapping[str, Tensor], *, weights_only: bool = False
 ) -> Imported:
-    """Return the weights that ``wanted`` (tensors on the meta device will do) names, as dtype there
-    says, and AdamW's moments of those parameters that have all three.
+    """Return the weights that ``wanted`` names (its tensors may be on the meta device), in its
+    dtypes, and AdamW's moments of the parameters that have all three.
 
-    Whatever stands before the names of weights is found out (``model.``, or nothing). Raises
-    InvalidInput where a weight is missing or has another shape, CorruptData for damaged files.
+    The prefix of the weights' names is detected (``model.``, or none). Raises InvalidInput where a
+    weight is missing or has another shape, CorruptData for damaged files.
     """
     if not is_dcp(directory):
         raise SourceMissing("no DCP checkpoint here", wanted=METADATA_FILE, where=directory)
@@ -85,7 +85,7 @@ def read_dcp(
 
 
 def _states_in(there: Mapping[str, Stored], wanted: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Return the names that end in ``state.<parameter>.<moment>``, by that end without "state."."""
+    """Return the names that end in ``state.<parameter>.<moment>``, by that end without state."""
     found: dict[str, list[str]] = {f"{name}.{each}": [] for name in wanted for each in MOMENTS}
     longest = max(map(len, found)) + len("state.")
     for name in there:
@@ -102,7 +102,7 @@ def _moments_of(
     endings: Mapping[str, list[str]],
     state: dict[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return room for the moments of a parameter, and put it into ``state``; {} unless all fit."""
+    """Allocate the moments of a parameter and add them to ``state``; {} unless all match."""
     found: dict[str, tuple[str, Tensor]] = {}
     for moment in MOMENTS:
         keys = endings[f"{name}.{moment}"]
@@ -117,7 +117,9 @@ def _moments_of(
 
 
 def _prefix_of(there: Mapping[str, Any], names: list[str], where: Path) -> str:
-    """Return what stands before all ``names``; the shortest such, "" where nothing does."""
+    """Return the shortest prefix under which all ``names`` exist ("" for none of them prefixed);
+    raises InvalidInput where there is no such prefix.
+    """
     longest = max(names, key=len)
     prefixes = sorted(
         (key.removesuffix(longest) for key in there if f".{key}".endswith(f".{longest}")), key=len
@@ -138,7 +140,7 @@ def _prefix_of(there: Mapping[str, Any], names: list[str], where: Path) -> str:
 
 
 def _check_sums(directory: Path) -> None:
-    """Raise CorruptData where a file is not what SHA256SUMS says; without it, nothing is known."""
+    """Raise CorruptData where a file does not match SHA256SUMS; without that file, do nothing."""
     path = directory / SUMS_FILE
     if not path.is_file():
         return

@@ -1,9 +1,9 @@
-"""What lies in a DCP directory of unknown origin, and its tensors; nothing of it is unpickled.
+"""Safe reader of a DCP directory of unknown origin: its index and its tensors, without unpickling.
 
-``.metadata`` is read once, as data (``pickled``), into the records below; torch's own readers,
-which unpickle, see none of it. Each box of a tensor lies in a ``.distcp`` file as torch.save wrote
-it: a zip archive whose entries must be stored as they are, with a small pickle (read as data, too)
-that gives the entry, dtype, shape and strides. Values that are no tensors are not read at all.
+``.metadata`` is parsed once as data (``pickled``) into the records below; torch's own readers,
+which unpickle, are not used. Each box of a tensor is in a ``.distcp`` file as torch.save wrote it:
+a zip archive of uncompressed entries with a small pickle (also parsed as data) that gives entry,
+dtype, shape and strides. Values that are not tensors are not read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_METADATA_BYTES = 128 * 1024 * 1024  # about a million boxes
 MAX_NAME = 4096  # characters of a tensor's name
 MAX_SIZE = 1 << 48  # of an axis
 MAX_AXES = 64
-MAX_HEAD_BYTES = 128 * 1024  # of an archive: its directory, and its pickle
+MAX_HEAD_BYTES = 128 * 1024  # of an archive's directory, and of its pickle
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _DTYPES = {str(each).removeprefix("torch."): each for each in DTYPES.values()}
@@ -58,7 +58,7 @@ _IN_METADATA = _ALL_DTYPES | {
     }.items()
     for name in names
 }  # fmt: skip
-_HEADER = struct.Struct("<4s22xHH")  # of an entry: magic, and what lengths name and extra have
+_HEADER = struct.Struct("<4s22xHH")  # of an entry: magic, lengths of name and of extra
 _IN_TENSOR = _ALL_DTYPES | {
     ("torch._utils", "_rebuild_tensor_v2"),
     ("torch._utils", "_rebuild_tensor_v3"),
@@ -70,7 +70,7 @@ _IN_TENSOR = _ALL_DTYPES | {
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor, and which bytes of which file hold it."""
+    """A part of a tensor, and the bytes of the file that hold it."""
 
     offsets: Sizes
     sizes: Sizes
@@ -91,7 +91,7 @@ class Stored:
 def read_metadata(directory: Path) -> dict[str, Stored]:
     """Return the tensors in ``directory`` by name; raises CorruptData, InvalidInput.
 
-    Every file that a box lies in is there, and its name leads nowhere else.
+    Every file that a box refers to exists, and its name has no directory part.
     """
     path = directory / METADATA_FILE
     try:
@@ -126,9 +126,9 @@ def read_metadata(directory: Path) -> dict[str, Stored]:
 
 
 def fill(target: Tensor, stored: Stored, directory: Path, name: str) -> None:
-    """Read every box of ``stored``, the tensor ``name`` with ``target``'s shape, into ``target``.
+    """Read every box of ``stored`` into ``target``, which has its shape; ``name`` is for errors.
 
-    Raises CorruptData unless the boxes tile it and each holds what the metadata say.
+    Raises CorruptData unless the boxes tile the tensor and each matches the metadata.
     """
     boxes = [each for each in stored.boxes if math.prod(each.sizes)]
     whole, volume = target.numel(), sum(math.prod(each.sizes) for each in boxes)
@@ -174,13 +174,13 @@ def _tensors(found: Any) -> dict[str, Stored]:
     for index, info in _items(stored):
         name, offset = _fields(index, "MetadataIndex", "fqn", "offset")
         if offset is None:
-            continue  # no tensor
+            continue  # not a tensor
         file, at, size, how = _fields(
             info, "_StorageInfo", "relative_path", "offset", "length", "transform_descriptors"
         )
         if how:
             raise ValueError("tensors are compressed by an extension of DCP")
-        key = key_of(_of(str, name), _sizes(offset))  # a text: its hash cannot be made to collide
+        key = key_of(_of(str, name), _sizes(offset))  # a str: its hash cannot be made to collide
         if key in places:
             raise ValueError("two places for one box")
         places[key] = (_of(str, file), _count(at), _count(size))
@@ -225,7 +225,7 @@ def _kind(value: Any) -> str:
 
 
 def _fields(value: Any, kind: str, *names: str) -> list[Any]:
-    """Return these fields of a record that is called ``kind``; None for one that it lacks."""
+    """Return these fields of a record of type ``kind``; None for a field that it lacks."""
     if _kind(value) != kind:
         raise TypeError(f"{_kind(value)[:100]} where {kind} belongs")
     state = _of(dict, value.state)
@@ -261,7 +261,7 @@ def _sizes(value: Any) -> Sizes:
 
 
 def _tensor_in(view: _View, dtype: torch.dtype, box: Box) -> Tensor:
-    """Return the tensor that ``view`` holds, an archive that torch.save wrote."""
+    """Return the tensor in ``view``, an archive that torch.save wrote."""
     with zipfile.ZipFile(view) as archive:
         entries = {each.filename: each for each in archive.infolist()}
     (pickled,) = (each for each in entries if each.endswith("/data.pkl"))
@@ -282,7 +282,7 @@ def _tensor_in(view: _View, dtype: torch.dtype, box: Box) -> Tensor:
 
 
 def _layout(head: Any, dtype: torch.dtype, sizes: Sizes) -> tuple[str, int, Sizes]:
-    """Return which entry holds the tensor, its first element there, and its strides."""
+    """Return the entry that holds the tensor, its first element there, and its strides."""
     args = _of(Object, head).args
     untyped = head.by.name == "_rebuild_tensor_v3"
     if head.state is not None or not (untyped or head.by.name == "_rebuild_tensor_v2"):
@@ -302,7 +302,7 @@ def _layout(head: Any, dtype: torch.dtype, sizes: Sizes) -> tuple[str, int, Size
 
 
 def _entry(view: _View, entry: zipfile.ZipInfo) -> tuple[int, int]:
-    """Return where an entry's bytes begin, and how many they are; only stored ones are read."""
+    """Return offset and size of an entry's bytes; raises ValueError for a compressed entry."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
         raise ValueError("an entry is compressed")
     magic, name, extra = _HEADER.unpack(view.bytes(entry.header_offset, _HEADER.size))
@@ -312,7 +312,7 @@ def _entry(view: _View, entry: zipfile.ZipInfo) -> tuple[int, int]:
 
 
 class _View(io.RawIOBase):
-    """So many bytes of a file from ``at``; what zipfile reads of it at once is bounded."""
+    """A window of a file, ``size`` bytes from ``at``; bounds what zipfile reads at once."""
 
     def __init__(self, file: io.BufferedReader, at: int, size: int) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ class _View(io.RawIOBase):
         return found
 
     def bytes(self, at: int, size: int) -> bytes:
-        """Return ``size`` bytes from ``at``: a small part, as a directory is or a pickle."""
+        """Return ``size`` bytes from ``at``, at most MAX_HEAD_BYTES (a directory or a pickle)."""
         if size > MAX_HEAD_BYTES:
             raise ValueError(f"a part of {size} bytes, ≤ {MAX_HEAD_BYTES} wanted")
         found = bytearray(size)

@@ -1,8 +1,8 @@
-"""The whole model as safetensors on rank 0, from any layout, one tensor at a time.
+"""Export of the whole model as safetensors on rank 0, from any layout, one tensor at a time.
 
-The files are byte for byte those of ``models.save_model``: what is published does not depend on how
-it was trained. Beyond the training's own memory rank 0 holds one whole tensor, and no rank sends
-more than its own boxes.
+The files are byte for byte those of ``models.save_model``, so what is published does not depend on
+the layout of the training. Rank 0 needs memory for one whole tensor beyond the training's own; each
+rank sends only its own boxes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEADLINE_S = 600.0
 
 @dataclass(frozen=True)
 class _Whole:
-    """A tensor to export, and which rank sends each box of it."""
+    """A tensor to export, and the rank that sends each box of it."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,9 +56,9 @@ def export(
 ) -> None:
     """Write the model into ``directory`` on rank 0; every rank calls it.
 
-    Weights are written in ``config.torch_dtype``; without a config (a model of one's own) as they
-    are, in one file. Raises InvalidInput on every rank where weights are not finite, TrainingFailed
-    where rank 0 cannot write.
+    Weights are written in ``config.torch_dtype``; without a config (a user's own model) in their
+    own dtypes, in one file. Raises InvalidInput on rank 0 where weights are not finite,
+    TrainingFailed where rank 0 cannot write; TrainingFailed on the other ranks in both cases.
     """
     group = state.group
     live = {
@@ -68,7 +68,7 @@ def export(
     }
     exchange = Exchange(group, deadline_s)
     held = agree_on_held(exchange, chunks_of(live))
-    share_out(held)  # refuses boxes that do not make up their tensors
+    share_out(held)  # raises where boxes do not tile their tensors
     wholes = _wholes(held)
     groups = file_groups(config, list(wholes)) if config else [list(wholes)]
     dtype = getattr(torch, config.torch_dtype) if config else None
@@ -96,9 +96,9 @@ def _write_all(
     exchange: Exchange,
     config: ModelConfig | None,
 ) -> PacelineError | None:
-    """Write every file and what describes them, and return what went wrong.
+    """Write every file, the index and the config; return the error, if any.
 
-    Whatever it is, all that the others send is received: nobody waits for a rank 0 that gave up.
+    After an error it still receives everything that other ranks send, so that none of them blocks.
     """
     wrong: PacelineError | None = None
     dtype = getattr(torch, config.torch_dtype) if config else None
@@ -127,7 +127,7 @@ def _write_all(
 
 
 class _Rest(Exception):
-    """Writing failed; these tensors have not been received yet."""
+    """Writing failed; ``wholes`` are the tensors that are still to be received."""
 
     def __init__(self, error: PacelineError, wholes: Sequence[_Whole]) -> None:
         super().__init__(str(error))
@@ -135,7 +135,8 @@ class _Rest(Exception):
 
 
 def _wholes(held: Held) -> dict[str, _Whole]:
-    """Return every tensor with the lowest rank that holds each box: rank 0 sends least."""
+    """Return every tensor with the lowest rank that holds each box, so that rank 0 reads its own
+    copy where it has one."""
     boxes: dict[str, dict[tuple[int, ...], tuple[int, Chunk]]] = {}
     for number, chunks in enumerate(held.lists):
         rank = held.of_rank.index(number)
@@ -149,7 +150,7 @@ def _wholes(held: Held) -> dict[str, _Whole]:
 
 
 def _in_order(wholes: Sequence[_Whole], dtype: torch.dtype | None) -> list[_Whole]:
-    """Return the tensors of a file as the library orders them: widest first, then by name."""
+    """Return a file's tensors in the order of the safetensors library: widest dtype, then name."""
     return sorted(wholes, key=lambda each: (-(dtype or each.dtype).itemsize, each.name))
 
 
@@ -163,7 +164,7 @@ def _send(
 
 
 def _gather(whole: _Whole, live: Mapping[str, Tensor], exchange: Exchange) -> Tensor:
-    """Return one whole tensor in host memory; on rank 0."""
+    """Return one whole tensor in host memory; called on rank 0."""
     full = torch.empty(whole.shape, dtype=whole.dtype)
     for owner, chunk in whole.boxes:
         box = full
@@ -187,7 +188,7 @@ def _write(
     exchange: Exchange,
     dtype: torch.dtype | None,
 ) -> int:
-    """Write one file and return the bytes of its tensors; raises _Rest where it cannot."""
+    """Write one file and return the bytes of its tensors; raises _Rest on failure."""
     kinds = {each.name: dtype or each.dtype for each in wholes}
     left = list(wholes)
     entries = [

@@ -1,12 +1,12 @@
-"""The generations of one job in a store: what is committed, how one is made, damaged or dropped.
+"""The checkpoint generations of one job in a store: list, read, commit, reject, delete.
 
-A generation is ``<job>/step-NNNNNNNN-XXXXXXXX/`` (step, and a number of this save's own, so that a
-save never writes where another one lies): files of tensors, ``index.json``, and, written last,
-``commit.json``, which names every file with its SHA-256 and carries a digest of itself. Without a
-marker that matches itself and every byte it names there is no generation (I8).
+A generation is ``<job>/step-NNNNNNNN-XXXXXXXX/`` (the step, and a random number per save, so that
+no save overwrites another): files of tensors, ``index.json``, and, written last, ``commit.json``,
+which names every file with its SHA-256 and contains its own digest. A generation exists only if its
+marker matches its own digest and every byte it names (I8).
 
-Needs no torch: a supervisor can list generations too. Knows no ranks: rank 0 commits, rejects and
-collects.
+Does not need torch, so a supervisor can list generations. Does not depend on ranks: rank 0 commits,
+rejects and collects.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from paceline.training.checkpoint.records import (
 log = logging.getLogger(__name__)
 
 REJECTED_KEPT = 2
-LEFTOVER_AGE_S = 3600.0  # of unfinished uploads, before they are dropped
+LEFTOVER_AGE_S = 3600.0  # age at which unfinished uploads are aborted
 _DIRECTORY = re.compile(r"step-(\d{8})-([0-9a-f]{8})")
 
 
@@ -50,25 +50,25 @@ class Generation(NamedTuple):
     """The name of one generation; later steps sort last."""
 
     step: int
-    number: int  # of the save, by chance
+    number: int  # random, one per save
 
     def __str__(self) -> str:
         return f"step-{self.step:08d}-{self.number:08x}"
 
     @classmethod
     def named(cls, name: str) -> Generation | None:
-        """Return the generation whose directory is called ``name``; None where none is."""
+        """Return the generation with the directory ``name``; None for any other name."""
         match = _DIRECTORY.fullmatch(name)
         return cls(int(match[1]), int(match[2], 16)) if match else None
 
 
 @dataclass(frozen=True)
 class Found:
-    """What lies in the store below a job's URL."""
+    """The generations below a job's URL."""
 
     committed: tuple[Generation, ...]  # newest first; none of them verified
     rejected: tuple[Generation, ...]
-    unfinished: tuple[Generation, ...]  # no marker: being written, or left by a save that died
+    unfinished: tuple[Generation, ...]  # no marker: in progress, or left by a failed save
 
 
 class Generations:
@@ -80,10 +80,10 @@ class Generations:
         self._swept = False
         self._losses: dict[Generation, float | None] = {}
 
-    # ── what is there ────────────────────────────────────────────────────────────────────────────
+    # ── listing ──────────────────────────────────────────────────────────────────────────────────
 
     def find(self) -> Found:
-        """Return what is there, each kind newest first."""
+        """Return all generations, each kind newest first."""
         files: dict[Generation, set[str]] = {}
         top = self.url.rstrip("/")
         for info in self.store.list(top):
@@ -99,26 +99,26 @@ class Generations:
         return Found(tuple(committed), tuple(rejected), tuple(unfinished))
 
     def steps(self) -> list[int]:
-        """Return the steps that have a commit marker, newest first; none of them verified."""
+        """Return the steps with a commit marker, newest first; none of them verified."""
         return list(dict.fromkeys(each.step for each in self.find().committed))
 
     def url_of(self, generation: Generation) -> str:
-        """Return where ``generation`` lies."""
+        """Return the URL of ``generation``."""
         return join_url(self.url, str(generation))
 
     def step_url(self, step: int) -> str:
-        """Return where the committed generation of ``step`` lies; raises SourceMissing."""
+        """Return the URL of the committed generation of ``step``; raises SourceMissing."""
         for each in self.find().committed:
             if each.step == step:
                 return self.url_of(each)
         raise SourceMissing("no such checkpoint", got=f"step {step}", where=self.url)
 
-    # ── reading, all of it checked ───────────────────────────────────────────────────────────────
+    # ── verified reads ───────────────────────────────────────────────────────────────────────────
 
     def commit_of(self, generation: Generation, config_digest: str = "") -> Commit:
-        """Return the marker of ``generation``; raises CorruptData unless it matches itself.
+        """Return the marker of ``generation``; raises CorruptData where its digest does not match.
 
-        With ``config_digest``, raises TrainingFailed where it is of another configuration.
+        With ``config_digest``, raises TrainingFailed for a checkpoint of another configuration.
         """
         where = join_url(self.url_of(generation), COMMIT_FILE)
         try:
@@ -143,7 +143,7 @@ class Generations:
         return commit
 
     def index_of(self, generation: Generation, commit: Commit) -> Index:
-        """Return where each tensor lies; raises CorruptData unless it is what was committed."""
+        """Return the index of tensors; raises CorruptData unless it matches the commit."""
         where = join_url(self.url_of(generation), INDEX_FILE)
         saved = commit.files[INDEX_FILE]
         try:
@@ -164,9 +164,9 @@ class Generations:
         return index
 
     def fetch(self, generation: Generation, name: str, saved: SavedFile, directory: Path) -> Path:
-        """Return a path of the file ``name``, every byte checked; raises CorruptData.
+        """Return a path of the file ``name``, every byte verified; raises CorruptData.
 
-        From S3 it is written into ``directory``; on a disk it is read where it lies.
+        A file in S3 is downloaded into ``directory``; a file on disk is read in place.
         """
         where = join_url(self.url_of(generation), name)
         try:
@@ -191,7 +191,7 @@ class Generations:
         return path
 
     def verify(self, generation: Generation, directory: Path) -> Commit:
-        """Return the marker after checking every byte of ``generation``; raises CorruptData."""
+        """Return the marker after verifying every byte of ``generation``; raises CorruptData."""
         commit = self.commit_of(generation)
         self.index_of(generation, commit)
         for name, saved in commit.files.items():
@@ -202,7 +202,7 @@ class Generations:
     # ── writing ──────────────────────────────────────────────────────────────────────────────────
 
     def put_file(self, generation: Generation, name: str, path: Path, saved: SavedFile) -> None:
-        """Store the file at ``path`` as part of a generation that is not committed yet."""
+        """Store the file at ``path`` as part of a generation that is not yet committed."""
         where = join_url(self.url_of(generation), name)
         info = self.store.upload_file(path, where, saved.sha256)
         if info.size != saved.bytes:
@@ -214,9 +214,9 @@ class Generations:
             )
 
     def commit(self, generation: Generation, commit: Commit, index: Index) -> Commit:
-        """Write index and marker, and return the marker; all other files must be there.
+        """Write index and marker, and return the marker; all other files must be stored already.
 
-        Raises CorruptData where one of them is not.
+        Raises CorruptData where one of them is missing.
         """
         where = self.url_of(generation)
         raw = canonical_json(index)
@@ -234,7 +234,7 @@ class Generations:
         return commit
 
     def reject(self, generation: Generation, why: str) -> None:
-        """Move the marker of a generation that is not what it says aside, into rejected.json."""
+        """Withdraw a damaged generation: its marker moves into rejected.json with the reason."""
         where = self.url_of(generation)
         marker = join_url(where, COMMIT_FILE)
         try:
@@ -247,7 +247,7 @@ class Generations:
         log.warning("checkpoint rejected generation=%s why=%s", generation, why)
 
     def why_rejected(self, generation: Generation) -> str:
-        """Return the reason that ``reject`` was given."""
+        """Return the reason that was given to ``reject``."""
         where = join_url(self.url_of(generation), REJECTED_FILE)
         raw = self.store.get_bytes(where, max_bytes=8 * MAX_COMMIT_BYTES)
         try:
@@ -256,7 +256,7 @@ class Generations:
             return f"{REJECTED_FILE} cannot be read"
 
     def remove(self, generation: Generation) -> None:
-        """Delete a generation: its marker first, so that it is never half a checkpoint."""
+        """Delete a generation: the marker first, so that it is never a partial checkpoint."""
         where = self.url_of(generation)
         self.store.delete(join_url(where, COMMIT_FILE))
         self.store.delete_prefix(where)
@@ -264,7 +264,7 @@ class Generations:
 
     def collect(self, newest: int, best: int, last: Generation) -> tuple[Generation, ...]:
         """Keep ``last`` (just committed), the ``newest`` and the ``best`` by held-out loss; return
-        what is kept, oldest first. What saves that died before ``last`` left is removed too.
+        the kept generations, oldest first. Leftovers of failed saves before ``last`` are removed.
         """
         found = self.find()
         others = [each for each in found.committed if each.step != last.step]
@@ -282,7 +282,7 @@ class Generations:
         return tuple(sorted(kept))
 
     def _best(self, committed: Iterable[Generation], count: int) -> list[Generation]:
-        """Return the ``count`` generations of lowest held-out loss; those without one are none."""
+        """Return the ``count`` generations of lowest held-out loss, of those that have one."""
         if not count:
             return []
         losses: list[tuple[float, int, Generation]] = []
@@ -291,7 +291,7 @@ class Generations:
                 try:
                     self._losses[each] = self.commit_of(each).metrics.get(BEST_METRIC)
                 except CorruptData:
-                    self._losses[each] = None  # resuming will reject it when it comes to that
+                    self._losses[each] = None  # a resume rejects it, if it gets that far
             loss = self._losses[each]
             if loss is not None:
                 losses.append((loss, -each.step, each))
@@ -308,13 +308,12 @@ def _damaged(how: str, got: object, wanted: object, where: str) -> CorruptData:
     )
 
 
-# Where generations lie, as people say it: a directory or s3://…, of a training, a job or one save.
-#
-# Needs no torch. Knows no ranks and changes nothing.
+# Resolve a place that a user names (a directory or s3://…, of a training, a job or one save) to
+# generations. Reads only.
 
 
 def store_for(place: str, profile: Profile | None = None) -> ObjectStore:
-    """Return the disk, or for ``s3://…`` the server that ``profile`` and the environment name.
+    """Return a disk store, or for ``s3://…`` the server named by ``profile`` and environment.
 
     Raises AccessDenied where there are no credentials.
     """
@@ -327,8 +326,8 @@ def generations_at(
     place: Path | str, store: ObjectStore | None = None, profile: Profile | None = None
 ) -> Generations:
     """Return the generations of the job at ``place``: its directory or URL, that of one of its
-    generations, or the output directory of a training on this machine (also of one that keeps its
-    checkpoints elsewhere).
+    generations, or the output directory of a local training (also one that stores its checkpoints
+    elsewhere).
 
     Raises SourceMissing where there is none, InvalidInput where there are several jobs.
     """
@@ -346,9 +345,9 @@ def generation_at(
     store: ObjectStore | None = None,
     profile: Profile | None = None,
 ) -> tuple[Generations, Generation]:
-    """Return the generation that ``place`` is, else that of ``step``, else the newest committed.
+    """Return the generation at ``place``, else that of ``step``, else the newest committed.
 
-    Nothing of it was verified yet. Raises SourceMissing where there is none.
+    It is not verified. Raises SourceMissing where there is none.
     """
     generations = generations_at(place, store, profile)
     named = Generation.named(str(place).rstrip("/").rpartition("/")[2])
@@ -370,7 +369,7 @@ def generation_at(
 
 
 def _job_below(place: Path) -> str:
-    """Return the URL of the job that ``place`` is or, as a training's output, tells of."""
+    """Return the URL of the job at ``place``: a job's directory, or a training's output."""
     if not place.is_dir():
         raise SourceMissing("no such directory", got=place, wanted="checkpoints of a training")
     if not (place / "checkpoints").is_dir():
@@ -395,9 +394,9 @@ def _job_below(place: Path) -> str:
 
 
 def _kept_at(record: Path) -> str | None:
-    """Return where the generations lie of the job whose directory this is; None without any.
+    """Return the URL of the generations of the job with this directory; None without any.
 
-    A training that keeps them elsewhere has its job there alone.
+    Where a training stores them elsewhere, the directory holds only its ``job.json``.
     """
     if any(Generation.named(each.name) for each in record.iterdir()):
         return DiskStore.url_of(record)

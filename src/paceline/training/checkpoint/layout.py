@@ -1,8 +1,8 @@
-"""Which rank writes which box of which tensor, and which boxes a rank needs to read.
+"""Layout of a sharded checkpoint: the boxes of each tensor that a rank writes, and those it reads.
 
-torch.distributed.checkpoint says which box of a DTensor lies here and how saved boxes meet wanted
-ones; what several ranks hold is written once, by the least loaded of them. Pure: no I/O, and every
-rank computes the same from the same lists.
+torch.distributed.checkpoint computes the local box of a DTensor and how saved boxes intersect
+wanted ones. A box that several ranks hold is written once, by the least loaded of them. Pure: no
+I/O, and every rank computes the same result from the same lists.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: what a rank holds, or is to write."""
+    """A box of a tensor that a rank holds or writes."""
 
     tensor: str
     dtype: str
@@ -56,17 +56,17 @@ class Chunk:
 
     @property
     def key(self) -> str:
-        """Return its name in a file."""
+        """Return the box's name in a file."""
         return key_of(self.tensor, self.offsets)
 
     @property
     def bytes(self) -> int:
-        """Return its size in bytes."""
+        """Return the box's size in bytes."""
         return math.prod(self.sizes) * DTYPES[self.dtype].itemsize
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return safetensors' name of ``dtype``; raises TrainingFailed where it has none."""
+    """Return the safetensors name of ``dtype``; raises TrainingFailed where there is none."""
     try:
         return _NAMES[dtype]
     except KeyError as error:
@@ -79,7 +79,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def box_of(tensor: Tensor) -> tuple[Sizes, Sizes]:
-    """Return offsets and sizes of the box that lies here."""
+    """Return offsets and sizes of the local box."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call] # DCP's protocol
@@ -87,7 +87,7 @@ def box_of(tensor: Tensor) -> tuple[Sizes, Sizes]:
 
 
 def chunks_of(tensors: Mapping[str, Tensor]) -> list[Chunk]:
-    """Return this rank's boxes, sorted by name; empty ones are left out."""
+    """Return this rank's boxes, sorted by name, without empty ones."""
     found = []
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -101,23 +101,23 @@ def chunks_of(tensors: Mapping[str, Tensor]) -> list[Chunk]:
 
 @dataclass(frozen=True)
 class Held:
-    """What every rank holds; replicas hold the same, so that it is written down once."""
+    """The boxes that every rank holds; replicas share one list."""
 
     lists: tuple[tuple[Chunk, ...], ...]
-    of_rank: tuple[int, ...]  # which list each rank holds
+    of_rank: tuple[int, ...]  # index into ``lists``, by rank
 
     @classmethod
     def of(cls, held: Sequence[Sequence[Chunk]]) -> Held:
-        """Return it from what each rank holds."""
+        """Return it from the boxes of each rank."""
         numbers: dict[tuple[Chunk, ...], int] = {}
         of_rank = tuple(numbers.setdefault(tuple(each), len(numbers)) for each in held)
         return cls(tuple(numbers), of_rank)
 
 
 def share_out(held: Held) -> list[list[Chunk]]:
-    """Return what each rank writes, so that every box is written once.
+    """Return the boxes that each rank writes, so that every box is written once.
 
-    A box that several hold goes to the least loaded of them, the largest first. Raises
+    A box that several ranks hold goes to the least loaded of them, the largest first. Raises
     TrainingFailed unless the boxes of each tensor tile it.
     """
     owners: dict[Chunk, list[int]] = {}
@@ -125,7 +125,7 @@ def share_out(held: Held) -> list[list[Chunk]]:
         for chunk in chunks:
             owners.setdefault(chunk, []).append(number)
     _require_tiling(owners)
-    # The ranks of each list, the least loaded first. A rank is in one list only.
+    # A heap of (load, rank) for each list. A rank is in one list only.
     loads: list[list[tuple[int, int]]] = [[] for _ in held.lists]
     for rank, number in enumerate(held.of_rank):
         loads[number].append((0, rank))
@@ -144,12 +144,12 @@ def share_out(held: Held) -> list[list[Chunk]]:
 
 
 def file_of(rank: int, world_size: int) -> str:
-    """Return the name of a rank's file."""
+    """Return the name of the file that ``rank`` writes."""
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def index_of(written: Sequence[Sequence[Chunk]]) -> Index:
-    """Return where each tensor lies when rank i writes ``written[i]``."""
+    """Return the index of a checkpoint in which rank i writes ``written[i]``."""
     found: dict[str, tuple[Chunk, list[StoredChunk]]] = {}
     for rank, chunks in enumerate(written):
         file = file_of(rank, len(written))
@@ -193,7 +193,7 @@ def _require_tiling(chunks: Mapping[Chunk, object]) -> None:
 
 @dataclass(frozen=True)
 class Read:
-    """Copy a box of a saved chunk to a box of what lies here; offsets within each of them."""
+    """Copy a part of a saved box to a part of a local one; offsets are relative to each box."""
 
     file: str
     key: str
@@ -203,7 +203,7 @@ class Read:
 
 
 def reads_for(name: str, stored: StoredTensor, wanted: Tensor) -> Iterator[Read]:
-    """Yield what fills the part of ``wanted`` that lies here from the tensor as it was saved."""
+    """Yield the reads that fill the local part of ``wanted`` from the saved tensor."""
     if isinstance(wanted, DTensor) and wanted.device_mesh.get_coordinate() is None:
         return
     offsets, sizes = box_of(wanted)
@@ -230,13 +230,13 @@ def reads_for(name: str, stored: StoredTensor, wanted: Tensor) -> Iterator[Read]
 
 
 def to_bytes(chunks: Sequence[Chunk]) -> bytes:
-    """Return ``chunks`` as another rank can read them."""
+    """Return ``chunks`` as compressed JSON, for another rank."""
     rows = [[c.tensor, c.dtype, c.shape, c.offsets, c.sizes] for c in chunks]
     return zlib.compress(json.dumps(rows, separators=(",", ":")).encode())
 
 
 def from_bytes(raw: bytes) -> tuple[Chunk, ...]:
-    """Return what ``to_bytes`` was given."""
+    """Return the chunks that ``to_bytes`` serialised."""
     return tuple(
         Chunk(name, dtype, tuple(shape), tuple(offsets), tuple(sizes))
         for name, dtype, shape, offsets, sizes in json.loads(zlib.decompress(raw))

@@ -1,10 +1,10 @@
-"""A pickle read as data: the names and values in it, none of them looked up, made or called.
+"""A pickle parsed as data: names and values only; nothing is imported, constructed or called.
 
-``parse`` interprets the opcodes that torch writes into ``.metadata`` and into the file of a tensor,
-and no others. A global is a ``Global`` (two strings), a call or an instance is an ``Object`` (what
-would be called, its arguments, its state). No class or function of this process is reachable from a
-pickle, so it can neither run code nor leave state behind, whatever its opcodes are. Time is linear
-in the bytes; memory is bounded by ``MAX_OBJECTS`` and the bytes themselves.
+``parse`` interprets the opcodes that torch writes into ``.metadata`` and into a tensor's file, and
+no others. A global becomes a ``Global`` (two strings), a call or an instance an ``Object`` (the
+callable's name, its arguments, its state). A pickle cannot reach a class or function of this
+process, so it can neither run code nor leave state behind, whatever its opcodes. Time is linear in
+the bytes; memory is bounded by ``MAX_OBJECTS`` and the bytes themselves.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from paceline.errors import CorruptData, InvalidInput
 
-MAX_OBJECTS = 16_000_000  # texts, lists, dicts, tuples, objects: about 1.3 GB
-MAX_DEPTH = 64  # of marks; DCP needs six
+MAX_OBJECTS = 16_000_000  # strings, lists, dicts, tuples, objects: about 1.3 GB
+MAX_DEPTH = 64  # of nested marks; DCP needs six
 
 
 class Global(NamedTuple):
@@ -29,7 +29,7 @@ class Global(NamedTuple):
 
 
 class Object:
-    """What a pickle would make: a call of ``by`` with ``args``, then ``state`` given to it."""
+    """A call that a pickle requests: ``by`` with ``args``, then ``state`` set on the result."""
 
     __slots__ = ("args", "by", "state")
 
@@ -38,15 +38,15 @@ class Object:
         self.state: Any = None
 
 
-PERSISTENT = Global("", "persistent id")  # ``by`` of what a pickle keeps outside of itself
+PERSISTENT = Global("", "persistent id")  # ``by`` of a reference to data outside the pickle
 
 
 def parse(data: bytes, names: Collection[tuple[str, str]], where: Path) -> Any:
-    """Return what the pickle ``data`` holds, of dicts, lists, tuples, plain values and Objects.
+    """Return the content of the pickle ``data``: dicts, lists, tuples, plain values and Objects.
 
-    ``names`` are the globals that it may name; errors name the file ``where``. Raises InvalidInput
-    for any other global, CorruptData for opcodes that torch does not write, and for a pickle that
-    is damaged or too large.
+    ``names`` are the allowed globals; errors name the file ``where``. Raises InvalidInput for any
+    other global, CorruptData for opcodes that torch does not write, and for a pickle that is
+    damaged or too large.
     """
     machine = _Machine(data, names, where)
     try:
@@ -185,7 +185,7 @@ class _Machine:
             self._set(into, key, value)
 
     def _set(self, into: dict[Any, Any], key: Any, value: Any) -> None:
-        # Of keys, only these have a hash that a file cannot make collide (or recur without end).
+        # Only keys of these types have a hash that a file cannot force to collide (or to recurse).
         if type(key) not in (str, Object):
             raise TypeError(f"{type(key).__name__} as a key")
         into[key] = value

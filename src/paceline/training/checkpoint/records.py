@@ -1,6 +1,6 @@
-"""What stands beside the tensors of a generation: commit marker, index, and why one was rejected.
+"""JSON records of a checkpoint generation: commit marker, index of tensors, rejection.
 
-All of it is JSON with a digest; nothing here is ever pickled. Knows no torch and no store.
+Each carries or is covered by a digest; nothing is pickled. Imports neither torch nor a store.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COMMIT_FILE = "commit.json"
 INDEX_FILE = "index.json"
 REJECTED_FILE = "rejected.json"
 RANDOMNESS = "a function of (seed, step, row); no generator state"
-BEST_METRIC = "held_out_loss"  # of ``Commit.metrics``; the lower, the better
+BEST_METRIC = "held_out_loss"  # key in ``Commit.metrics``; lower is better
 MAX_COMMIT_BYTES = 16 * 1024 * 1024
 MAX_INDEX_BYTES = 256 * 1024 * 1024  # about three million boxes
 
@@ -34,35 +34,35 @@ class SavedFile(Record):
 
 
 class Commit(Record):
-    """The marker that makes a generation real; written last."""
+    """The marker that commits a generation; written last."""
 
     format: int = 2
     job_id: Name
     step: int = Field(ge=0)
-    position: dict[str, Any]  # of the data stream: where it goes on, for any number of ranks
+    position: dict[str, Any]  # of the data stream, valid for any number of ranks
     config_digest: Sha256
     code_version: str
     randomness: str = RANDOMNESS
     world_size: int = Field(ge=1)
-    layout: dict[str, int]  # dp, shard, tp, pp; {} where the mesh does not say
+    layout: dict[str, int]  # dp, shard, tp, pp; {} where unknown
     metrics: dict[str, float]
     environment: dict[str, Any]
-    extra: dict[str, Any]  # what is no tensor of ``TrainState.extra``
-    files: dict[FileName, SavedFile]  # all of them but this marker
+    extra: dict[str, Any]  # entries of ``TrainState.extra`` that are not tensors
+    files: dict[FileName, SavedFile]  # all files but this marker
     digest: str = ""  # of this record with ``digest`` empty
 
     def sealed(self) -> Commit:
-        """Return the commit with its own digest in it."""
+        """Return the commit with its own digest filled in."""
         return self.model_copy(update={"digest": digest_of(self.model_copy(update={"digest": ""}))})
 
     @property
     def bytes(self) -> int:
-        """Return how many bytes the generation's files hold."""
+        """Return the total bytes of the generation's files."""
         return sum(each.bytes for each in self.files.values())
 
 
 class StoredChunk(Record):
-    """A box of a tensor and the file that holds it, under ``key_of(tensor, offsets)``."""
+    """A box of a tensor, and the file that holds it under ``key_of(tensor, offsets)``."""
 
     file: FileName
     offsets: Sizes
@@ -70,7 +70,7 @@ class StoredChunk(Record):
 
 
 class StoredTensor(Record):
-    """A whole tensor: its boxes tile it."""
+    """A whole tensor; its boxes tile it."""
 
     dtype: DTypeName
     shape: Sizes
@@ -93,26 +93,26 @@ class StoredTensor(Record):
 
 
 class Groups(Record):
-    """What an optimiser was told, of the parameters it treats alike; {}: it has none of those."""
+    """Optimizer settings (rates, decay) of two parameter groups; {} for a group without members."""
 
-    matrices: dict[str, Any] = {}  # of two dimensions and more
+    matrices: dict[str, Any] = {}  # parameters of two dimensions and more
     vectors: dict[str, Any] = {}
 
 
 class Index(Record):
-    """Where each tensor of a generation lies."""
+    """The location of each tensor of a generation."""
 
     tensors: dict[str, StoredTensor]
-    groups: Groups | None = None  # None: of a save before there were any
+    groups: Groups | None = None  # None: saved by a version without groups
 
 
 class Rejected(Record):
-    """Why a generation is no longer offered, and the marker it had."""
+    """The reason why a generation was rejected, and its former marker."""
 
     why: str
-    marker: str  # as it was read, possibly damaged
+    marker: str  # as read, possibly damaged
 
 
 def key_of(tensor: str, offsets: Sizes) -> str:
-    """Return the name of a box within its safetensors file."""
+    """Return the name of a box in its safetensors file."""
     return f"{tensor}@{','.join(map(str, offsets))}"

@@ -1,8 +1,8 @@
-"""Starting up, which is the same as recovering: a fresh start is a resume from nothing.
+"""Resume from the newest healthy checkpoint; a fresh start is a resume from nothing.
 
-All ranks agree on the newest generation of which every byte is what was committed, and only then
-is anything loaded: each box of each tensor from wherever it lies into wherever it is wanted, so
-that the layout and the number of ranks may be others than those that saved.
+All ranks agree on the newest generation of which every byte matches its commit; only then is
+anything loaded. Each box of each tensor is copied from where it was saved to where this layout
+wants it, so layout and number of ranks may differ from those that saved.
 """
 
 from __future__ import annotations
@@ -40,11 +40,6 @@ from paceline.training.checkpoint.records import INDEX_FILE, Commit, Index, Save
 from paceline.training.checkpoint.staging import Staging
 from paceline.training.checkpoint.stateful import EXTRA, KEPT, MODEL, TrainState
 
-# A generation of step 0 out of whole tensors in memory: where a training that resumes begins.
-#
-# One process writes it before any rank is started; ranks of every layout then resume it like any
-# other. Its position is empty: the data begin at their beginning.
-
 
 def seed_generation(
     generations: Generations,
@@ -55,9 +50,12 @@ def seed_generation(
     code_version: str,
     source: Mapping[str, Any],
 ) -> Commit:
-    """Commit ``tensors`` (named as ``TrainState`` names them) as step 0; return the marker.
+    """Commit ``tensors`` (named as in ``TrainState``) as step 0; return the marker.
 
-    ``source`` says where they come from. Raises TrainingFailed where a number is not finite.
+    For a training that starts from given weights: one process calls it before any rank starts, and
+    ranks of every layout then resume from it. The position is empty: data start at the beginning.
+    ``source`` describes where the tensors come from. Raises TrainingFailed where a number is not
+    finite.
     """
     written = share_out(Held.of([chunks_of(tensors)]))
     staging = Staging(written[0])
@@ -82,13 +80,11 @@ def seed_generation(
     return generations.commit(generation, commit, index_of(written))
 
 
-# Files of a generation, each checked byte by byte before it is opened, then read box by box.
-
-
 class Files:
-    """Files of one generation, one open at a time; use it in a ``with``.
+    """Verified files of one generation, one open at a time; a context manager.
 
-    What comes from S3 lies below ``work_dir`` until another file is asked for.
+    A file is verified whole before it is opened. A file from S3 is kept below ``work_dir`` until
+    another one is opened.
     """
 
     def __init__(
@@ -114,7 +110,7 @@ class Files:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def opened(self, name: str) -> Any:
-        """Return the file ``name`` for ``box_in``; raises CorruptData unless it is as committed."""
+        """Return the file ``name`` for ``box_in``; raises CorruptData unless it matches."""
         if name != self._name:
             self._closing.close()
             self._name = ""
@@ -130,7 +126,7 @@ class Files:
 
 @contextlib.contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file for ``box_in``; raises CorruptData where it is none."""
+    """Open a safetensors file for ``box_in``; raises CorruptData for any other content."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -156,12 +152,12 @@ _NONE, _UNREADABLE = -1, -2
 
 @dataclass(frozen=True)
 class Restored:
-    """Where a checkpoint left off."""
+    """The point at which a checkpoint was saved."""
 
     step: int
     position: dict[str, Any]
     metrics: dict[str, float]
-    extra: dict[str, Any]  # what was no tensor of ``TrainState.extra``
+    extra: dict[str, Any]  # entries of ``TrainState.extra`` that are not tensors
     world_size: int
     layout: dict[str, int]
     digest: str
@@ -179,9 +175,9 @@ def resume_newest_healthy(
     """Restore the newest healthy generation on every rank; None where there is none.
 
     A damaged one is rejected (rank 0 moves its marker aside) and the one before is tried. A store
-    that does not answer raises; it is no reason to throw a checkpoint away. Raises TrainingFailed
-    where the newest is of another configuration or another model. Nothing is changed before every
-    byte was checked on all ranks.
+    that does not answer raises: that is no reason to reject a checkpoint. Raises TrainingFailed
+    where the newest is of another configuration or another model. Nothing changes before every
+    byte was verified on all ranks.
     """
     directory = work_dir / "resume"
     for _ in range(MAX_GENERATIONS_TRIED):
@@ -197,7 +193,7 @@ def resume_newest_healthy(
         except PacelineError as caught:
             error = caught
         damaged = isinstance(error, CorruptData)
-        # Every rank has tried before the marker goes, so none of them mistakes its absence.
+        # Every rank has checked before the marker is moved, so none finds it missing.
         bad, refused, away = state.group.sums(
             [
                 float(damaged),
@@ -227,12 +223,12 @@ class _Checked:
     commit: Commit
     files: dict[str, Path]
     plan: list[tuple[Tensor, list[Read]]]
-    fresh: dict[tuple[str, str], Tensor]  # (parameter, moment) → what the optimiser gets
-    kept: dict[str, Tensor]  # what ``TrainState.keeps`` get
+    fresh: dict[tuple[str, str], Tensor]  # (parameter, moment) → the optimizer's new state
+    kept: dict[str, Tensor]  # new state of ``TrainState.keeps``
 
 
 def _newest(generations: Generations, state: TrainState) -> Generation | None:
-    """Return the newest committed generation; rank 0 looks, the others hear."""
+    """Return the newest committed generation; rank 0 lists the store and broadcasts the result."""
     group = state.group
     step, number, error = _NONE, 0, None
     if group.rank == 0:
@@ -262,9 +258,9 @@ def _check(
     config_digest: str,
     directory: Path,
 ) -> _Checked:
-    """Verify this rank's share of the files and whatever it needs, and plan what to load.
+    """Verify this rank's share of the files and all that it reads, and plan the load.
 
-    Every file is verified by some rank.
+    Together the ranks verify every file.
     """
     commit = generations.commit_of(generation, config_digest)
     index = generations.index_of(generation, commit)
@@ -290,7 +286,7 @@ def _require_whole(index: Index, where: str) -> None:
 
 
 def _room_to_keep(index: Index, state: TrainState) -> dict[str, Tensor]:
-    """Return room for what was kept beside model and optimiser and is wanted here."""
+    """Allocate the tensors of further state (``kept.…``) that this rank wants."""
     return {
         name: torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
         for name, stored in index.tensors.items()
@@ -302,7 +298,7 @@ def _room_to_keep(index: Index, state: TrainState) -> dict[str, Tensor]:
 def _plan(
     index: Index, state: TrainState, kept: dict[str, Tensor], where: str
 ) -> tuple[list[tuple[Tensor, list[Read]]], dict[tuple[str, str], Tensor]]:
-    """Return what to read into which tensor, and the optimiser's state as it will be."""
+    """Return the reads of each target tensor, and the optimizer's new state."""
     targets: dict[str, Tensor] = {
         name: tensor for name, tensor in state.tensors().items() if name.startswith(MODEL)
     }
@@ -343,7 +339,7 @@ def _plan(
 
 
 def _moments(index: Index) -> dict[str, list[str]]:
-    """Return what the optimiser kept of each parameter."""
+    """Return the names of the saved moments of each parameter."""
     models = {name.removeprefix(MODEL) for name in index.tensors if name.startswith(MODEL)}
     found: dict[str, list[str]] = {}
     for name in sorted(index.tensors):
@@ -356,13 +352,13 @@ def _moments(index: Index) -> dict[str, list[str]]:
 def _room_for(
     stored: StoredTensor, parameter: Tensor, present: object, on_device: bool = False
 ) -> Tensor:
-    """Return a new tensor for a moment: laid out as the parameter where it has its shape."""
+    """Return a new tensor for a moment: laid out as its parameter where the shapes are equal."""
     dtype = DTYPES[stored.dtype]
     if stored.shape == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     if isinstance(present, Tensor):
         device = present.device
-    else:  # a count of steps: on the host, save where the kernel that updates counts itself
+    else:  # a count of steps: on the host, unless a fused kernel counts on the device
         device = parameter.device if on_device else torch.device("cpu")
     return torch.empty(stored.shape, dtype=dtype, device=device)
 
@@ -377,7 +373,7 @@ def _another_model(got: str, where: str) -> TrainingFailed:
 
 
 def _load(checked: _Checked, state: TrainState) -> None:
-    """Copy every box to where it is wanted; raises CorruptData where a verified file is odd."""
+    """Copy every box to its target; raises CorruptData where a verified file cannot be read."""
     with contextlib.ExitStack() as stack, torch.no_grad():
         opened: dict[str, Any] = {}
         for target, reads in checked.plan:

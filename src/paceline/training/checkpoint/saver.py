@@ -1,9 +1,9 @@
-"""Saving, as the thread that trains sees it: when, one copy, and what became of it.
+"""Asynchronous checkpoints as the training thread sees them: when to save, the copy, the result.
 
-``save`` blocks training for one copy into buffers that are used again; a thread does the rest
-(``writer``). One save is in flight at most: a due save that finds one is put off and counted, so a
-slow store lengthens the interval and never stops training. Every method is called on every rank, in
-the same order.
+``save`` blocks training for one copy into reused buffers; a thread does the rest (``writer``). At
+most one save is in flight: a save that is due meanwhile is postponed and counted, so a slow store
+lengthens the interval and never stops training. Every method is called on every rank, in the same
+order.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from paceline.training.interval import Alert, Failures, Interval
 
 log = logging.getLogger(__name__)
 
-MOST_FAILED = 2  # saves in a row that fail for good (no permission) before training does
-# In a row that a store did not answer, or had no room for. Somebody may be mending it, and to stop
-# loses for certain what a failure would lose perhaps.
+MOST_FAILED = 2  # consecutive permanent failures (no permission) before training fails
+# Consecutive saves for which the store did not answer or was full. An operator may be repairing it,
+# and stopping loses for certain what a further failure only might lose.
 MOST_UNANSWERED = 10
 MOST_ALERTS = 100
 CLOSE_S = 5.0
 
 
 class Checkpointer:
-    """Saves one job's state; made on every rank at the same time."""
+    """Saves one job's state; created on every rank at the same time."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Checkpointer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``deadline_s``: for one save, from its first byte to its marker."""
-        self.stall_s = 0.0  # for which saves blocked training
+        self.stall_s = 0.0  # time that saves blocked training
         self.put_off = 0  # saves that were due while another was in flight
         self.alerts: list[Alert] = []
         self.saved: dict[int, CheckpointRef] = {}
@@ -84,8 +84,10 @@ class Checkpointer:
         self._signature: object = None
         self._staging: Staging | None = None
         self._index = Index(tensors={})
-        self._next: int | None = None  # step at which to save, or to ask the clock; on all ranks
-        self._waiting = False  # a save was put off and is due at the next step that finds room
+        self._next: int | None = (
+            None  # step at which to save, or to check the interval; on all ranks
+        )
+        self._waiting = False  # a postponed save is due as soon as none is in flight
         self._thread: threading.Thread | None = None
         self._ended: Ended | None = None
         self._error: PacelineError | None = None
@@ -94,10 +96,10 @@ class Checkpointer:
 
     @property
     def expected_s(self) -> float | None:
-        """Return the seconds from one kept save to the next; None before a step was measured."""
+        """Return the expected seconds between checkpoints; None before a step was measured."""
         return self._interval.expected_s
 
-    # ── what the loop calls ──────────────────────────────────────────────────────────────────────
+    # ── called by the training loop ──────────────────────────────────────────────────────────────
 
     def due(self, step: int, steps: int) -> bool:
         """Return whether to save after ``step`` of ``steps``; the same on every rank."""
@@ -128,8 +130,8 @@ class Checkpointer:
     ) -> bool:
         """Start saving and return True, or False where the last save is still in flight.
 
-        With ``wait``, wait for that one first. When it returns the state may change. Raises what
-        made earlier saves fail for good.
+        With ``wait``, wait for that one first. After the return the state may change. Raises the
+        error that made earlier saves fail permanently.
         """
         started = self._clock()
         group = self._state.group
@@ -165,7 +167,7 @@ class Checkpointer:
         self._state.position = dict(position)
         save = Save(
             Generation(step, int(number)),
-            copy.deepcopy(dict(position)),  # both go on changing while the thread writes
+            copy.deepcopy(dict(position)),  # it and ``extra`` change while the thread writes
             {name: value for name, value in metrics.items() if math.isfinite(value)},
             copy.deepcopy(
                 {k: v for k, v in self._state.extra.items() if not isinstance(v, Tensor)}
@@ -184,33 +186,33 @@ class Checkpointer:
     def save_last(
         self, step: int, position: Mapping[str, Any], metrics: Mapping[str, float]
     ) -> None:
-        """Return once ``step`` is saved, whatever was in flight or put off: the last save, or an
-        emergency's. Raises what keeps it from being saved.
+        """Return once ``step`` is saved, whatever was in flight or postponed: for the last save and
+        for emergencies. Raises the error that prevents the save.
         """
         self._join()
         self._reap()
         if step in self.saved:
             return
-        self._error = None  # it gets its own chance
+        self._error = None  # try again in spite of earlier failures
         self.save(step, position, metrics)
         error = self._join_and_reap()
         if step not in self.saved:
             raise error or NotSaved("last state was not saved", where=self._generations.url)
 
     def finish(self) -> None:
-        """Wait for the save in flight; raises what made saves fail for good."""
+        """Wait for the save in flight; raises the error that made saves fail permanently."""
         self._join_and_reap()
         if self._error is not None:
             self._raise()
 
     def close(self) -> None:
-        """Give the buffers back, after a moment for a save in flight; raises nothing.
+        """Release the buffers after a short wait for a save in flight; raises nothing.
 
-        For every way out: with a dead peer there may be nobody left to end a save with.
+        Used on every exit path: with a dead peer, a save in flight may never end.
         """
         if self._thread is not None:
             self._thread.join(CLOSE_S)
-        self._staging = None  # a writer that is still at it holds its own
+        self._staging = None  # a running writer has its own reference
 
     def report(self) -> list[CheckpointRef]:
         """Return the checkpoints committed since the last call."""
@@ -219,27 +221,27 @@ class Checkpointer:
         return found
 
     def kept(self) -> tuple[CheckpointRef, ...]:
-        """Return the generations this process saved that are still there, oldest first."""
+        """Return the checkpoints of this process that still exist, oldest first."""
         self._reap()
         return tuple(self.saved[step] for step in sorted(self.saved))
 
     # ── planning ─────────────────────────────────────────────────────────────────────────────────
 
     def _plan(self, tensors: Mapping[str, Tensor], signature: object) -> None:
-        """Agree on who writes what, and make room for it; once a layout."""
+        """Agree on who writes what, and allocate the buffer; once a layout."""
         group = self._state.group
         written = share_out(agree_on_held(self._exchange, chunks_of(tensors)))
         self._index = index_of(written)
-        self._staging = None  # give the old room back first
+        self._staging = None  # release the old buffer first
         pin = any(each.device.type == "cuda" for each in tensors.values())
         self._staging = Staging(written[group.rank], pin=pin)
         self._signature = signature
 
     def _write(self, save: Save, staging: Staging) -> None:
-        """Be the thread of one save."""
+        """Run one save; the target of the writer thread."""
         self._ended = self._writer.run(save, staging, self._index)
 
-    # ── back in the thread that trains ───────────────────────────────────────────────────────────
+    # ── results, on the training thread ──────────────────────────────────────────────────────────
 
     def _join(self) -> None:
         if self._thread is None:
@@ -259,7 +261,7 @@ class Checkpointer:
         return self._reap()
 
     def _reap(self) -> PacelineError | None:
-        """Take in how the last save ended, if it did, and return its error."""
+        """Record the result of the last save if it has ended, and return its error."""
         if self._thread is None or self._thread.is_alive():
             return None
         self._thread.join()

@@ -1,9 +1,9 @@
-"""A rank's share of a checkpoint as one safetensors file in memory, filled again for each save.
+"""A rank's part of a checkpoint as one safetensors file in memory, reused for each save.
 
-The file's image is made once a layout: header first, then room for each box, and tensors are copied
-to where they belong, so that a save needs no second copy and no serialisation. It lies in anonymous
-memory with a file descriptor, so that it can be uploaded part by part like any file. Where a
-GPU is the source the memory is pinned.
+The file's image is laid out once a layout (header, then a slot for each box), and tensors are
+copied into place, so a save needs no second copy and no serialisation. It is anonymous memory with
+a file descriptor, so it can be uploaded part by part like any file. Where the source is a GPU, the
+memory is pinned. ``Exchange`` is the ranks' process group for saves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.training.loop.group import Group
 log = logging.getLogger(__name__)
 
 ALIGN = 64
-FINITE_BLOCK = 1 << 18  # elements looked at in one go: stays in the cache
+FINITE_BLOCK = 1 << 18  # elements checked at once: fits the cache
 # Exponent bits of each floating dtype, and an integer of its size: all ones means inf or NaN.
 _EXPONENTS: dict[str, tuple[str, int]] = {
     "F64": ("<u8", 0x7FF0_0000_0000_0000),
@@ -55,7 +55,7 @@ def header_of(entries: Sequence[tuple[str, str, Sequence[int], int]], align: int
 
 
 class Staging:
-    """The image of one file with room for ``chunks``; reused for as long as they stay the same."""
+    """The image of one file with a slot for each of ``chunks``; reused while they are the same."""
 
     def __init__(self, chunks: Sequence[Chunk], *, pin: bool = False) -> None:
         self.chunks = sorted(chunks, key=lambda c: (-DTYPES[c.dtype].itemsize, c.key))
@@ -78,7 +78,7 @@ class Staging:
 
     @property
     def path(self) -> Path:
-        """Return a path of the image that this process can open."""
+        """Return a path under which this process can open the image."""
         return Path(f"/proc/self/fd/{self._descriptor}")
 
     @property
@@ -87,7 +87,7 @@ class Staging:
         return memoryview(self._map)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the live tensors in; returns when every byte is here, and they may change."""
+        """Copy the live tensors in; they may change after it returns."""
         devices = set()
         for chunk, room in self._room:
             source = local_of(tensors[chunk.tensor])
@@ -98,7 +98,7 @@ class Staging:
             torch.cuda.synchronize(device)
 
     def require_finite(self, step: int) -> None:
-        """Raise TrainingFailed where a number in the image is infinite or none."""
+        """Raise TrainingFailed where the image contains infinity or NaN."""
         for chunk, room in self._room:
             if chunk.dtype not in _EXPONENTS:
                 continue
@@ -118,10 +118,10 @@ class Staging:
     def _pin(self, whole: Tensor) -> None:
         cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(cuda.cudaHostRegister(whole.data_ptr(), self.bytes, 0))
-        if code:  # it is copied all the same, only not as fast
+        if code:  # copies still work, only slower
             log.warning("memory for checkpoints is not pinned error=%d bytes=%d", code, self.bytes)
             with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device="cuda")  # meets the error that CUDA keeps, so no step does
+                torch.zeros(1, device="cuda")  # consumes CUDA's sticky error, so no step meets it
             return
         weakref.finalize(self, cuda.cudaHostUnregister, whole.data_ptr())
 
@@ -129,8 +129,8 @@ class Staging:
 def _finite(raw: np.ndarray[tuple[int], np.dtype[np.uint8]], dtype: str) -> bool:
     """Return whether every number in ``raw`` is finite.
 
-    A sum shows infinities and NaN in one pass over the bytes; where it is not finite, it may have
-    overflowed, and the exponents are looked at.
+    A sum shows infinities and NaN in one pass over the bytes; where the sum is not finite, it may
+    have overflowed, and the exponents are checked.
     """
     if dtype in _SUMMED:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -140,15 +140,14 @@ def _finite(raw: np.ndarray[tuple[int], np.dtype[np.uint8]], dtype: str) -> bool
     return not bool(np.any((raw.view(kind) & np.array(mask, kind)) == mask))
 
 
-# Bytes from every rank to every rank, on a group of their own that a thread may use.
-#
-# Its collectives never meet the training's, so that a save can end while steps go on. Nothing is
-# pickled. The group ends with the default one: leaving it alone could wait for ever for a dead
-# peer.
-
-
 class Exchange:
-    """Made on every rank at the same time; then used by one thread of each at a time."""
+    """All-gather of bytes, and point-to-point tensors, on a process group of its own.
+
+    Created on every rank at the same time; then used by one thread of each rank at a time. Its
+    collectives never mix with the training's, so a save can end while steps continue. Nothing is
+    pickled. The group ends with the default one: destroying it alone could wait for ever for a
+    dead peer.
+    """
 
     def __init__(self, group: Group, deadline_s: float) -> None:
         self._ranks = group.world_size
@@ -160,7 +159,7 @@ class Exchange:
         )
 
     def all(self, mine: bytes) -> list[bytes]:
-        """Return what each rank gave, by rank; raises PeerLost where one is gone or too late."""
+        """Return each rank's bytes, by rank; raises PeerLost where a rank is gone or too late."""
         if self._process_group is None:
             return [mine]
         try:
@@ -195,7 +194,7 @@ class Exchange:
 
 
 def agree_on_held(exchange: Exchange, mine: Sequence[Chunk]) -> Held:
-    """Return what every rank holds; a list that several hold is sent by the first of them only."""
+    """Return the boxes of every rank; of equal lists, only the first holder sends one."""
     raw = to_bytes(mine)
     digests = exchange.all(hashlib.sha256(raw).digest())
     numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}

@@ -1,8 +1,8 @@
 """The state of a training as flat named tensors, whatever the layout.
 
-``model.<name>`` for what the model holds, ``<moment>.<name>`` for what the optimiser keeps of each
-parameter, ``extra.<name>`` for what the caller adds, ``kept.<name>`` for what others keep beside
-them. A sharded tensor is the DTensor it is.
+``model.<name>`` for the model, ``<moment>.<name>`` for the optimizer's state of each parameter,
+``extra.<name>`` for what the caller adds, ``kept.<name>`` for further state (``Kept``). A sharded
+tensor stays a DTensor. Does no I/O.
 """
 
 from __future__ import annotations
@@ -21,40 +21,38 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# State that something keeps beside model and optimiser, and that a checkpoint must have too.
-#
-# A recurrent task's rows (``recurrent.Carried``), what a compressing hook has not sent yet
-# (``parallel.compression``). Both change while a batch is computed, and a state is saved in the
-# middle of the next batch: the loop calls ``settle`` between two batches, and what is saved is what
-# was settled last. Knows no files and no loop.
-
-
 class Kept(Protocol):
-    """One thing that keeps state of its own on each rank; names are unique in a job."""
+    """State beside model and optimizer that a checkpoint must contain; names are unique in a job.
+
+    For example the rows of a recurrent task (``recurrent.Carried``), or gradients that a
+    compression hook has not sent yet (``parallel.data``). Both change while a batch is computed,
+    and a checkpoint is saved in the middle of the next batch: the loop takes a snapshot with
+    ``settle`` between two batches, and the last snapshot is what is saved.
+    """
 
     def settle(self) -> None:
-        """What is held now belongs to the state between two batches."""
+        """Take a snapshot: the present state is the one between two batches."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return what was settled, by name; several ranks may hold the same under one name."""
+        """Return the snapshot, by name; several ranks may hold the same under one name."""
 
     def wants(self, name: str) -> bool:
-        """Return whether this rank, on whatever layout, needs what was saved as ``name``."""
+        """Return whether this rank, on any layout, needs the saved tensor ``name``."""
 
     def restore(self, found: Mapping[str, Tensor]) -> None:
-        """Take over what was saved of what was wanted; all of it is there, or nothing."""
+        """Load the saved tensors that were wanted; ``found`` may be empty."""
 
 
 @runtime_checkable
 class Spoilable(Protocol):
-    """A ``Kept`` that a bad batch may spoil for all batches after it."""
+    """A ``Kept`` whose state a bad batch could spoil for all later batches."""
 
     def let_go(self) -> None:
-        """The batch since the last ``settle`` was not learned from: drop what it spoiled."""
+        """Discard the state of the batch since the last ``settle``: its update was not taken."""
 
 
 def keeps_of(*owners: object) -> list[Kept]:
-    """Return what ``owners`` keep: their ``keeps``, and those of a workload that they wrap."""
+    """Return the ``Kept`` objects of ``owners`` and of the workloads that they wrap."""
     found: list[Kept] = []
     for each in owners:
         its: Sequence[Kept] = getattr(each, "keeps", ())
@@ -65,24 +63,24 @@ def keeps_of(*owners: object) -> list[Kept]:
 
 
 def settle(keeps: Sequence[Kept]) -> None:
-    """Settle all of them."""
+    """Take a snapshot of each."""
     for each in keeps:
         each.settle()
 
 
 def let_go(keeps: Sequence[Kept]) -> None:
-    """Have those that can drop what the batch since the last ``settle`` spoiled."""
+    """Discard the state of the last batch, in each that supports it."""
     for each in keeps:
         if isinstance(each, Spoilable):
             each.let_go()
 
 
 MODEL, EXTRA, KEPT = "model.", "extra.", "kept."
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and checkpointing
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, recompute
 
 
 class Parted(Protocol):
-    """What is needed of ``parallel.Parallel``: this rank's part of the model."""
+    """The part of ``parallel.Parallel`` that is needed here: this rank's modules."""
 
     @property
     def modules(self) -> Sequence[nn.Module]: ...
@@ -90,30 +88,30 @@ class Parted(Protocol):
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A model that this rank holds entirely."""
+    """A model that this rank holds whole."""
 
     model: nn.Module
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """Return the one part there is."""
+        """Return the model as the only part."""
         return (self.model,)
 
 
 @dataclass
 class TrainState:
-    """Everything that a checkpoint keeps, on this rank."""
+    """All state on this rank that a checkpoint contains."""
 
     parallel: Parted
     optimizer: Optimizer
     group: Group
-    mesh: Any = None  # its ``spec`` (dp, shard, tp, pp) goes on record
+    mesh: Any = None  # its ``spec`` (dp, shard, tp, pp) is recorded
     position: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)  # tensors, and what JSON can say
+    extra: dict[str, Any] = field(default_factory=dict)  # tensors and JSON values
     keeps: Sequence[Kept] = ()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor to save, the live ones, by name."""
+        """Return every tensor to save by name: the live tensors, not copies."""
         found: dict[str, Tensor] = {}
         for module in self.parallel.modules:
             for name, tensor in module.state_dict().items():
@@ -136,9 +134,9 @@ class TrainState:
                 yield clean(name), parameter
 
     def groups(self) -> Groups:
-        """Return what the optimiser is told now (rates, decay), as JSON can say it.
+        """Return the optimizer's present settings (rates, decay), as JSON values.
 
-        Our recipes tell parameters apart by their dimensions only.
+        Our recipes group parameters by their number of dimensions only.
         """
         told: dict[str, dict[str, Any]] = {}
         for group in self.optimizer.param_groups:
@@ -152,14 +150,14 @@ class TrainState:
         return Groups.model_validate(told)
 
     def layout(self) -> dict[str, int]:
-        """Return dp, shard, tp and pp as far as the mesh says them."""
+        """Return dp, shard, tp and pp, as far as the mesh has them."""
         spec = getattr(self.mesh, "spec", None)
         names = ("dp", "shard", "tp", "pp")
         return {name: int(getattr(spec, name)) for name in names if hasattr(spec, name)}
 
 
 def clean(name: str) -> str:
-    """Return a parameter's name in the plain model, without what wrappers put in."""
+    """Return a parameter's name in the plain model, without the prefixes of wrappers."""
     for each in _WRAPPERS:
         name = name.replace(each, "")
     return name

@@ -1,9 +1,9 @@
-"""What a thread does of a save while training goes on: hash, upload, agree, commit.
+"""The background part of a save: hash, upload, agree with the other ranks, commit.
 
-Every rank writes its own file; all tell each other what came of it; rank 0 writes index and marker,
-and its word is everyone's. A failure of any rank, of any kind, reaches all of them: nobody is left
-waiting. What was written of a save that failed for good is removed: on a full disk it is in the way
-of the next one. Knows no clock and no interval.
+Every rank writes its own file and sends its result to all; rank 0 writes index and marker, and its
+result counts for every rank. A failure of any kind on any rank reaches all ranks, so none of them
+blocks. The files of a save that failed permanently are removed: on a full disk they would block the
+next one. Does not decide when to save.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from paceline.training.checkpoint.stateful import TrainState
 
 log = logging.getLogger(__name__)
 
-# Of an error: no other save can do better; somebody has to change something; somebody has to make
-# room; the same save may work later.
+# Of an error: final, no other save can succeed; permanent, an operator must change something; full,
+# an operator must free space; temporary, the same save may succeed later.
 Kind = Literal["final", "permanent", "full", "temporary"]
 _WORST_FIRST: tuple[Kind, ...] = ("final", "permanent", "full", "temporary")
 
 
 @dataclass(frozen=True)
 class Save:
-    """What one save was asked to keep beside the tensors."""
+    """The content of one save beside the tensors."""
 
     generation: Generation
     position: dict[str, Any]
     metrics: dict[str, float]
     extra: dict[str, Any]
-    groups: Groups | None = None  # what the optimiser was told
+    groups: Groups | None = None  # the optimizer's settings
 
 
 @dataclass
 class Ended:
-    """How a save ended; the same on every rank."""
+    """The result of a save; the same on every rank."""
 
     step: int
     seconds: float  # in the background
     ref: CheckpointRef | None = None
-    kept: Sequence[int] | None = None  # steps that still have one; None: nobody knows
+    kept: Sequence[int] | None = None  # steps that still have a checkpoint; None: unknown
     error: PacelineError | None = None
     kind: Kind = "final"  # of the error
 
 
 @dataclass
 class _Part:
-    """What one rank tells the others about its part."""
+    """The result of one rank's part of a save."""
 
     files: dict[str, SavedFile] = field(default_factory=dict)
     error: dict[str, str | None] = field(default_factory=dict)  # what, got, wanted, where, do
@@ -81,7 +81,7 @@ class _Part:
         return cls({name: SavedFile(**saved) for name, saved in files.items()}, error, kind)
 
     def failed(self, error: BaseException, size: int, *, final: bool = False) -> None:
-        """Note ``error``, met while ``size`` bytes were written."""
+        """Record ``error``, raised while ``size`` bytes were written."""
         if not isinstance(error, PacelineError):
             error = TrainingFailed("its writer failed", got=repr(error))
         full = isinstance(error, StorageFull)
@@ -99,7 +99,7 @@ class _Part:
 
 
 class Writer:
-    """Writes one rank's part of each save; ``kept`` are the generations to keep."""
+    """Writes one rank's part of each save; ``keep`` and ``keep_best`` are counts of generations."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Writer:
         keep: int,
         keep_best: int,
     ) -> None:
-        """``identity``: what every marker says of the job and its code."""
+        """``identity``: the fields of every marker that describe the job and its code."""
         self._generations = generations
         self._state = state
         self._exchange = exchange
@@ -119,11 +119,11 @@ class Writer:
         self._keep, self._keep_best = keep, keep_best
 
     def run(self, save: Save, staging: Staging, index: Index) -> Ended:
-        """Write ``save`` and return how it ended; raises nothing."""
+        """Write ``save`` and return its result; raises nothing."""
         began = time.perf_counter()
         try:
             ended = self._write(save, staging, index)
-        except PacelineError as error:  # another rank is gone: there is nobody to agree with
+        except PacelineError as error:  # another rank is gone: no agreement is possible
             ended = Ended(save.generation.step, 0.0, error=error)
         except Exception as error:
             log.exception("checkpoint writer failed step=%d", save.generation.step)
@@ -163,12 +163,12 @@ class Writer:
         try:
             self._generations.put_file(save.generation, name, staging.path, saved)
             part.files[name] = saved
-        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, whatever it is
+        except Exception as error:  # noqa: BLE001 - every failure must reach the other ranks
             log.warning("checkpoint part failed step=%d error=%s", save.generation.step, error)
             part.failed(error, staging.bytes)
 
     def _commit(self, save: Save, parts: Sequence[_Part], index: Index) -> bytes:
-        """Write the marker and return what became of it, as JSON."""
+        """Write the marker and return the result as JSON."""
         generations, generation = self._generations, save.generation
         files = {name: saved for part in parts for name, saved in part.files.items()}
         try:
@@ -184,7 +184,7 @@ class Writer:
             )
             index = index.model_copy(update={"groups": save.groups})
             commit = generations.commit(generation, commit, index)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for a word
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for a result
             log.warning("checkpoint was not committed step=%d error=%s", generation.step, error)
             part = _Part()
             part.failed(error, len(canonical_json(index)))
@@ -200,14 +200,14 @@ class Writer:
         try:
             kept = generations.collect(self._keep, self._keep_best, generation)
             steps = sorted({each.step for each in kept})
-        except PacelineError as error:  # the save stands; the next one collects
+        except PacelineError as error:  # the save is committed; the next one collects
             log.warning("old checkpoints were not collected error=%s", error)
         return json.dumps(["committed", ref.model_dump(), steps]).encode()
 
     def _take_back(self, generation: Generation, kind: Kind) -> None:
-        """Remove what lies of a save that failed; every rank has ended its part of it.
+        """Remove the files of a failed save; every rank has ended its part of it.
 
-        Not where the store did not answer: the next save that is committed does (``collect``).
+        Not for a temporary failure: the next committed save removes them (``collect``).
         """
         if self._state.group.rank != 0 or kind == "temporary":
             return
@@ -218,7 +218,7 @@ class Writer:
 
 
 def _failure_of(step: int, parts: Sequence[_Part]) -> Ended | None:
-    """Return how a save ends in which some ranks failed, or None where none did."""
+    """Return the result of a save in which ranks failed (the worst failure); None without any."""
     errors = [(rank, part) for rank, part in enumerate(parts) if part.error]
     if not errors:
         return None

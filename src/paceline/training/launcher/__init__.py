@@ -1,1 +1,1 @@
-"""Starting a gang of ranks, watching it, and restarting it after a failure."""
+"""Launcher: start a gang of ranks, monitor it, and restart it after a failure."""

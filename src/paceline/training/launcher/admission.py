@@ -1,8 +1,9 @@
-"""What a job must satisfy before any rank of it is started: its data, mesh, checkpoints and code.
+"""Admission checks of a job before any rank starts: data, mesh, checkpoints, code, memory.
 
-Whatever fits neither a node's model, the snapshot's label nor what is stored under the job's id is
-refused here, with the reason, and nothing was changed. What only the node's own disk knows, each
-rank checks again (loading.py). Knows no torch and starts nothing but what imports a user's code.
+A job that does not match the base model, the snapshot's label or the checkpoints under its id is
+refused with the reason; nothing is changed. Checks that need another node's disk are left to each
+rank (``loop.starting_state``). Does not import torch; starts only the process that checks user
+code.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ log = logging.getLogger(__name__)
 
 
 def admit(job: TrainJob, worker_id: str, store: ObjectStore) -> None:
-    """Raise what keeps ``job`` from being run; ``worker_id`` is the node of its first rank.
+    """Check that ``job`` can run; ``worker_id`` is the node of its first rank.
 
-    InvalidInput for mesh, settings or code, InvalidSnapshot for data, TrainingFailed where the job
-    id's checkpoints are another configuration's.
+    Raises InvalidInput for mesh, settings or code, InvalidSnapshot for data, TrainingFailed where
+    the job id has checkpoints of another configuration.
     """
     snapshot = load_snapshot(job.snapshot_url, store)
     require_data(job, worker_id, snapshot)
@@ -49,9 +50,9 @@ def admit(job: TrainJob, worker_id: str, store: ObjectStore) -> None:
 
 
 def require_mesh(job: TrainJob, worker_id: str) -> None:
-    """Raise InvalidInput where the job's mesh cannot work, before any rank is started.
+    """Raise InvalidInput where the job's mesh cannot work.
 
-    The base model's own shape is looked at where its node's disk is this machine's.
+    The base model's shape is included where its node's disk is on this machine.
     """
     settings = job.settings
     mesh = MeshSpec.of(settings.mesh, replicas_of(settings))
@@ -62,19 +63,20 @@ def require_checkpoint(job: TrainJob, store: ObjectStore) -> None:
     """Raise TrainingFailed where the job id's newest checkpoint is of another configuration."""
     generations = Generations(store, join_url(job.checkpoint_url, job.job_id))
     for newest in generations.find().committed[:1]:
-        with contextlib.suppress(CorruptData):  # ranks set it aside, and use the one before
+        with contextlib.suppress(CorruptData):  # ranks skip it and use the previous one
             generations.commit_of(newest, config_digest(job))
 
 
 def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
-    """Raise InvalidSnapshot or InvalidInput where the job may not, or cannot, learn from
-    ``snapshot``: labelled for something else, tokenised by another tokenizer than the base
-    model's, or without any tokens for it."""
+    """Raise InvalidSnapshot or InvalidInput where the job must not or cannot train on ``snapshot``.
+
+    Reasons: a label for another purpose, another tokenizer than the base model's, or no tokens.
+    """
     require_purpose(snapshot, job.purpose, job.data.project)
     require_allowed(job.data.transform, load_runtime(job.state_dir).profile.security.code_sources)
     require_runnable(job.data.transform)
     config = _base_config(job, worker_id)
-    # Where it is None, on another machine's disk or a user's own model: each rank looks.
+    # None: on another machine's disk, or a user's own model; each rank checks.
     if config is not None and not snapshot.tokens:
         raise InvalidSnapshot(
             "snapshot has no tokens for a transformer",
@@ -91,14 +93,14 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
 
 
 def require_reading(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> None:
-    """Raise InvalidInput or InvalidSnapshot where ranks could not make one batch; say in the log
-    what it costs that nodes read what others read too, where it is much."""
+    """Raise InvalidInput or InvalidSnapshot where the data cannot fill one batch; log a warning
+    where nodes read much of the same data."""
     settings = job.settings
     if config is None:
         context = size_of(job, load_runtime(job.state_dir).profile).context
     else:
         context = config.context
-    # Of a model on another machine's disk, the profile's is a guess: each rank looks.
+    # For a model on another machine's disk the profile's context is a guess; each rank checks.
     surely = context if config is not None or settings.code_ref else 0
     splits: list[Split] = ["train", "held-out"] if settings.evaluate_every_steps else ["train"]
     rows = settings.batch_sequences
@@ -117,21 +119,20 @@ def _base_config(job: TrainJob, worker_id: str) -> ModelConfig | None:
     return read_config(directory) if known else None
 
 
-# Whether this machine's memory holds the ranks that are asked for; a lower bound, so never wrong
-# about a job that fits. Knows no torch.
-
+# The memory estimate is a lower bound: it never refuses a job that fits.
 MIB = 1024 * 1024
-RANK_BYTES = 26 * MIB  # of its own, forked from a launcher that has torch imported
+RANK_BYTES = 26 * MIB  # private memory of a rank forked from a launcher with torch imported
 LAUNCHER_BYTES = 200 * MIB
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def require_room(settings: TrainingSettings, weights_bytes: int, free_bytes: int | None) -> None:
-    """Raise InvalidInput where ``settings.ranks`` ranks on one machine need more memory than
-    ``free_bytes`` (None: nobody knows); ``weights_bytes`` is the whole model's, 0 if unknown.
+    """Raise InvalidInput where ``settings.ranks`` ranks on one machine need over ``free_bytes``.
+
+    None means unknown and passes; ``weights_bytes`` is the whole model's size, 0 if unknown.
     """
     mesh = settings.mesh
-    copies = 4 if settings.optimizer == "adamw" else 2  # weights, gradients; two moments
+    copies = 4 if settings.optimizer == "adamw" else 2  # weights, gradients; AdamW: two moments
     share = weights_bytes * copies // (mesh.shard * mesh.tp * mesh.pp)
     needed = LAUNCHER_BYTES + settings.ranks * (share + RANK_BYTES)
     if free_bytes is None or needed <= free_bytes:
@@ -145,7 +146,7 @@ def require_room(settings: TrainingSettings, weights_bytes: int, free_bytes: int
 
 
 def free_memory() -> int | None:
-    """Return the bytes that processes can still get here, swap and this cgroup's limit included."""
+    """Return the allocatable bytes, including swap, within this cgroup's limit; None: unknown."""
     found = None
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -155,6 +156,6 @@ def free_memory() -> int | None:
         limit = int((_CGROUP / "memory.max").read_text())
         left = max(0, limit - int((_CGROUP / "memory.current").read_text()))
         stat = (_CGROUP / "memory.stat").read_text().split()
-        left += int(stat[stat.index("inactive_file") + 1])  # given back when it is needed
+        left += int(stat[stat.index("inactive_file") + 1])  # reclaimable page cache
         found = left if found is None else min(found, left)
     return found

@@ -1,7 +1,7 @@
-"""One attempt of a gang: start all or none, follow, find who is at fault, end everywhere.
+"""One attempt of a gang: start all ranks or none, monitor, find the failed rank, end all.
 
-An attempt is ended when a rank fails, a node is lost, or a rank is late in its phase (start, step,
-checkpoint). The result names the rank at fault.
+An attempt ends when a rank fails, a node is lost, or a rank exceeds the deadline of its phase
+(start, step, checkpoint). The result names the rank at fault. Times in seconds, monotonic clock.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-LAUNCH_DEADLINE_S = 30.0  # for a launcher to fork its ranks, all their imports done
-END_DEADLINE_S = 15.0
-HURRY_S = 2.0  # the same where the caller asked for the end: whoever asks kills us soon
-NODE_SILENCE_S = 15.0  # a launcher beats twice a second; one that does not is frozen or cut off
-PAUSE_S = 5.0  # between two looks: it was us who did not listen (stopped, or busy elsewhere)
-STOPPED_S = 2.0  # a rank in state T for so long is frozen, not looked at by a debugger
+LAUNCH_DEADLINE_S = 30.0  # for a launcher to fork its ranks, imports already done
+END_DEADLINE_S = 15.0  # for a launcher to report that its ranks are gone
+HURRY_S = 2.0  # the same after a cancel: the canceller kills this process soon
+NODE_SILENCE_S = 15.0  # a launcher sends two heartbeats a second; a silent one is frozen or cut off
+PAUSE_S = 5.0  # a longer gap between two checks is this process's own pause, not the nodes'
+STOPPED_S = 2.0  # a rank in process state T for longer is frozen
 
 
 @dataclass(eq=False)
@@ -35,8 +35,8 @@ class RankState:
     member: GangMember
     state: Mapping[str, Any] = field(default_factory=dict)
     code: int | None = None
-    order: int = 0  # in which they ended
-    killed: bool = False  # by its launcher, after another had failed
+    order: int = 0  # sequence number of its end
+    killed: bool = False  # by its launcher, after another rank failed
     stderr: str = ""
     over: bool = False
 
@@ -47,11 +47,11 @@ class Fault:
     what: str
     hung: bool = False
     overdue: bool = False
-    suspects: tuple[RankState, ...] = ()  # of a hang: who it may be as well, seen from outside
+    suspects: tuple[RankState, ...] = ()  # of a hang: other ranks that look the same from outside
 
 
 class Attempt:
-    """One attempt: from its first order to its last word."""
+    """One attempt, from its first order to the end of its last rank."""
 
     def __init__(
         self, gangs: Gangs, ranks: dict[int, RankState], attempt: int, on_event: OnLine | None
@@ -62,17 +62,17 @@ class Attempt:
         self._attempt = attempt
         self._on_event = on_event
         self._workers = list(dict.fromkeys(each.member.worker_id for each in ranks.values()))
-        self._ordered: set[str] = set()  # nodes that were told to start ranks
+        self._ordered: set[str] = set()  # nodes that received a "start" order
         self._begun: set[str] = set()
         self._over: set[str] = set()
         self._store: tuple[str, int] | None = None
         self._ended = 0
-        self._stopping: float | None = None  # seconds of grace that the ranks were given
+        self._stopping: float | None = None  # grace period of the stop order, in seconds
         self._store_error = ""
         self._looked_at = time.monotonic()
 
     def start(self, text: str) -> Fault | None:
-        """Start all ranks; return why not, where one node could not."""
+        """Start all ranks; return the fault where a node cannot."""
         ready = self._gangs.prepare(self._workers)
         if away := [each for each in self._workers if each not in ready]:
             for each in away:
@@ -90,7 +90,7 @@ class Attempt:
         )
 
     def follow(self) -> Fault | None:
-        """Follow the ranks to their end; return the fault that ended the gang, if one did."""
+        """Monitor the ranks until they end; return the fault that ended the gang, if any."""
         stop_at: float | None = None
         self._looked_at = time.monotonic()
         while len(self._over) < len(self._workers):
@@ -112,7 +112,7 @@ class Attempt:
         return self._failed()
 
     def end(self, *, stacks: bool, grace_s: float) -> None:
-        """End every rank, and hear their last words; a launcher that is silent is ended too."""
+        """End every rank and collect its output; a launcher that does not answer is dropped."""
         self._over |= set(self._workers) - self._ordered  # nothing of this attempt runs there
         stop = stop_order(grace_s, stacks=stacks)
         self._tell({each: stop for each in self._workers if each not in self._over})
@@ -120,7 +120,7 @@ class Attempt:
         while len(self._over) < len(self._workers) and time.monotonic() < until:
             try:
                 self._hear(TICK_S)
-            except PacelineError as error:  # then nothing is known of any node
+            except PacelineError as error:  # then no node can be reached
                 log.warning("nodes cannot be heard: %s", error)
                 break
         for worker in self._workers:
@@ -129,16 +129,16 @@ class Attempt:
                 self._lose(worker, "its launcher does not answer")
 
     def abandon(self) -> None:
-        """End every rank at once, whoever listens: an error is on its way."""
-        self._on_event = None  # it may be the one who raised
+        """End every rank without a grace period, while an exception propagates."""
+        self._on_event = None  # the callback may have raised it
         self.end(stacks=False, grace_s=0.0)
 
     def blame(self) -> Fault | None:
-        """Return the rank that failed first, by all that is known now."""
+        """Return the fault of the rank that failed first, from all exit codes so far."""
         return self._failed()
 
     def who_hung(self, fault: Fault) -> Fault:
-        """Return ``fault`` by what the ranks' stacks say: who waits for others is not to blame."""
+        """Return ``fault``, moved to the suspect whose stack shows no wait for other ranks."""
         if fault.rank is None or not waits(fault.rank.stderr):
             return fault
         for each in fault.suspects:
@@ -147,7 +147,7 @@ class Attempt:
         return fault
 
     def result(self, fault: Fault | None) -> GangResult:
-        """Return how it ended."""
+        """Return the attempt's result."""
         codes = {rank: each.code for rank, each in self._ranks.items()}
         stderr = {rank: each.stderr for rank, each in self._ranks.items() if each.stderr}
         lost = frozenset(self._workers) & self._gangs.lost
@@ -174,7 +174,7 @@ class Attempt:
             lost=lost,
         )
 
-    # -- what is heard
+    # -- orders and messages
 
     def _order(self, mine: list[RankState], text: str) -> dict[str, Any]:
         assert self._store is not None
@@ -220,7 +220,7 @@ class Attempt:
             if self._on_event is not None:
                 self._on_event(dict(line))
         elif kind == "store":
-            if line.get("port") and worker == self._workers[0]:  # not a late word of another head
+            if line.get("port") and worker == self._workers[0]:  # not a late answer of another node
                 self._store = (str(line["host"]), int(line["port"]))
             elif worker == self._workers[0]:
                 self._store_error = str(line.get("error"))
@@ -247,7 +247,7 @@ class Attempt:
                 self._ended += 1
                 each.over, each.order = True, self._ended
 
-    # -- who is at fault
+    # -- fault detection
 
     def _failed(self) -> Fault | None:
         failed = [each for each in self._ranks.values() if each.over and each.code != 0]
@@ -256,11 +256,11 @@ class Attempt:
             all(each.code == STOPPED_EXIT for each in failed)
             and any(not each.over for each in self._ranks.values())
         ):
-            return None  # those that stop as asked end by themselves
+            return None  # ranks that stop on request end by themselves
 
         def first(each: RankState) -> tuple[int, int]:
-            # A killed rank takes the others down with it: a lost node or a signal comes before an
-            # exit code, that before having lost a peer, then the earliest counts.
+            # A dead rank makes the others fail: a lost node or a signal ranks before an exit code,
+            # that before a lost peer (75); then the earliest counts.
             violent = each.code is None or each.code < 0
             return (0 if violent else 2 if each.code in (75, STOPPED_EXIT) else 1, each.order)
 
@@ -281,8 +281,8 @@ class Attempt:
         living = [each for each in self._ranks.values() if not each.over and each.state]
         if not any(self._is_late(each.state) for each in living):
             return None
-        # One rank that hangs silences all that wait for it: a stopped one is to blame, then one
-        # that does not even beat, then the one that got least far, then the one longest there.
+        # One hung rank makes the others wait. In order: a stopped process, a rank without
+        # heartbeats, the one with the fewest steps, the one longest in its phase.
         guilty = max(
             living,
             key=lambda each: (
@@ -297,7 +297,7 @@ class Attempt:
         return self._hung(guilty, () if sure else tuple(alike))
 
     def _lose_silent(self) -> str | None:
-        """Give up the first node that fell silent, if one did, and return it."""
+        """Drop the first node without heartbeats, if any, and return it."""
         now = time.monotonic()
         if (paused := now - self._looked_at) > PAUSE_S:
             self._gangs.beaten = {at: beat + paused for at, beat in self._gangs.beaten.items()}
@@ -328,28 +328,28 @@ class Attempt:
         frozen = state["stopped"] and state["silent_s"] > min(STOPPED_S, deadline)
         return bool(frozen) or late > deadline or state["silent_s"] > deadline
 
-    # -- stopping, losing, waiting
+    # -- stopping, lost nodes, waiting
 
     def _patience(self) -> float:
-        """Return how long a launcher may take to answer that its ranks are gone."""
+        """Return the seconds that a launcher has to report that its ranks are gone."""
         cancel = self._gangs.cancel
         return HURRY_S if cancel is not None and cancel.is_set() else END_DEADLINE_S
 
     def _grace(self) -> float | None:
-        """Return how long the ranks may take to save and end, where they are to stop."""
+        """Return the seconds that the ranks have to save and end; None where none should stop."""
         gangs = self._gangs
         wanted = []
         if gangs.cancel is not None and gangs.cancel.is_set():
             wanted.append(gangs.grace_s)
-        if gangs.asked:  # nobody is in a hurry: as long as any save may take
+        if gangs.asked:  # not urgent: the full save deadline
             wanted.append(gangs.deadlines.checkpoint_s)
         if gangs.preempted or any(each.code == STOPPED_EXIT for each in self._ranks.values()):
-            # One that had nothing to save yet is gone already, and the others wait for it.
+            # A stopped rank that had nothing to save is gone already, and the others wait for it.
             wanted.append(gangs.notice_grace_s)
         return min(wanted, default=None)
 
     def _check_cancel(self) -> None:
-        """Raise Cancelled where the caller asked for it; says who could not save."""
+        """Raise Cancelled where the caller cancelled; the message names ranks that did not save."""
         try:
             self._gangs.check_cancel()
         except Cancelled as cancelled:
@@ -376,7 +376,7 @@ class Attempt:
         self._mark_lost(worker)
 
     def _tell(self, orders: Mapping[str, Mapping[str, Any]]) -> Fault | None:
-        """Tell nodes their orders; who takes none is lost, and the first of them is the fault."""
+        """Send orders to nodes; a node that takes none is lost, and the first one is the fault."""
         self._ordered |= {each for each, order in orders.items() if order["do"] == "start"}
         untold = self._nodes.tell_all(orders) if orders else {}
         for worker, why in untold.items():
@@ -384,7 +384,7 @@ class Attempt:
         return self._not_started(next(iter(untold))) if untold else None
 
     def _await(self, missing: Callable[[], set[str]], what: str) -> Fault | None:
-        """Wait until no node is ``missing``; return the fault where one is lost or too late."""
+        """Wait until no node is ``missing``; return the fault where one is lost or late."""
         until = time.monotonic() + LAUNCH_DEADLINE_S
         while waited := missing():
             self._hear(TICK_S)
@@ -401,10 +401,10 @@ class Attempt:
 
 
 def _last_words(rank: RankState) -> str:
-    """Return the last line that the rank wrote to its standard error."""
+    """Return the last line of the rank's standard error."""
     return rank.stderr.strip().rsplit("\n", 1)[-1].strip()[:500]
 
 
 def stop_order(grace_s: float, *, stacks: bool = False) -> dict[str, Any]:
-    """Return what has a node end its ranks."""
+    """Return the order that makes a node end its ranks."""
     return {"do": "stop", "grace_s": grace_s, "stacks": stacks}

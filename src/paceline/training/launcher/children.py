@@ -1,8 +1,9 @@
-"""A launcher's children: what they say, how they end, and what they leave behind.
+"""A launcher's child processes: fork, non-blocking pipes, reaping, orphan cleanup.
 
-``Children`` owns their pipes and their table: it reads without blocking, keeps the tail of each
-one's standard error and its last beat, reaps who ended, and kills what ranks started and left.
-Lines and ends are handed on; what follows from them is the launcher's.
+``fork`` starts a child in its own process group; it dies with the launcher (parent-death signal)
+and inherits no other descriptors. ``Children`` reads the pipes, keeps the tail of each child's
+standard error and its last heartbeat, reaps ended children, and kills processes that ranks left
+behind. The launcher must be single-threaded. Does not interpret orders or events.
 """
 
 from __future__ import annotations
@@ -23,11 +24,6 @@ from typing import Any, NoReturn
 
 from paceline.training.launcher.watchers import die_with_thread
 
-# Processes forked by a node's launcher: how one is made, and what the launcher knows of it.
-#
-# Each gets a process group of its own, dies with the launcher (parent-death signal), and keeps none
-# of its descriptors. The launcher must have one thread only. Knows nothing of orders or words.
-
 MAX_FD = 1 << 20
 
 
@@ -46,9 +42,9 @@ class Child:
     stderr: bytearray = field(default_factory=bytearray)
     started: float = field(default_factory=time.monotonic)
     said_at: float = field(default_factory=time.monotonic)
-    state: dict[str, Any] = field(default_factory=dict)  # its last beat
+    state: dict[str, Any] = field(default_factory=dict)  # its last heartbeat
     status: int | None = None
-    killed: bool = False  # by us: no fault of its own
+    killed: bool = False  # by the launcher: not the child's failure
 
 
 def fork(
@@ -59,20 +55,20 @@ def fork(
     text: str | None = None,
     keep_fd: int = -1,
 ) -> Child:
-    """Fork a process that ends with the code that ``run`` returns.
+    """Fork a child that exits with the return value of ``run``.
 
-    With ``text`` it has pipes as its standard streams, and ``text`` as its first line of input;
-    without, it has the launcher's, and of other descriptors ``keep_fd`` alone.
+    With ``text`` its standard streams are pipes, and ``text`` is its first line of input; without,
+    it shares the launcher's streams. Of the other descriptors it keeps only ``keep_fd``.
     """
     launcher = os.getpid()
     pipes = [os.pipe() for _ in range(3)] if text is not None else []
-    gc.freeze()  # a collection in a child would touch, and so copy, every page of ours
+    gc.freeze()  # a collection in the child would touch, and so copy, every shared page
     pid = os.fork()
     if pid == 0:
         _become(launcher, env or {}, pipes, run, keep_fd)
     gc.unfreeze()
     with contextlib.suppress(OSError):
-        os.setpgid(pid, pid)  # here too: whoever comes first, it can be killed by group
+        os.setpgid(pid, pid)  # in parent and child: the group exists whichever runs first
     child = Child(kind, pid)
     if text is not None:
         (stdin_read, child.stdin), (out, out_write), (err, err_write) = pipes
@@ -92,7 +88,7 @@ def _become(
     run: Callable[[], int],
     keep_fd: int,
 ) -> NoReturn:
-    """Be the child; never returns."""
+    """Run as the child process; never returns."""
     code = 1
     try:
         with contextlib.suppress(OSError):
@@ -105,18 +101,18 @@ def _become(
             (stdin, _), (_, out), (_, err) = pipes
             for standard, fd in enumerate((stdin, out, err)):
                 os.dup2(fd, standard)
-        # Nothing of the launcher's or of another rank's: an end of file must be seen at once.
+        # An inherited copy of another rank's pipe would delay its end of file.
         os.closerange(3, keep_fd)
         os.closerange(max(3, keep_fd + 1), MAX_FD)
         if pipes:
             os.environ.update(env)
-            sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for the life of it
+            sys.stdin = open(0, closefd=False)  # noqa: SIM115 - open for the process's life
             sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
             sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         code = run()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
-    except BaseException:  # noqa: BLE001 - a process's last word
+    except BaseException:  # noqa: BLE001 - report every failure before exit
         traceback.print_exc()
     finally:
         with contextlib.suppress(OSError, ValueError):
@@ -126,7 +122,7 @@ def _become(
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of ``data``; the reader must read. One that died is told of when it is reaped."""
+    """Write all of ``data``, blocking; a dead reader is ignored here and reported by reaping."""
     view = memoryview(data)
     with contextlib.suppress(BrokenPipeError):
         while view:
@@ -134,7 +130,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Send a signal to a process that may be gone."""
+    """Send a signal; a process that no longer exists is ignored."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
@@ -153,10 +149,11 @@ END_S = 5.0
 
 
 class Children:
-    """The children of this process; it must be a subreaper."""
+    """Table of this process's children; the process must be a subreaper."""
 
     def __init__(self, on_line: Callable[[bytes], None], on_end: Callable[[Child], None]) -> None:
-        """``on_line`` gets each line but beats; ``on_end`` each child, its pipes read and shut."""
+        """``on_line`` receives every line except heartbeats; ``on_end`` each child after its end,
+        with its pipes drained and closed."""
         self._on_line, self._on_end = on_line, on_end
         self._children: dict[int, Child] = {}
         self._by_fd: dict[int, Child] = {}
@@ -164,31 +161,31 @@ class Children:
 
     @property
     def pipes(self) -> Iterable[int]:
-        """Return the descriptors to be read."""
+        """Return the descriptors to poll."""
         return self._by_fd
 
     def keep(self, child: Child) -> Child:
-        """Take in a child that was just forked."""
+        """Register a newly forked child and return it."""
         self._children[child.pid] = child
         self._by_fd |= dict.fromkeys(child.pipes, child)
         return child
 
     def living(self, kind: str) -> list[Child]:
-        """Return the children of a kind that have not been reaped."""
+        """Return the children of a kind that are not reaped."""
         return [each for each in self._children.values() if each.kind == kind]
 
     def kill(self, child: Child) -> None:
-        """Kill a child and all of its group."""
+        """Kill a child and its process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
 
     def read(self, fd: int, event: int) -> None:
-        """Take what lies in one of ``pipes``; ``event`` as poll gave it."""
+        """Read from one of ``pipes``; ``event`` is poll's."""
         if (child := self._by_fd.get(fd)) is not None:
             self._read(child, fd, event)
 
     def reap(self) -> None:
-        """Take in everyone who ended."""
+        """Reap all ended children."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -201,7 +198,7 @@ class Children:
                 self._bury(child)
 
     def sweep(self) -> None:
-        """Kill what ranks started in sessions of their own: they are our children by now."""
+        """Kill orphans that ranks started in other sessions; the subreaper inherited them."""
         known = set(self._children)
         path = Path(f"/proc/self/task/{self._pid}/children")
         with contextlib.suppress(OSError):
@@ -210,7 +207,7 @@ class Children:
                     send_signal(pid, signal.SIGKILL)
 
     def end_all(self) -> None:
-        """Kill all, and wait until they are gone."""
+        """Kill all children and wait until they are gone, at most ``END_S``."""
         for child in list(self._children.values()):
             self.kill(child)
         deadline = time.monotonic() + END_S
@@ -226,7 +223,7 @@ class Children:
         if child.stdin >= 0:
             os.close(child.stdin)
         if child.kind == "rank":
-            self.kill(child)  # what it started and left
+            self.kill(child)  # processes left in its group
         self._on_end(child)
 
     def _read(self, child: Child, fd: int, event: int) -> None:

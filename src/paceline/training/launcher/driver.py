@@ -1,8 +1,8 @@
-"""One training job from start to stored result: run the gang, bring it back, keep the account.
+"""Driver of one training job: run the gang, restart it after failures, store the result.
 
-Idempotent: a finished job returns its stored result. Each restart resumes from the newest healthy
-checkpoint, with the ranks that the roster finds; a batch that made training go wrong is passed over
-from then on. Knows no torch and no Dask: ranks are reached through a launcher that is handed in.
+``run_job`` is idempotent: a finished job returns its stored result. Each restart resumes from the
+newest healthy checkpoint on the nodes that the placement selects; a batch that caused a bad step is
+skipped from then on. Imports neither torch nor Dask: the caller passes a launcher.
 """
 
 from __future__ import annotations
@@ -39,22 +39,21 @@ from paceline.training.launcher.placement import Lineup, Roster, shrunk
 from paceline.training.parallel import readers_of
 from paceline.training.strategies import SERVING, is_asynchronous
 
-# Where a rank of a loose gang starts again: what the driver decides about each that falls.
-#
-# Its own node first, then the one with the fewest ranks; the two that hold the state on two nodes
-# where there are two. A rank that falls more often than ``guard.max_restarts`` is left out. Knows
-# no processes.
-
 
 class Waiting(Protocol):
-    """What is needed of ``Gangs``: which nodes are ready, and the spares there."""
+    """The part of ``Gangs`` used for placing a restarted rank: ready nodes, and spares."""
 
     ready: set[str]
     spares: dict[str, str]
 
 
 class Replacing:
-    """The ``Keeper`` of one attempt of a job."""
+    """Restart policy of one attempt with independent restart.
+
+    A rank restarts in a waiting spare, else on its own node, else on the one with the fewest ranks;
+    the ranks that hold the state stay on different nodes where possible. A rank with more than
+    ``most`` exits other than preemptions is left out.
+    """
 
     keepers = SERVING
 
@@ -67,13 +66,13 @@ class Replacing:
         most: int,
         keep_stacks: Callable[[Fell], object] = lambda _fell: None,
     ) -> None:
-        """``most``: times that one rank is started again; ``environment``: its, on a node."""
+        """``most``: restarts per rank; ``environment``: a rank's variables on a given node."""
         self._roster, self._account, self._gangs = roster, account, gangs
         self._environment, self._most, self._keep_stacks = environment, most, keep_stacks
         self._times: Counter[int] = Counter()
 
     def replace(self, fell: Fell, living: Mapping[int, str]) -> GangMember | None:
-        """Note the fall; return where the rank starts again, None to leave it out."""
+        """Record the exit; return where the rank restarts, None to leave it out."""
         now, member = time.monotonic(), fell.member
         self._account.fell(member.rank, member.worker_id, fell.kind, fell.reason, now)
         if fell.kind == "hung":
@@ -82,7 +81,7 @@ class Replacing:
             self._roster.taken_away(member.worker_id)
         else:
             self._times[member.rank] += 1
-            if member.worker_id not in self._roster.away:  # a node is lost once, with all its ranks
+            if member.worker_id not in self._roster.away:  # count a lost node once, not per rank
                 self._roster.failed(member.worker_id, lost=fell.kind == "lost", now=now)
         if self._times[member.rank] > self._most:
             return None
@@ -99,7 +98,7 @@ def place(
     living: Mapping[int, str],
     spares: Mapping[str, str],
 ) -> tuple[str, str]:
-    """Return node and spare for a rank that fell; ``ready`` are the nodes there are, never none."""
+    """Return node and spare name ("": none) for a rank to restart; ``ready`` is not empty."""
     apart = ready
     if member.rank < SERVING:
         others = {living[rank] for rank in range(SERVING) if rank in living}
@@ -119,16 +118,16 @@ log = logging.getLogger(__name__)
 RESULT_FILE = "result.json"
 RANK = "paceline.training.loop.rank:main"
 MAX_BACKOFF_S = 5.0
-MOST_IDLE = 20  # attempts in a row without one step, whoever asked for their ends
-SPARE_BACKOFF_S = 300.0  # at most, between two spares that replace ones that ended
-LOOK_S = 3.0  # at a checkpoint, for nodes that returned; the gang is not heard meanwhile
-# From a cancel to the ranks' end, at most. Prefect's worker kills 30 s after its SIGTERM; launchers
-# that do not answer, nodes that are given back and the record's end take 8 s more at worst.
+MOST_IDLE = 20  # consecutive attempts without a step, whatever ended them
+SPARE_BACKOFF_S = 300.0  # longest wait before a spare that ended is replaced
+LOOK_S = 3.0  # time per checkpoint to look for returned nodes; rank messages wait meanwhile
+# Longest time from a cancel to the ranks' end. Prefect's worker kills 30 s after its SIGTERM;
+# unresponsive launchers, releasing nodes and closing the record take up to 8 s more.
 CANCEL_GRACE_S = 15.0
 
 
 class GangRunner(Protocol):
-    """What the driver needs of ``Gangs``."""
+    """The part of ``Gangs`` that the driver uses."""
 
     spares: dict[str, str]
     ready: set[str]
@@ -157,11 +156,11 @@ def run_job(
     cancel: threading.Event | None = None,
     on_wait: Callable[[str], None] | None = None,
 ) -> TrainResult:
-    """Run ``job`` on ``workers`` (ranks go round them in turn) and return its stored result.
+    """Run ``job`` on ``workers`` (ranks are assigned round-robin); return its stored result.
 
-    Raises TrainingFailed when its restarts are used up or it cannot succeed, Conflict where the job
-    id was used with other settings or other gangs keep the nodes, InvalidSnapshot where the data
-    are for another purpose, Cancelled once ``cancel`` was set, every rank has saved and is gone.
+    Raises TrainingFailed where the restarts are used up or the job cannot succeed, Conflict where
+    the job id has other settings or other gangs hold the nodes, InvalidSnapshot where the data are
+    for another purpose, Cancelled once ``cancel`` is set and every rank has ended.
     """
     if not workers:
         raise InvalidInput("no workers to train on", got=0, wanted="at least one")
@@ -181,7 +180,7 @@ def run_job(
         gangs = Gangs(nodes, deadlines, cancel=cancel, grace_s=min(guard.grace_s, CANCEL_GRACE_S))
         gangs.watch_for_preemption(guard.preemption, guard.grace_s, job.state_dir)
         if (finished := stored_result(job, store)) is not None:
-            return finished  # by the one who had the nodes while we waited for them
+            return finished  # by the driver that held the nodes before
         return drive(job, workers, gangs, store, on_event)
 
 
@@ -192,7 +191,7 @@ def drive(
     store: ObjectStore,
     on_event: Callable[[RankEvent], None] | None = None,
 ) -> TrainResult:
-    """Run ``job`` on nodes that are ours; see ``run_job``."""
+    """Run ``job`` on nodes already held; see ``run_job``."""
     with Notes(job, store) as notes:
         result = _Course(job, workers, gangs, read_history(job, store), notes, on_event).run()
     store.put_bytes(_result_url(job), canonical_json(result))
@@ -200,7 +199,7 @@ def drive(
 
 
 def stored_result(job: TrainJob, store: ObjectStore) -> TrainResult | None:
-    """Return the result of ``job`` where it finished; raises Conflict for other settings."""
+    """Return the stored result of ``job``, None without one; raises Conflict for other settings."""
     where = _result_url(job)
     try:
         result = TrainResult.model_validate_json(store.get_bytes(where))
@@ -218,7 +217,7 @@ def stored_result(job: TrainJob, store: ObjectStore) -> TrainResult | None:
     if not store.list(result.export_url):
         log.warning("a finished job's model is gone, it is exported again url=%s", where)
         return None
-    # an older version's result names neither; the configuration, which is the same, holds both
+    # Older versions did not store these fields; the job with the same configuration has them.
     return result.model_copy(update=learned_from(job))
 
 
@@ -248,8 +247,8 @@ class _Course:
         self._spare_due, self._spare_tries = 0.0, 0
 
     def run(self) -> TrainResult:
-        """Run attempts until one ends well."""
-        attempt, idle = self._before.attempts, 0  # counted on, so that nothing kept is overwritten
+        """Run attempts until one succeeds; return the result."""
+        attempt, idle = self._before.attempts, 0  # numbers continue: no stored file is overwritten
         while True:
             attempt += 1
             outcome = self._attempt(attempt)
@@ -268,7 +267,7 @@ class _Course:
                     where=join_url(self._job.checkpoint_url, self._job.job_id),
                     do="Look at the reasons; the same job id goes on from the newest checkpoint.",
                 )
-            if idle:  # at once after a failure on the way; with patience where it fails at once
+            if idle:  # restart at once after progress; back off where an attempt made no step
                 time.sleep(min(MAX_BACKOFF_S, 0.25 * 2**idle))
 
     def _attempt(self, attempt: int) -> GangResult:
@@ -322,8 +321,10 @@ class _Course:
         except TrainingFailed:
             if not self._roster.missing:
                 raise
-            for each in self._roster.missing:  # a worker that died is back within seconds:
-                self._roster.returned(each)  # the gang's start waits for it, and counts
+            # A Dask worker that died is back within seconds: retry with all nodes, the gang's start
+            # waits for them.
+            for each in self._roster.missing:
+                self._roster.returned(each)
             return self._roster.lineup(self._gangs.spares)
 
     def _on_line(self, raw: dict[str, object]) -> None:
@@ -342,8 +343,8 @@ class _Course:
         now = time.monotonic()
         if wanted <= 0 or now < self._spare_due:
             return
-        # Those that are made at an attempt's begin are expected; one that ends, and ends again, or
-        # whose node does not answer, must neither be made at every step nor for ever at once.
+        # Back off exponentially, so that a spare that keeps ending, or a node that does not answer,
+        # does not cost a new process at every step.
         self._spare_due = now + min(SPARE_BACKOFF_S, 2.0**self._spare_tries)
         self._spare_tries += 1
         for worker in self._roster.spare_nodes(wanted):
@@ -355,7 +356,7 @@ class _Course:
             self._gangs.keep_spare(name, worker, env, self._now_running.model_dump_json())
 
     def _look_for_returned(self) -> None:
-        """At a checkpoint: ask nodes that were lost to come back, and stop where all others are."""
+        """After a checkpoint: restart lost nodes; where one is back, stop the attempt to use it."""
         assert self._lineup is not None
         if not self._lineup.reduced:
             return
@@ -372,7 +373,7 @@ class _Course:
             self._gangs.stop_soon("nodes returned")
 
     def _judge(self, outcome: GangResult, attempt: int) -> None:
-        """Note the failure; raises TrainingFailed where another attempt cannot do better."""
+        """Record the failure; raises TrainingFailed where another attempt cannot succeed."""
         now = time.monotonic()
         for worker in outcome.preempted:
             self._roster.taken_away(worker)
@@ -395,7 +396,7 @@ class _Course:
             )
 
     def _blame(self, outcome: GangResult, ended: Restarting, now: float) -> None:
-        for worker in sorted(outcome.lost - outcome.preempted):  # those were announced
+        for worker in sorted(outcome.lost - outcome.preempted):  # preempted: not a node failure
             self._roster.failed(worker, lost=True, now=now)
         failed = outcome.failed_worker
         if ended.counts and failed is not None and failed not in outcome.lost:
@@ -411,7 +412,7 @@ class _Course:
 
 
 def environment(job: TrainJob, worker_id: str) -> dict[str, str]:
-    """Return a rank's own variables."""
+    """Return the environment variables of a rank on the node."""
     return {
         "PACELINE_WORKER_ID": worker_id,
         "OMP_NUM_THREADS": str(job.settings.threads_per_rank),

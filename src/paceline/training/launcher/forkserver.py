@@ -1,15 +1,14 @@
-"""A node's launcher: a small parent with torch imported, from which ranks start in 0.3 s.
+"""A node's rank launcher: a fork server with torch imported that starts a rank in 0.3 s.
 
-``python -m paceline.training.launcher.forkserver`` reads orders on standard input and writes what
-happens on standard output, a JSON object a line (see ``Launcher`` for both). Ranks are forked,
-each into a session and process group of its own; none outlives the launcher (parent-death signal),
-the launcher ends when its standard input closes, and what a rank leaves behind comes back to the
-launcher, which is a subreaper, and is killed. Nothing here blocks and no thread is ever started:
-what must wait (the rendezvous store, the watch on its abort key, a preemption watcher) is a forked
-child as well, for forking a process with threads deadlocks sooner or later.
+``python -m paceline.training.launcher.forkserver MODULE:FUNCTION`` reads orders from standard input
+and writes events to standard output, one JSON object a line (listed at ``Launcher``). It forks each
+rank into its own process group; ranks die with the launcher (parent-death signal), the launcher
+ends when its standard input closes, and it kills orphans of ranks as their subreaper. It is
+single-threaded and never blocks: forking a process with threads can deadlock, so everything that
+waits (rendezvous store, abort-key watch, preemption watcher) is a forked child, too.
 
-What runs as a rank is ``module:function``, imported before the first fork; the function reads its
-own standard input and environment like any program. Knows nothing of training.
+MODULE is imported before the first fork; FUNCTION runs as the rank and reads its own standard input
+and environment. Does not depend on training code.
 """
 
 from __future__ import annotations
@@ -43,21 +42,24 @@ from paceline.training.launcher.watchers import (
 )
 
 BEAT_S = 0.5
-SETTLE_S = 0.05  # after a first failure: the others fall by themselves, and tell why
-STACKS_S = 0.4  # a frozen rank goes on for this long, to write where it was
-MAX_WAITING_BYTES = 4 * 1024 * 1024  # towards the driver; then ranks are not read any more
-STOPPED = 143  # a rank's exit code: stopped as asked, its state saved; the others end by themselves
+SETTLE_S = 0.05  # after a first failure: time for the other ranks to fail and report why
+STACKS_S = 0.4  # time for ranks to dump their stacks before they are killed
+MAX_WAITING_BYTES = 4 * 1024 * 1024  # unsent output; above it the ranks' pipes are not read
+STOPPED = 143  # a rank's exit code: stopped on request, state saved; no reason to end the others
 
 
 class Launcher:
-    """The event loop.
+    """The fork server's event loop.
 
-    Orders: ``store`` (host, job), ``start`` (attempt, ranks, env, input, host, port, loose),
-    ``spare`` (name, env, input), ``signal`` (rank, number), ``stop`` (grace_s, stacks), ``watch``
-    (preemption, state_dir, grace_s). Ranks of a loose gang outlive each other: none is ended for
-    another's failure, and ``start`` may come again for one that ended. Told:
-    ``ready``, ``store`` (port), ``started`` (pids), ``beat`` (ranks), ``ended`` (rank, code,
-    stderr), ``over`` (attempt), ``spare``, ``preempted``; lines of ranks pass through as they are.
+    Orders received: ``store`` (host, job), ``start`` (attempt, ranks, input, host, port, loose),
+    ``spare`` (name, env, input), ``dismiss`` (ends spares), ``signal`` (rank, number), ``stop``
+    (grace_s, stacks), ``watch`` (preemption, state_dir, grace_s). With ``loose`` ranks restart
+    independently: one rank's failure does not end the others, and ``start`` may repeat for a rank
+    that ended.
+
+    Events sent: ``ready``, ``store`` (host, port or error), ``started`` (pids), ``beat`` (ranks,
+    spares), ``ended`` (rank, code, killed, stderr), ``abort``, ``over`` (attempt), ``spare``,
+    ``preempted``, ``unwatched``; lines of ranks are forwarded unchanged.
     """
 
     def __init__(self, run: Callable[[], int], read_fd: int, write_fd: int) -> None:
@@ -76,10 +78,10 @@ class Launcher:
         self._pid = os.getpid()
         self._parent = os.getppid()
 
-    # -- the loop
+    # -- event loop
 
     def serve(self) -> int:
-        """Serve until standard input closes or SIGTERM; return once no child is left."""
+        """Serve until standard input closes or SIGTERM arrives; return once all ranks ended."""
         wake_read, wake_write = os.pipe()
         for fd in (wake_read, wake_write, self._in, self._out):
             os.set_blocking(fd, False)
@@ -134,7 +136,7 @@ class Launcher:
             chunk = os.read(self._in, 1 << 20)
         except BlockingIOError:
             return
-        if not chunk:  # the driver is gone, and with it every reason to run
+        if not chunk:  # the driver is gone
             self._closing = True
             self._kill_ranks()
             return
@@ -175,7 +177,7 @@ class Launcher:
     # -- orders
 
     def _store(self, host: str, job: str) -> None:
-        # A new job begins with an empty store: its attempts are counted from 1 again.
+        # A new job needs an empty store: its attempt numbers, the key prefixes, repeat.
         if (
             not self._children.living("store")
             or self._port is None
@@ -187,7 +189,7 @@ class Launcher:
             read, write = os.pipe()
             self._children.keep(fork("store", lambda: keep_store(host, write), keep_fd=write))
             os.close(write)
-            with os.fdopen(read, "rb") as pipe:  # the child binds and answers at once
+            with os.fdopen(read, "rb") as pipe:  # short wait: the child binds and answers at once
                 answer = pipe.read()
             if not answer:
                 self._tell("store", error=f"cannot listen on {host}")
@@ -249,12 +251,12 @@ class Launcher:
                     self._children.kill(child)
                 else:
                     send_signal(child.pid, number)
-                    send_signal(child.pid, signal.SIGCONT)  # a stopped process takes no signal
+                    send_signal(child.pid, signal.SIGCONT)  # a stopped process handles no signal
 
     def _dump_stacks(self) -> None:
         for child in self._children.living("rank"):
             send_signal(child.pid, signal.SIGUSR1)
-            send_signal(child.pid, signal.SIGCONT)  # a stopped process takes no signal
+            send_signal(child.pid, signal.SIGCONT)  # a stopped process handles no signal
 
     def _kill_ranks(self) -> None:
         living = self._children.living("rank")
@@ -270,7 +272,7 @@ class Launcher:
                 attempt=child.attempt,
                 rank=child.rank,
                 code=child.status,
-                killed=child.killed and (child.status or 0) < 0,  # not if it ended by itself
+                killed=child.killed and (child.status or 0) < 0,  # False if it exited by itself
                 stderr=child.stderr.decode(errors="replace"),
             )
             if child.status not in (0, STOPPED) and not self._loose:
@@ -315,7 +317,7 @@ class Launcher:
         due = time.monotonic() + delay_s
         self._kill_at = due if self._kill_at is None else min(due, self._kill_at)
 
-    # -- words
+    # -- output
 
     def _beat(self, now: float) -> None:
         if os.getppid() != self._parent:
@@ -323,7 +325,7 @@ class Launcher:
             self._kill_ranks()
         ranks = {}
         for child in self._children.living("rank"):
-            if len(self._waiting) >= MAX_WAITING_BYTES:  # nobody hears us: we do not listen either
+            if len(self._waiting) >= MAX_WAITING_BYTES:  # pipes are not read now
                 child.said_at = now
             state = child.state
             ranks[child.rank] = {
@@ -360,7 +362,7 @@ class Launcher:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve ranks of ``module:function``; ``--die`` ends with the thread that started us."""
+    """Run the fork server for ``module:function``; ``--die``: end with the starting thread."""
     from paceline.training.loop.rank_process import share_cores, stand_somewhere
 
     share_cores()
@@ -368,15 +370,15 @@ def main(arguments: list[str]) -> int:
         die_with_thread(os.getppid())
     become_subreaper()
     stand_somewhere()
-    # Whether there are GPUs is asked of NVML: CUDA, once it was asked, serves no forked rank.
+    # Detect GPUs through NVML: CUDA cannot be used in a fork once it is initialised.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    importlib.import_module("torch.distributed")  # once here, not in each child
+    importlib.import_module("torch.distributed")  # once, instead of in each child
     module, function = arguments[0].split(":")
     found = importlib.import_module(module)
     if (preload := getattr(found, "preload", None)) is not None:
         preload()
     out = os.dup(1)
-    os.dup2(2, 1)  # whatever an import prints is no line of ours
+    os.dup2(2, 1)  # prints of imported modules go to standard error
     return Launcher(getattr(found, function), os.dup(0), out).serve()
 
 

@@ -1,7 +1,7 @@
-"""Gangs: ranks that start together on several nodes and end together, whatever happens to one.
+"""Gang scheduling of ranks: they start together on several nodes and end together.
 
-``Gangs`` runs one attempt after another on nodes whose launchers (forkserver.py) stay warm between
-them, and knows which nodes are ready, lost, or about to be taken away. Knows nothing of training.
+``Gangs`` runs one attempt after another on nodes whose launchers (forkserver.py) stay warm in
+between, and tracks which nodes are ready, lost, or preempted. Does not depend on training code.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-RETURN_DEADLINE_S = 15.0  # for a node that is away to be back
-READY_DEADLINE_S = 120.0  # for a launcher to import torch, on a machine that does other things too
+RETURN_DEADLINE_S = 15.0  # for an unreachable node to return
+READY_DEADLINE_S = 120.0  # for a launcher to import torch on a busy machine
 
 
 class Gangs:
-    """Attempts on one set of nodes."""
+    """Runs attempts on one set of nodes and tracks the nodes' state."""
 
     def __init__(
         self,
@@ -67,26 +67,26 @@ class Gangs:
         self.preempted: set[str] = set()
         self._watch: Mapping[str, Any] | None = None
         self.asked: str = ""
-        self.spares: dict[str, str] = {}  # name → worker, once it waits
+        self.spares: dict[str, str] = {}  # name → worker
         self.lost: set[str] = set()
         self.why_lost: dict[str, str] = {}
-        self.notice_grace_s = grace_s  # from a notice, or a rank's own SIGTERM, to the gang's end
+        self.notice_grace_s = grace_s  # from a notice, or a rank's SIGTERM, to the gang's end
 
     # -- nodes
 
     def watch_for_preemption(self, named: str, grace_s: float, state_dir: str = "") -> None:
-        """Have every node's launcher watch for a notice (see preemption.py); the profile in
-        ``state_dir`` says which code may be its watcher."""
+        """Make every node's launcher watch for preemption notices (see preemption.py); the profile
+        in ``state_dir`` lists the allowed code sources of a watcher."""
         self._watch = {
             "do": "watch", "preemption": named, "state_dir": state_dir, "grace_s": grace_s
         }  # fmt: skip
         self.notice_grace_s = grace_s
 
     def prepare(self, workers: Sequence[str], deadline_s: float = READY_DEADLINE_S) -> set[str]:
-        """Return which of ``workers`` have a launcher that is ready.
+        """Return which of ``workers`` have a ready launcher; start the missing ones.
 
-        Those that start are waited for, and for a while those that are away: a Dask worker that
-        died is back within seconds.
+        Waits for launchers that start, and up to ``RETURN_DEADLINE_S`` for unreachable nodes: a
+        Dask worker that died is back within seconds. Raises Cancelled.
         """
         began = time.monotonic()
         away = [each for each in dict.fromkeys(workers) if each not in self.ready]
@@ -100,18 +100,18 @@ class Gangs:
                     away.remove(worker)
                     starting.add(worker)
                     self.lost.discard(worker)
-                self._listen(0.0)  # one that hangs must not keep us from the others' news
+                self._listen(0.0)  # a slow start must not delay other nodes' messages
             self.check_cancel()
             self._listen(TICK_S)
         return self.ready & set(workers)
 
     def lose(self, worker_id: str, why: str) -> None:
-        """Give the node up until it is started again: nothing of us is to go on there."""
+        """End the node's launcher and mark the node lost until it is started again."""
         self.nodes.drop(worker_id)
         self.note(Heard(worker_id, lost=why))
 
     def call_back(self, worker_id: str) -> bool:
-        """Start a lost node's launcher again, where it can be; return whether it is ready now."""
+        """Restart a lost node's launcher where possible; return whether the node is ready now."""
         if worker_id in self.ready:
             return True
         if worker_id in self.lost and self.nodes.start(worker_id):
@@ -119,11 +119,11 @@ class Gangs:
         return False
 
     def stop_soon(self, why: str) -> None:
-        """Have the attempt that runs save its state and end (from ``on_event``, any thread)."""
+        """Ask the running attempt to save its state and end (from ``on_event``, any thread)."""
         self.asked = why
 
     def keep_spare(self, name: str, worker_id: str, env: Mapping[str, str], text: str) -> None:
-        """Start a rank on ``worker_id`` that loads all it can and waits for a place."""
+        """Start a spare on ``worker_id``: a process that preloads and waits to become a rank."""
         order = {"do": "spare", "name": name, "env": dict(env), "input": text}
         try:
             self.nodes.tell(worker_id, order)
@@ -143,10 +143,10 @@ class Gangs:
         *,
         keeper: Keeper | None = None,
     ) -> GangResult:
-        """Run a rank a member, each with ``text`` as its input; return how the gang ended.
+        """Run one rank per member, each with ``text`` as its input; return how the gang ended.
 
-        With a ``keeper`` it is a loose gang: who falls is started again or left out (loose.py).
-        Raises Cancelled once ``cancel`` was set and every rank is gone.
+        With a ``keeper`` ranks restart independently (independent_restart.py). Raises Cancelled
+        once ``cancel`` is set and every rank has ended.
         """
         ranks = {each.rank: RankState(each) for each in sorted(members, key=lambda m: m.rank)}
         if not ranks or list(ranks) != list(range(len(members))):
@@ -173,12 +173,12 @@ class Gangs:
             self.note(heard)
 
     def check_cancel(self) -> None:
-        """Raise Cancelled where the caller asked for it."""
+        """Raise Cancelled where the caller cancelled."""
         if self.cancel is not None and self.cancel.is_set():
             raise Cancelled("cancelled by the caller", where="a gang of ranks")
 
     def note(self, heard: Word) -> str:
-        """Take in what concerns the node; return what kind of word it was."""
+        """Update the node's state from a message; return the message's kind ("": a rank's line)."""
         worker, line = heard.worker_id, heard.line
         if heard.lost:
             self.ready.discard(worker)

@@ -1,11 +1,11 @@
-"""An attempt whose ranks may fall one by one: each is started again, elsewhere if need be.
+"""Independent restart: an attempt whose ranks restart one by one while the others continue.
 
-For jobs whose ranks outlive each other (a parameter server). Ranks 0 to ``keepers`` - 1 hold the
-state: the attempt ends where all of them are gone, or one says that the state is lost; one that was
-started again holds it once it says so (``holds_state`` of an event "started"). Whoever else falls
-is started again or left out, as ``Keeper`` says, and nobody waits for it. Where the node with the
-gang's store is lost, the attempt is stopped, so that who leads can save. It is done once a rank
-that holds the state ended well. Knows nothing of training.
+For jobs whose ranks survive each other (parameter server). Ranks 0 to ``keepers`` - 1 hold the
+state: the attempt ends where all of them are gone, or one reports that the state is lost; a
+restarted one holds the state once its "started" event has ``holds_state``. The restart policy
+restarts other ranks or leaves them out, and the gang does not wait for them. Where the node with
+the rendezvous store is lost, the attempt stops, so that the leader can save. The attempt succeeds
+once a state-holding rank exits with 0. Does not depend on training code.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STACKS_S = 0.5  # for a late rank to write where it is, before it is killed
+STACKS_S = 0.5  # for a late rank to dump its stacks before it is killed
 KILL_AGAIN_S = 2.0
-LINGER_S = 15.0  # for the others to end by themselves, once the job is done
+LINGER_S = 15.0  # for the other ranks to end by themselves once the job is done
 TRY_AGAIN_EXIT = 75
 STATE_LOST_EXIT = 76
 
@@ -48,18 +48,18 @@ class Fell:
 
 
 class Keeper(Protocol):
-    """Says what becomes of ranks that fall."""
+    """Decides whether and where a rank restarts after it ended early."""
 
     @property
     def keepers(self) -> int:
-        """Return how many ranks, from 0, hold the state."""
+        """Return the number of ranks, counted from 0, that hold the state."""
 
     def replace(self, fell: Fell, living: Mapping[int, str]) -> GangMember | None:
-        """Return where the rank starts again, None to leave it out; ``living``: rank → node."""
+        """Return where the rank restarts, None to leave it out; ``living``: rank → node."""
 
 
 class LooseAttempt(Attempt):
-    """One attempt of a loose gang."""
+    """One attempt with independent restart of its ranks."""
 
     def __init__(
         self,
@@ -72,25 +72,25 @@ class LooseAttempt(Attempt):
         super().__init__(gangs, ranks, attempt, on_event)
         self._keeper = keeper
         serving = [ranks[each].member.worker_id for each in range(keeper.keepers) if each in ranks]
-        # The first node has the gang's store. One node's loss is not to cost both the store and a
-        # server, as long as there are others; and rather the one that stands by than who leads.
+        # The first node hosts the rendezvous store. Prefer one without a state-holding rank, so
+        # that one node's loss does not cost both; else the standby's node, not the leader's.
         self._workers.sort(key=lambda each: (each in serving, each in serving[:1]))
         self._text = ""
         self._key = secrets.token_hex(16)
-        self._local: dict[int, int] = {}  # rank → its number among those of its node
-        self._out: set[int] = set()  # left out for good
-        self._holding = set(range(keeper.keepers))  # ranks that hold the state, as far as they live
-        self._told_lost: set[str] = set()  # nodes that the keeper knows to be lost
-        self._kill_at: dict[int, float] = {}  # late ranks,
-        self._why_late: dict[int, str] = {}  # as they were found
+        self._local: dict[int, int] = {}  # rank → its local rank on its node
+        self._out: set[int] = set()  # ranks left out for good
+        self._holding = set(range(keeper.keepers))  # ranks that hold the state while they run
+        self._told_lost: set[str] = set()  # lost nodes already reported to the policy
+        self._kill_at: dict[int, float] = {}  # late rank → when it is killed
+        self._why_late: dict[int, str] = {}  # late rank → description of its hang
 
     def start(self, text: str) -> Fault | None:
-        """Start all ranks; see ``Attempt``. Until they run, the gang is like any other."""
+        """Start all ranks or none, like ``Attempt``; independent restart begins afterwards."""
         self._text = text
         return super().start(text)
 
     def follow(self) -> Fault | None:
-        """Follow the ranks to the end of the job; return what ended it before, if anything did."""
+        """Monitor the ranks until the job is done; return the fault that ended it early, if any."""
         stop_at: float | None = None
         self._looked_at = time.monotonic()
         while any(not each.over for each in self._ranks.values()):
@@ -100,7 +100,7 @@ class LooseAttempt(Attempt):
                 self._linger()
                 return None
             if self._stopping is None and self._storeless:
-                # Nobody can join or take over any more. Who leads saves, and all start again.
+                # Without the store no rank can join or take over: the leader saves, all restart.
                 log.warning("gang's store was lost node=%s", self._workers[0])
                 self._gangs.stop_soon("the gang's store was lost with its node")
             elif self._stopping is None:
@@ -124,20 +124,20 @@ class LooseAttempt(Attempt):
         return self._settle() or Fault(None, "every rank ended before the job did")
 
     def blame(self) -> Fault | None:
-        """Return nobody: who is at fault was known before the others were ended."""
+        """Return None: the fault is determined before the other ranks are ended."""
         return None
 
     def result(self, fault: Fault | None) -> GangResult:
-        """Return how it ended; what the keeper was told on the way is not told again."""
+        """Return the attempt's result, without lost nodes that the policy already counted."""
         for rank in self._out:
-            self._ranks[rank].code = None  # no exit code of the attempt's
+            self._ranks[rank].code = None  # its exit code is not the attempt's
         found = super().result(fault)
         return dataclasses.replace(found, lost=found.lost - self._told_lost)
 
-    # -- ranks that fall
+    # -- rank exits
 
     def _settle(self) -> Fault | None:
-        """Start fallen ranks again, or leave them out; return what the gang cannot go on after."""
+        """Restart ended ranks or leave them out; return a fault that ends the whole gang."""
         fallen = [
             each
             for rank, each in self._ranks.items()
@@ -187,9 +187,9 @@ class LooseAttempt(Attempt):
         if self._ranks[member.rank].member.worker_id != worker:
             self._local.pop(member.rank, None)
         self._ranks[member.rank] = again = RankState(member)
-        self._holding.discard(member.rank)  # until it says that it does
+        self._holding.discard(member.rank)  # until it reports ``holds_state``
         self._over.discard(worker)
-        # A node that takes no order is lost, and this rank with it: it falls again.
+        # A node that takes no order is lost, which is another exit of this rank.
         self._tell({worker: self._order([again], self._text)})
 
     def _order(self, mine: list[RankState], text: str) -> dict[str, Any]:
@@ -232,14 +232,14 @@ class LooseAttempt(Attempt):
         member = rank.member
         self._tell({member.worker_id: {"do": "signal", "rank": member.rank, "number": int(number)}})
 
-    # -- the end
+    # -- end of the attempt
 
     def _done(self) -> bool:
         keepers = (self._ranks[rank] for rank in range(self._keeper.keepers))
         return any(each.over and each.code == 0 for each in keepers)
 
     def _linger(self) -> None:
-        """The job is done: let the others end, and end who does not."""
+        """After the job is done: wait for the other ranks, then end the remaining ones."""
         until = time.monotonic() + LINGER_S
         while self._busy() and time.monotonic() < until:
             self._hear(TICK_S)
@@ -247,7 +247,7 @@ class LooseAttempt(Attempt):
             self.end(stacks=False, grace_s=0.0)
 
     def _stopped(self) -> Fault | None:
-        """Return the fault of a gang that was asked to stop: the first that saved, or fell."""
+        """Return the fault of a gang stopped on request: the first rank that saved, or ended."""
         if self._storeless and (there := self._on(self._workers[0])):
             how = self._store_error or self._how(there[0])
             return Fault(there[0], f"{how}; the gang's store lay there")
@@ -256,7 +256,7 @@ class LooseAttempt(Attempt):
         return Fault(ended[0], self._how(ended[0])) if ended else Fault(None, "was lost")
 
     def _grace(self) -> float | None:
-        """Return how long ranks may take to stop; one node's notice is no reason for the others."""
+        """Return the seconds that ranks have to stop; a preemption notice stops no other rank."""
         gangs = self._gangs
         wanted = []
         if gangs.cancel is not None and gangs.cancel.is_set():
@@ -267,7 +267,7 @@ class LooseAttempt(Attempt):
 
     def _take(self, kind: str, worker: str, line: Mapping[str, Any]) -> None:
         if kind == "over" and any(not each.over for each in self._on(worker)):
-            return  # said before a rank was started there again
+            return  # sent before a rank was restarted there
         if not kind and line.get("event") == "started" and line["data"].get("holds_state"):
             self._holding.add(int(line["rank"]))
         super()._take(kind, worker, line)

@@ -1,7 +1,10 @@
-"""What a driver writes beside a job's checkpoints, stacks and history, by a thread of its own.
+"""A job's history across drivers, and the background writer that stores it beside checkpoints.
 
-A store that is slow keeps a caller for a minute, and whoever drives a gang must ask every node for
-news within its lease (30 s). Best effort, in order, bounded: the restart matters more.
+A restarted driver reads from ``History`` the failures (an ``auto`` checkpoint interval depends on
+their rate), the skipped batches and the attempt number. Allowances (restarts, failures per host)
+start anew with each driver, because a user decided to run it again. Writes are best effort, ordered
+and bounded, in a thread: a slow store can block for a minute, while the driver must poll every node
+within its lease (30 s). Does not depend on ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +22,6 @@ from paceline.schemas.base import Record, canonical_json
 from paceline.schemas.training import TrainJob
 from paceline.storage import ObjectStore, join_url
 
-# What became of a job over all its drivers, kept beside its checkpoints.
-#
-# A driver that is killed, and run again, knows what failed before: how often (an ``auto`` interval
-# between checkpoints depends on it), which batches are passed over (each is listed in the result),
-# and how many attempts there were. Allowances (restarts, failures of a host) begin anew with each
-# driver: running it again is somebody's decision. Best effort: a store that is away costs the
-# memory, not the job. Knows no ranks.
-
 log = logging.getLogger(__name__)
 
 HISTORY_FILE = "history.json"
@@ -34,28 +29,28 @@ MOST_BYTES = 4 * 1024 * 1024
 
 
 class History(Record):
-    """All that earlier drivers of one job left."""
+    """Record of a job's earlier drivers."""
 
     attempts: int = Field(default=0, ge=0)
-    failures: int = Field(default=0, ge=0)  # of machines: what was asked for does not count
-    running_s: float = Field(default=0.0, ge=0)  # of drivers, up to their last failure or end
-    hosts: dict[str, int] = {}
-    shards: dict[str, int] = {}  # by digest
+    failures: int = Field(default=0, ge=0)  # without requested stops and preemptions
+    running_s: float = Field(default=0.0, ge=0)  # running time of the drivers
+    hosts: dict[str, int] = {}  # failures by node
+    shards: dict[str, int] = {}  # bad shards by digest
     skipped_batches: tuple[int, ...] = ()
 
     def with_hosts(self, more: Mapping[str, int]) -> dict[str, int]:
-        """Return how often each host failed, ``more`` included."""
+        """Return the failures per host, including ``more``."""
         return _sums(self.hosts, more)
 
     def with_shards(self, more: Mapping[str, int]) -> dict[str, int]:
-        """Return how often each shard was bad, ``more`` included: once is once, whoever saw it."""
+        """Return the count per bad shard, including ``more``; a repeated report does not add up."""
         return {
             each: max(self.shards.get(each, 0), more.get(each, 0)) for each in _keys(self, more)
         }
 
 
 def read_history(job: TrainJob, store: ObjectStore) -> History:
-    """Return what earlier drivers of ``job`` left; an empty one where there is none to be read."""
+    """Return the stored history of ``job``; an empty one where none can be read."""
     url = history_url(job)
     try:
         return History.model_validate_json(store.get_bytes(url, MOST_BYTES))
@@ -67,7 +62,7 @@ def read_history(job: TrainJob, store: ObjectStore) -> History:
 
 
 def history_url(job: TrainJob) -> str:
-    """Return where the history of ``job`` is kept."""
+    """Return the URL of the history of ``job``."""
     return join_url(job.checkpoint_url, job.job_id, HISTORY_FILE)
 
 
@@ -84,7 +79,7 @@ CLOSE_S = 5.0
 
 
 class Notes:
-    """Writes of one job; use it in a ``with``, whose end waits a moment for what is left."""
+    """Background writer of one job; a context manager that flushes for ``CLOSE_S`` at its end."""
 
     def __init__(self, job: TrainJob, store: ObjectStore) -> None:
         self._job = job
@@ -105,17 +100,17 @@ class Notes:
         self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def keep_stack(self, attempt: int, rank: int, text: str) -> str:
-        """Keep where a rank hung; return the directory of its attempt's stacks."""
+        """Store the stacks of a hung rank; return the URL prefix of its attempt's stacks."""
         url = self.stacks_of(attempt)
         self._put(join_url(url, f"rank-{rank}.txt"), text.encode())
         return url
 
     def stacks_of(self, attempt: int) -> str:
-        """Return the directory of an attempt's stacks."""
+        """Return the URL prefix of an attempt's stacks."""
         return join_url(self._job.checkpoint_url, self._job.job_id, "stacks", f"attempt-{attempt}")
 
     def keep_history(self, history: History) -> None:
-        """Keep ``history`` for the job's next driver."""
+        """Store ``history`` for the job's next driver."""
         self._put(history_url(self._job), canonical_json(history))
 
     def _put(self, url: str, data: bytes) -> None:

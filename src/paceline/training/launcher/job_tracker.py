@@ -1,6 +1,8 @@
-"""What happened over all attempts of one job: steps, restarts, failures, batches passed over, time.
+"""Tracks one job over all attempts: steps, restarts, failures, skipped batches, time accounting.
 
-Fed with the ranks' lines and the gang's ends; decides only whether another attempt can do better.
+Input: rank events and attempt results; the only decision is whether another attempt can succeed.
+``Ledger`` assigns each second of wall-clock time to exactly one account. Pure: the caller passes
+the time.
 """
 
 from __future__ import annotations
@@ -27,15 +29,7 @@ from paceline.training.launcher.gang import GangResult
 from paceline.training.launcher.job_notes import History
 from paceline.training.launcher.placement import FORGOTTEN_S, Roster
 
-# Where the time of a job went: each second in exactly one account, so that they sum to the wall.
-#
-# A pure object: times go in, accounts come out. Work that a failure undid moves from ``productive``
-# to ``lost_work`` when the job resumes before it. A lost step that ended only after the failure was
-# found is no work: a frozen rank goes on for a moment, so that it can say where it was, and what
-# then ends is a step that its peers had waited in. That time is ``detection``, and ``restart`` from
-# the finding on.
-
-STEPS_KEPT = 100_000  # of which a later resume could still say that they were lost
+STEPS_KEPT = 100_000  # latest steps that a resume can move to ``lost_work``
 ACCOUNTS = (
     "start",
     "productive",
@@ -58,7 +52,13 @@ class _Step(NamedTuple):
 
 
 class Ledger:
-    """The accounts of one job, from ``now`` on (seconds of any one clock that goes forward)."""
+    """Time accounts of one job from ``now`` on (seconds of one monotonic clock).
+
+    Work undone by a failure moves from ``productive`` to ``lost_work`` when the job resumes before
+    it. A lost step that ended after the failure was found is not work: a frozen rank is continued
+    briefly to dump its stacks, which can complete a step that its peers waited in. That time counts
+    as ``detection`` until the failure was found and as ``restart`` afterwards.
+    """
 
     def __init__(self, now: float) -> None:
         self._began = self._last = now
@@ -67,15 +67,15 @@ class Ledger:
         self._steps: deque[_Step] = deque(maxlen=STEPS_KEPT)
         self._first_step: float | None = None
         self._last_step: float | None = None
-        self._found_at = math.inf  # a failure, until the job resumes after it
+        self._found_at = math.inf  # when a failure was found, until the job resumes
 
     def stepped(
         self, now: float, step: int, *, seconds: float, data_wait_s: float, stall_s: float
     ) -> None:
-        """A step ended that took ``seconds``, of which it waited and stalled so long."""
+        """Record a step of ``seconds``, including its waits for data and checkpoint stalls."""
         passed = self._take(now)
         own = min(passed, max(0.0, seconds))
-        if self._phase != "productive":  # what came before the first step of an attempt
+        if self._phase != "productive":  # the time before the first step of an attempt
             self._spent[self._phase] += passed - own
             passed = own
             if self._first_step is None:
@@ -90,12 +90,12 @@ class Ledger:
         self._phase, self._last_step = "productive", now
 
     def noticed(self, now: float, found_at: float | None = None) -> None:
-        """The gang is gone whose failure was found at ``found_at`` (``now`` where it is not known).
+        """Record a failed attempt, found at ``found_at`` (default ``now``), fully ended at ``now``.
 
-        Since the last word before that it may have been dead.
+        After a first step, the time from the last event to ``found_at`` counts as detection.
         """
         found_at = min(now, now if found_at is None else found_at)
-        self._found_at = min(self._found_at, found_at)  # the next attempt may not resume either
+        self._found_at = min(self._found_at, found_at)  # earliest, if attempts fail before resuming
         account = "detection" if self._phase == "productive" else self._phase
         until_found = max(0.0, found_at - self._last)
         self._spent[account] += until_found
@@ -103,12 +103,12 @@ class Ledger:
         self._phase = "restart"
 
     def stopping(self, now: float) -> None:
-        """The gang ended as asked: nothing was to be detected."""
+        """Record an attempt that ended on request; no time counts as detection."""
         self._spent["restart"] += self._take(now)
         self._phase = "restart"
 
     def resumed(self, step: int) -> None:
-        """The job goes on after ``step``: what was done beyond it is lost."""
+        """Record a resume after ``step``; later steps become lost work."""
         while self._steps and self._steps[-1].number > step:
             lost = self._steps.pop()
             self._spent["productive"] -= lost.worked
@@ -123,7 +123,7 @@ class Ledger:
         self._found_at = math.inf
 
     def finished(self, now: float) -> TimeLedger:
-        """Return the accounts, closed at ``now``."""
+        """Close the accounts at ``now`` and return them."""
         self._spent["finish"] += self._take(now)
         wall = now - self._began
         trained = (self._last_step or now) - (self._first_step or self._began)
@@ -142,11 +142,11 @@ class Ledger:
 
 Kind = Literal["failed", "hung", "lost", "preempted", "bad-step", "returned"]
 
-REASONS_TOLD = 5  # of how attempts ended, in one error
+REASONS_TOLD = 5  # end reasons listed in one error
 DIVERGED = "TrainingFailed"
 BAD_STEP = "BadStep"
 NOT_SAVED = "NotSaved"
-# Errors that the next attempt would meet again; anything else may be the machine's.
+# Errors that repeat in the next attempt; all others may be caused by the machine.
 HOPELESS = {
     "InvalidInput",
     "InvalidSnapshot",
@@ -161,7 +161,7 @@ HOPELESS = {
 
 @dataclass
 class Restarting:
-    """An attempt that ended, until the next one makes its first step."""
+    """An ended attempt, until the next one completes its first step."""
 
     outcome: GangResult
     seen_at: float
@@ -169,16 +169,16 @@ class Restarting:
     kind: Kind = "failed"
     stacks_url: str = ""
     reason: str = ""
-    reached: int = 0  # its last step
+    reached: int = 0  # last completed step
 
     @property
     def counts(self) -> bool:
-        """Return whether it uses up a restart: what was asked for does not."""
+        """Return whether it uses up a restart; requested stops and preemptions do not."""
         return self.kind in ("failed", "hung", "lost")
 
 
 class Account:
-    """The account of one job."""
+    """Tracks the attempts of one job and builds its result."""
 
     def __init__(self, job: TrainJob, now: float, before: History | None = None) -> None:
         self._job = job
@@ -189,7 +189,7 @@ class Account:
         self._resumed = 0
         self._first_resumed: int | None = None
         self._restarts: list[Restart] = []
-        self._fallen: dict[int, tuple[int, float]] = {}  # rank → its restart, and since when
+        self._fallen: dict[int, tuple[int, float]] = {}  # rank → index in _restarts, exit time
         self._open: Restarting | None = None
         self._said: dict[int, dict[str, Any]] = {}
         self._diverged_at: int | None = None
@@ -197,15 +197,15 @@ class Account:
         self._result: RankEvent | None = None
         self._ledger = Ledger(now)
         self._shards: Counter[str] = Counter()
-        self._why: dict[str, str] = {}  # they are in quarantine
+        self._why: dict[str, str] = {}  # shard → reason of its quarantine
         self._stalled = self._waited = 0.0
-        self.counted = 0  # restarts that count against the job's
+        self.counted = 0  # failures that count as restarts, in this driver
         self._counted_at: list[float] = []
         self.skipped: set[int] = {*job.skip_batches, *self._before.skipped_batches}
         self.progressed = False
 
     def fell(self, rank: int, worker_id: str, kind: Kind, reason: str, now: float) -> None:
-        """Note that one rank of a loose gang fell, while the others went on: no step is lost."""
+        """Record the exit of one rank in a gang with independent restart; no step is lost."""
         self._said.pop(rank, None)
         if kind in ("failed", "hung", "lost"):
             self.counted += 1
@@ -218,7 +218,7 @@ class Account:
                 reason=reason[:2000],
                 resumed_step=self._reached,
                 lost_steps=0,
-                seconds=0.0,  # until its place makes a step again
+                seconds=0.0,  # set when the rank completes a step again
                 kind=kind,
                 ranks=self._ranks,
             )
@@ -230,7 +230,7 @@ class Account:
         self._restarts[number] = self._restarts[number].model_copy(update=again)
 
     def begin(self, attempt: int, ranks: int) -> None:
-        """Another attempt starts, of so many ranks."""
+        """Record the start of an attempt with ``ranks`` ranks."""
         self._attempt, self._ranks = attempt, ranks
         self._reached = 0
         self._fallen = {}
@@ -241,11 +241,11 @@ class Account:
         self.progressed = False
 
     def stopping(self, kind: Kind, why: str) -> None:
-        """The attempt is about to be stopped by us, for this reason."""
+        """Record that the driver is about to stop the attempt, and why."""
         self._asked = (kind, why)
 
     def on_line(self, raw: dict[str, Any], now: float) -> RankEvent | None:
-        """Take in one line of a rank; return the event, unless it is an old attempt's or none."""
+        """Process one line of a rank; return the event, None for other lines and old attempts."""
         try:
             event = RankEvent.model_validate(raw)
         except ValidationError:
@@ -256,7 +256,7 @@ class Account:
             self._said[event.rank] = {"step": event.step, **event.data}
         if event.event == "step" and event.rank in self._fallen:
             self._rose(event.rank, now)
-        for shard in _names(event.data.get("quarantined_shards")):  # whichever rank met it
+        for shard in _names(event.data.get("quarantined_shards")):  # from any rank
             self._shards[shard] = max(1, self._shards[shard])
         why = event.data.get("quarantined_why")
         self._why |= {str(k): str(v) for k, v in why.items()} if isinstance(why, dict) else {}
@@ -291,7 +291,7 @@ class Account:
             self._result = event
 
     def failed(self, ended: Restarting) -> None:
-        """Note that the attempt failed; raises TrainingFailed where another cannot do better."""
+        """Record a failed attempt; raises TrainingFailed where another cannot succeed."""
         now = ended.seen_at
         self._close(now)
         ended.kind, ended.reached = self._kind(ended), self._reached
@@ -312,9 +312,9 @@ class Account:
             if said.get("code") not in HOPELESS:
                 continue
             if said["code"] == NOT_SAVED and (ended.preempted or self._asked_to_go):
-                continue  # steps are lost, but elsewhere, or with room again, it goes on
+                continue  # steps are lost, but another node or freed disk space can save again
             if said.get("code") == DIVERGED and self._diverged_at is None:
-                self._diverged_at = self._step  # once may be a flipped bit; twice is the recipe
+                self._diverged_at = self._step  # once may be a bit flip; twice is the recipe
                 continue
             raise TrainingFailed(
                 "training cannot succeed as asked",
@@ -324,7 +324,7 @@ class Account:
 
     @property
     def _asked_to_go(self) -> bool:
-        """Return whether ranks stopped as asked, unable to save."""
+        """Return whether ranks stopped on request but could not save."""
         return any(said.get("stopped") for said in self._said.values())
 
     def _kind(self, ended: Restarting) -> Kind:
@@ -341,7 +341,7 @@ class Account:
             return "lost"
         if ended.preempted:
             return "preempted"
-        # Told to stop, it was too slow to save: the steps are lost, but nothing failed.
+        # Stopped on request but too slow to save: the steps are lost, but nothing failed.
         return self._asked[0] if outcome.overdue and self._asked is not None else "failed"
 
     def _pass_over(self) -> None:
@@ -364,20 +364,20 @@ class Account:
 
     @property
     def recent(self) -> int:
-        """Return how many failures count against ``max_restarts``: those of the last day."""
+        """Return the failures that count against ``max_restarts``: those of the last day."""
         return len(self._counted_at)
 
     @property
     def failures(self) -> int:
-        """Return how many failures the job had, those under earlier drivers included."""
+        """Return the job's failures, including those under earlier drivers."""
         return self._before.failures + self.counted
 
     def running_s(self, now: float) -> float:
-        """Return for how long the job has run, under earlier drivers too."""
+        """Return the job's running time in seconds, including earlier drivers."""
         return self._before.running_s + now - self._started
 
     def history(self, now: float, roster: Roster) -> History:
-        """Return what the next driver of this job should know."""
+        """Return the history for the next driver of this job."""
         return History(
             attempts=max(self._before.attempts, self._attempt),
             failures=self.failures,
@@ -388,7 +388,7 @@ class Account:
         )
 
     def reasons(self) -> str:
-        """Return why the last attempts ended."""
+        """Return the end reasons of the last attempts, as one line."""
         last = [self._open.reason] if self._open else []
         all_of_them = [*(each.reason for each in self._restarts), *last]
         told = all_of_them[-REASONS_TOLD:]
@@ -396,7 +396,7 @@ class Account:
         return "; ".join([*([f"({more} before)"] if more else []), *told])
 
     def result(self, now: float, roster: Roster, ranks: int) -> TrainResult:
-        """Return the account of a gang that ended well."""
+        """Return the job's result; raises TrainingFailed where rank 0 sent none."""
         if self._result is None:
             raise TrainingFailed("rank 0 ended without a result", where=self._job.job_id)
         said = {

@@ -1,8 +1,8 @@
-"""Nodes that are plain subprocesses of this one: training on one machine, without any server.
+"""Local launcher: nodes as subprocesses of this process, for training on one machine.
 
-Same port as the fleet's. Each node is a launcher process (forkserver.py); all of them, and so all
-ranks, are gone when the ``with`` ends, and when this process dies, however it does. Launchers stay
-warm from one job to the next for as long as the ``LocalLauncher`` itself is open.
+Implements the same ports as the cluster's (ports.py). Each node is a launcher process
+(forkserver.py); launchers and ranks end with the ``with`` block and with this process, even if it
+is killed. Launchers stay warm between jobs while the ``LocalLauncher`` itself is open.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 END_S = 5.0
 TELL_PATIENCE_S = 5.0
-MAX_LINES = 10_000  # unheard; then launchers are not read any more, and they their ranks
-_LAUNCHER_ENV = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # a thread spoils forking
+MAX_LINES = 10_000  # unread messages; above it back-pressure reaches launchers and ranks
+_LAUNCHER_ENV = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # fork needs one thread
 
 
 class LocalLauncher:
-    """Runs nodes on this machine; ``pids`` names the ranks of the gang that runs now.
+    """Runs nodes on this machine; ``pids`` maps the current gang's ranks to process ids.
 
     As a context manager it keeps its launchers warm until the end of the ``with``; without, they
-    end with each job. Not for several jobs at once.
+    end with each job. Supports one job at a time.
     """
 
     def __init__(self) -> None:
@@ -69,11 +69,11 @@ class LocalLauncher:
         workers: Sequence[str],
         argv: Sequence[str],
         *,
-        wait_s: float,  # noqa: ARG002 - nobody else holds these nodes
+        wait_s: float,  # noqa: ARG002 - local nodes are not shared
         cancel: threading.Event | None,  # noqa: ARG002
         on_wait: Callable[[str], None] | None,  # noqa: ARG002
     ) -> Iterator[LocalLauncher]:
-        """Run ``argv`` once for each of ``workers``; see ``Launcher`` (nobody is waited for)."""
+        """Run ``argv`` once for each of ``workers``; see ``Launcher`` (it never waits)."""
         if tuple(argv) != self._argv:
             self._end_all()
             self._argv = tuple(argv)
@@ -90,7 +90,7 @@ class LocalLauncher:
     # -- Nodes
 
     def tell(self, worker_id: str, order: Mapping[str, Any]) -> None:
-        """Send an order; see ``Nodes``."""
+        """Send an order; raises WorkerLost; see ``Nodes``."""
         if why := self.tell_all({worker_id: order}):
             raise WorkerLost("the node takes no order", got=why[worker_id], where=worker_id)
 
@@ -104,7 +104,7 @@ class LocalLauncher:
         return untold
 
     def hear(self, timeout_s: float) -> list[Heard]:
-        """Return what was said; see ``Nodes``."""
+        """Return the received messages; see ``Nodes``."""
         found, self._ready_again = self._ready_again, []
         with contextlib.suppress(queue.Empty):
             found.append(self._lines.get(timeout=0.0 if found else timeout_s))
@@ -122,7 +122,7 @@ class LocalLauncher:
         return HOST
 
     def start(self, worker_id: str) -> bool:
-        """Start the node's launcher unless it runs; always possible here."""
+        """Start the node's launcher unless it runs; return False where the process cannot start."""
         node = self._running.get(worker_id)
         if node is not None and node.process.poll() is None:
             if node.is_ready:
@@ -167,7 +167,7 @@ class _Node:
         self.worker_id = worker_id
         self.is_ready = False
         self._lines = lines
-        self._unheard = False  # nobody takes its lines any more
+        self._unheard = False  # True: further messages are discarded
         self._lock = threading.Lock()
         self.process = subprocess.Popen(
             [*argv, "--die"],
@@ -181,7 +181,7 @@ class _Node:
         self._reader.start()
 
     def tell(self, order: Mapping[str, Any]) -> str:
-        """Send one order; return why it was not taken, or "" where it was."""
+        """Send one order; return "" on success, else the reason of the failure."""
         assert self.process.stdin is not None
         deadline = time.monotonic() + TELL_PATIENCE_S
         try:
@@ -198,18 +198,18 @@ class _Node:
         return ""
 
     def close(self) -> None:
-        """Close its standard input: it ends its ranks and itself."""
+        """Close the launcher's standard input, which makes it end its ranks and exit."""
         with contextlib.suppress(OSError):
             assert self.process.stdin is not None
             self.process.stdin.close()
 
     def kill(self) -> None:
-        """SIGKILL: the kernel kills its ranks, too."""
+        """Kill the launcher; the kernel kills its ranks (parent-death signal)."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for its end; past ``timeout_s`` it is killed. What it still says is not heard."""
+        """Wait for the launcher's end; kill it after ``timeout_s``. Later messages are dropped."""
         self._unheard = True
         try:
             self.process.wait(max(0.0, timeout_s))

@@ -1,9 +1,9 @@
-"""Who runs the next attempt: which ranks on which nodes, given what failed so far.
+"""Placement of ranks on nodes for the next attempt, given the failures so far.
 
-Pure decisions. A node that is away is worked around at once and taken back when it returns; one
-that fails too often is left out for good where others remain. Spares take a lost node's ranks
-first; then, where ``min_ranks`` allows, the gang goes on with fewer; else the others take more.
-What a node did more than a day ago is forgotten: in a month every machine fails twice.
+Pure decisions. An unreachable node is replaced at once and used again when it returns; a node that
+fails too often is excluded while others remain. Spares take a lost node's ranks first; then, where
+``min_ranks`` allows, the gang continues with fewer ranks; else the other nodes take more ranks.
+Failures older than a day are ignored: within a month every machine fails twice.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from paceline.config import TrainingSettings
 from paceline.errors import TrainingFailed
 
-FORGOTTEN_S = 86_400.0  # after which a failure says nothing about a node, or a job, any more
+FORGOTTEN_S = 86_400.0  # older failures of a node or a job are ignored
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A rank's place: its node, and the spare that waits there for it, if one does."""
+    """A rank's assignment: its node, and the spare there that becomes the rank ("": none)."""
 
     rank: int
     worker_id: str
@@ -30,19 +30,19 @@ class Seat:
 
 @dataclass(frozen=True)
 class Lineup:
-    """The gang of the next attempt."""
+    """The assignment of all ranks for the next attempt."""
 
     seats: tuple[Seat, ...]
-    reduced: bool  # fewer ranks, or more of them a node, than with all nodes there
+    reduced: bool  # fewer ranks, or more ranks per node, than with all nodes
 
     @property
     def ranks(self) -> int:
-        """Return how many ranks."""
+        """Return the number of ranks."""
         return len(self.seats)
 
 
 class Roster:
-    """The nodes of a job and what became of them."""
+    """The nodes of a job, their failures and availability."""
 
     def __init__(self, workers: Sequence[str], settings: TrainingSettings) -> None:
         self.workers = tuple(dict.fromkeys(workers))
@@ -52,15 +52,15 @@ class Roster:
         self.left_out: set[str] = set()
         self.away: set[str] = set()
         seats = [self.workers[rank % len(self.workers)] for rank in range(settings.ranks)]
-        self._home = tuple(seats)  # of each rank, with all nodes there
+        self._home = tuple(seats)  # node of each rank while all nodes are available
 
     @property
     def missing(self) -> list[str]:
-        """Return the nodes that would be used again if they came back."""
+        """Return the unreachable nodes that are used again once they return."""
         return [each for each in self.workers if each in self.away and each not in self.left_out]
 
     def failed(self, worker_id: str, *, lost: bool, now: float = 0.0) -> None:
-        """A rank failed on the node, or the whole node was lost; ``now`` in seconds."""
+        """Record a rank's failure on the node, or the node's loss; ``now`` in seconds."""
         self.failures[worker_id] += 1
         known = self._failed_at.setdefault(worker_id, [])
         known[:] = [*(each for each in known if now - each < FORGOTTEN_S), now]
@@ -68,22 +68,22 @@ class Roster:
             self.away.add(worker_id)
         if len(known) >= self._settings.guard.failures_per_host:
             self.left_out.add(worker_id)
-        if not self.good:  # a bad node is better than none
+        if not self.good:  # a failing node is better than none
             self.left_out.clear()
             self.away.clear()
 
     def taken_away(self, worker_id: str) -> None:
-        """The node's owner takes it back: no fault of its own."""
+        """Record a preemption of the node; it does not count as a failure."""
         self.away.add(worker_id)
         if not self.good:
             self.away.clear()
 
     def returned(self, worker_id: str) -> None:
-        """The node is back."""
+        """Record that the node is reachable again."""
         self.away.discard(worker_id)
 
     def forgive(self, now: float) -> None:
-        """Use nodes again that were left out and whose failures are forgotten by now."""
+        """Readmit excluded nodes whose failures are old enough to be ignored."""
         most = self._settings.guard.failures_per_host
         for worker_id in list(self.left_out):
             recent = [e for e in self._failed_at.get(worker_id, ()) if now - e < FORGOTTEN_S]
@@ -92,15 +92,15 @@ class Roster:
 
     @property
     def good(self) -> list[str]:
-        """Return the nodes to use now."""
+        """Return the usable nodes: neither excluded nor unreachable."""
         return [
             each for each in self.workers if each not in self.left_out and each not in self.away
         ]
 
     def lineup(self, spares: Mapping[str, str]) -> Lineup:
-        """Return the next gang; ``spares`` are those that wait, and where.
+        """Return the assignment of the next attempt; ``spares``: name → node of waiting spares.
 
-        Raises TrainingFailed where fewer ranks are left than the policy allows.
+        Raises TrainingFailed where fewer ranks remain than ``guard.min_ranks``.
         """
         good = self.good
         waiting = {name: at for name, at in spares.items() if at in good}
@@ -118,7 +118,7 @@ class Roster:
         return Lineup(_seated(full, waiting), reduced=vacant > 0)
 
     def spare_nodes(self, count: int) -> list[str]:
-        """Return where ``count`` spares should wait: on nodes with the fewest ranks first."""
+        """Return nodes for ``count`` spares, those with the fewest ranks first."""
         good = self.good
         load = Counter(each for each in self._home if each in good)
         ordered = sorted(good, key=lambda each: (load[each], -good.index(each)))
@@ -126,7 +126,7 @@ class Roster:
 
     def _size(self, available: int, floor: int) -> int:
         mesh = self._settings.mesh
-        unit = mesh.shard * mesh.tp * mesh.pp  # a replica is whole or not at all
+        unit = mesh.shard * mesh.tp * mesh.pp  # ranks per replica; only whole replicas run
         size = available // unit * unit
         if size < max(1, floor):
             raise TrainingFailed(
@@ -149,7 +149,7 @@ def _seated(homes: Sequence[str], waiting: Mapping[str, str]) -> tuple[Seat, ...
 
 
 def shrunk(settings: TrainingSettings, ranks: int) -> TrainingSettings:
-    """Return ``settings`` for fewer ranks: the same global batch, in more parts a rank."""
+    """Return ``settings`` for fewer ranks: the same global batch, more accumulation steps."""
     if ranks == settings.ranks:
         return settings
     parts = math.ceil(settings.accumulation * settings.ranks / ranks)

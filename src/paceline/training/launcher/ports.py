@@ -1,7 +1,8 @@
-"""What the driver needs of launchers, and what it hears of gangs; no process is started here.
+"""Ports between driver and launchers: protocols, gang members, deadlines, results.
 
-A launcher (forkserver.py) reaches us through ``Nodes``: ``paceline.cluster`` implements it on Dask,
-``local`` with plain subprocesses; neither is known here.
+``Nodes`` carries orders to and messages from each node's launcher (forkserver.py). It is
+implemented by ``paceline.cluster`` on Dask and by ``local`` with subprocesses; this module imports
+neither.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ OnLine = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Heard:
-    """A line of a node's launcher or ranks, or that the node is lost."""
+    """A message of a node: a line of its launcher or ranks, or the reason why it is ``lost``."""
 
     worker_id: str
     line: Mapping[str, Any] = field(default_factory=dict)
@@ -29,7 +30,7 @@ class Heard:
 
 
 class Word(Protocol):
-    """What ``Nodes`` hear: anything shaped like ``Heard``."""
+    """The message type of ``Nodes``: anything shaped like ``Heard``."""
 
     @property
     def worker_id(self) -> str: ...
@@ -40,32 +41,32 @@ class Word(Protocol):
 
 
 class Nodes(Protocol):
-    """Nodes that are ours for the time of a job, each with a launcher running."""
+    """The nodes held for a job, each with a running launcher."""
 
     def tell(self, worker_id: str, order: Mapping[str, Any]) -> None:
-        """Send an order to the node's launcher; raises WorkerLost where there is none."""
+        """Send an order to the node's launcher; raises WorkerLost where none runs."""
 
     def tell_all(self, orders: Mapping[str, Mapping[str, Any]]) -> Mapping[str, str]:
-        """Send each node its order, all at once; return why, by node, where none was taken."""
+        """Send each node its order in parallel; return the reason by node for each failure."""
 
     def hear(self, timeout_s: float) -> Sequence[Word]:
-        """Return what was said, as soon as something was, and [] after ``timeout_s``."""
+        """Return messages as soon as there are any, [] after ``timeout_s``."""
 
     def host(self, worker_id: str) -> str:
-        """Return the address that the other nodes reach this one at."""
+        """Return the address at which other nodes reach this one."""
 
     def start(self, worker_id: str) -> bool:
-        """Start a launcher where none runs (any more); return whether the node could be reached.
+        """Start a launcher unless one runs; return whether the node is reachable.
 
-        It says "ready" once it is. Within seconds: nothing is heard meanwhile.
+        The launcher sends "ready" later. Returns within seconds, since messages wait meanwhile.
         """
 
     def drop(self, worker_id: str) -> None:
-        """End the node's launcher by force: it does not answer."""
+        """Kill the node's launcher, which does not answer."""
 
 
 class Launcher(Protocol):
-    """Gives nodes to a job."""
+    """Acquires nodes for a job."""
 
     def open_nodes(
         self,
@@ -76,15 +77,15 @@ class Launcher(Protocol):
         cancel: threading.Event | None,
         on_wait: Callable[[str], None] | None,
     ) -> AbstractContextManager[Nodes]:
-        """Hold ``workers`` with ``argv`` started on each; other gangs' nodes are waited for.
+        """Acquire ``workers`` and run ``argv`` on each; wait where other gangs hold them.
 
-        Raises Conflict naming who holds them after ``wait_s``.
+        Raises Conflict with the holder's name after ``wait_s``.
         """
 
 
 @dataclass(frozen=True)
 class GangMember:
-    """A rank to start: on which node, as which spare (if one was kept warm for it)."""
+    """A rank to start: its node, its environment, and the warm spare to use ("": none)."""
 
     worker_id: str
     rank: int
@@ -94,7 +95,7 @@ class GangMember:
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    """Seconds that a rank may take: to its first step, for a step, to save, export or evaluate."""
+    """Deadlines of a rank in seconds: first step, each step, and save, export or evaluation."""
 
     start_s: float = 120.0
     step_s: float = 60.0
@@ -109,27 +110,27 @@ class Deadlines:
 
 @dataclass(frozen=True, kw_only=True)
 class GangResult:
-    """How an attempt ended."""
+    """The result of an attempt."""
 
-    ok: bool  # every rank ended with 0
-    exit_codes: Mapping[int, int | None]  # by rank; negative: by signal; None: lost with its node
+    ok: bool  # the attempt succeeded
+    exit_codes: Mapping[int, int | None]  # by rank; negative: a signal; None: lost with its node
     failed_rank: int | None = None
     failed_worker: str | None = None
     reason: str = ""
     hung: bool = False
-    stderr: Mapping[int, str] = field(default_factory=dict)  # by rank, its end; stacks are in it
-    overdue: bool = False  # told to stop, it did not within its grace, and was killed
-    preempted: frozenset[str] = frozenset()  # nodes whose owner takes them back
-    lost: frozenset[str] = frozenset()  # nodes that cannot be reached any more
-    found_at: float | None = None  # the failure, by the monotonic clock; then the gang was ended
+    stderr: Mapping[int, str] = field(default_factory=dict)  # its tail by rank, with stack dumps
+    overdue: bool = False  # killed because it did not stop within its grace period
+    preempted: frozenset[str] = frozenset()  # nodes with a preemption notice
+    lost: frozenset[str] = frozenset()  # unreachable nodes
+    found_at: float | None = None  # when the end was detected, monotonic clock
 
     @property
     def stderr_tail(self) -> str:
-        """Return the last words of the rank at fault."""
+        """Return the standard-error tail of the rank at fault."""
         return "" if self.failed_rank is None else self.stderr.get(self.failed_rank, "")
 
     @property
     def stopped(self) -> bool:
-        """Return whether the ranks stopped as asked, their state saved."""
+        """Return whether the ranks stopped on request with their state saved."""
         codes = [each for each in self.exit_codes.values() if each is not None]
         return bool(codes) and all(each in (0, STOPPED_EXIT) for each in codes) and not self.ok

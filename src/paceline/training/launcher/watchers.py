@@ -1,10 +1,9 @@
-"""Small forked processes beside a node's ranks: each waits for one thing, so that nobody else must.
+"""Helper processes of a node's launcher: rendezvous store, abort-key watch, preemption watch.
 
-``keep_store`` is the rendezvous of all attempts of a job: it outlives the ranks, so that a new
-attempt only needs a fresh prefix. ``watch_abort_key`` ends when any node of the attempt gave up, or
-the store is gone, and sets the key when its own node does. ``watch_preemption`` ends when the
-machine is about to be taken away. All run in processes of their own, forked by the launcher, and
-die with it.
+``keep_store`` serves the rendezvous of all attempts of a job; it survives the ranks, so that a new
+attempt needs only a new key prefix. ``watch_abort_key`` ends when any node aborts the attempt or
+the store is gone, and sets the key when its own node aborts. ``watch_preemption`` ends when there
+is a preemption notice. Each runs in a process forked by the launcher and dies with it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-ABORTED = 3  # exit code of the watch: another node set the key
-LOST = 4  # the store does not answer
+ABORTED = 3  # exit code of the abort-key watch: another node set the key
+LOST = 4  # exit code of the abort-key watch: the store does not answer
 ABORT_KEY = "abort"
 POLL_S = 0.25
 STORE_TIMEOUT_S = 30.0
@@ -28,7 +27,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_thread(parent: int) -> None:
-    """Get SIGKILL when the thread of ``parent`` that forked us ends; end now if it already did."""
+    """Receive SIGKILL when the forking thread of ``parent`` ends; exit now if it is gone."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -47,7 +46,7 @@ def keep_store(host: str, answer_fd: int) -> NoReturn:
     server.bind((host, 0))
     server.listen(1024)
     port = int(server.getsockname()[1])
-    # Given the socket: by itself torch listens on every interface.
+    # With its own socket; by default torch listens on every interface.
     store = TCPStore(
         host,
         port,
@@ -61,13 +60,14 @@ def keep_store(host: str, answer_fd: int) -> NoReturn:
     os.close(answer_fd)
     while True:
         signal.pause()
-        store.num_keys()  # the server lives as long as this object
+        store.num_keys()  # keeps the object, and with it the server, alive
 
 
 def watch_abort_key(host: str, port: int, attempt: int, order_fd: int) -> int:
     """Return ABORTED once the attempt's abort key is set, LOST once the store is gone.
 
-    A byte on ``order_fd`` sets the key, for all other nodes to see, and returns 0.
+    A byte on ``order_fd`` sets the key for the other nodes; the function then returns 0, as it does
+    at the end of file.
     """
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -95,9 +95,9 @@ def watch_abort_key(host: str, port: int, attempt: int, order_fd: int) -> int:
 
 
 def watch_preemption(named: str, state_dir: str) -> int:
-    """Return 0 once the watcher that ``named`` names has seen a notice.
+    """Return 0 once the watcher ``named`` (URL or code reference) reports a notice.
 
-    The profile of the installation in ``state_dir`` says which code may be one; "": none may.
+    The profile in ``state_dir`` lists the allowed code sources; with "" no code is allowed.
     """
     from paceline.config import load_runtime
     from paceline.training.loop.preemption import open_watcher

@@ -1,1 +1,1 @@
-"""What one rank does: load, join the group, resume, train step by step, report."""
+"""One rank's process: load, join the group, resume, train step by step, report."""

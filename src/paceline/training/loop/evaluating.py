@@ -1,7 +1,7 @@
-"""Held-out loss every n steps, under the same layout and shares as training.
+"""Held-out loss every n steps, under the same layout and data shares as training.
 
-Each evaluation reads the same sequences from the held-out split's beginning, so that two figures of
-one job compare the weights and nothing else. Memory holds one batch at a time.
+Each evaluation reads the same sequences from the start of the held-out split, so that two results
+of one job differ only in the weights. Memory holds one batch at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Apart(Protocol):
     """A ``Parallel`` whose ranks may hold different weights."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Hold the mean of them for a while; all ranks enter it at the same step."""
+        """Use the mean of all ranks' weights inside the ``with``; a collective call."""
 
 
 def _together(parallel: Parallel) -> AbstractContextManager[None]:
@@ -35,14 +35,14 @@ def _together(parallel: Parallel) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What one evaluation found."""
+    """The result of one evaluation."""
 
     loss: float  # mean nats per token
-    tokens: float  # that counted
-    bits_per_byte: float | None  # None where nobody knows how many bytes a token stands for
+    tokens: float  # sum of the token weights
+    bits_per_byte: float | None  # None where the bytes per token are unknown
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures by name, as checkpoints and MLflow keep them."""
+        """Return the figures under the names used by checkpoints and MLflow."""
         found = {"held_out_loss": self.loss, "held_out_bits_per_byte": self.bits_per_byte}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -51,15 +51,15 @@ class HeldOut:
 class Evaluator:
     """Measures a model on ``sequences`` rows of the held-out split, rounded up to whole batches.
 
-    ``open_stream`` gives this rank's share of that split from its beginning, each time anew;
+    ``open_stream`` returns a new stream of this rank's share from the start of the split;
     ``bytes_per_token`` is 1 for byte-level text, None where targets are not text.
     """
 
     open_stream: Callable[[], Stream]
     sequences: int
-    parts: int = 1  # passes through the model for each batch, as in training
+    parts: int = 1  # forward passes per batch, as in training
     bytes_per_token: float | None = 1.0
-    during: Callable[[], AbstractContextManager[object]] = nullcontext  # around each evaluation
+    during: Callable[[], AbstractContextManager[object]] = nullcontext  # entered per evaluation
 
     @classmethod
     def of(
@@ -68,7 +68,7 @@ class Evaluator:
         open_held_out: Callable[[], Stream],
         bytes_per_token: float | None = 1.0,
     ) -> Evaluator | None:
-        """Return the evaluator that ``settings`` ask for, None where they ask for none."""
+        """Return the evaluator for ``settings``; None where evaluation is off."""
         if not settings.evaluate_every_steps:
             return None
         parts = settings.accumulation
@@ -77,9 +77,9 @@ class Evaluator:
     def evaluate(
         self, parallel: Parallel, workload: Workload, group: Group, device: torch.device
     ) -> HeldOut:
-        """Return the held-out loss; all ranks call it at the same step."""
+        """Return the held-out loss; a collective call of all ranks at the same step."""
         found: list[LossSums] = []
-        # Without gradients: so does a task that carries state tell this from training.
+        # A task with carried state recognises an evaluation by the disabled gradients.
         with self.during(), self.open_stream() as stream, _together(parallel), torch.no_grad():
             for _ in range(math.ceil(self.sequences / stream.global_batch)):
                 parts = stream.next().split(self.parts)

@@ -1,7 +1,8 @@
-"""Who a rank is, and how it speaks: a line an event, and a pulse that tells its phase and step.
+"""Rank events on standard output: one JSON line per event, heartbeats, and step reports.
 
-What others print in this process, a user's own model for one, are no lines of ours: they become
-events too, or go to standard error. Knows nothing of training.
+A rank writes RankEvent lines and a heartbeat (phase, step, seconds since) to its launcher; rank 0
+reports every step, the others at most one per ``FOLLOWER_BEAT_S``. Text printed by other code in
+the process, for instance a user's model, becomes "said" events or goes to standard error.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 PULSE_S = 0.5
-PRINTED_CHARACTERS = 500  # of a line, the rest is cut
-PRINTED_A_MINUTE = 120  # lines of one rank, the rest are counted
+PRINTED_CHARACTERS = 500  # per printed line; longer lines are cut
+PRINTED_A_MINUTE = 120  # printed lines per rank; further lines are only counted
 
 
 @dataclass(frozen=True)
 class Place:
-    """Who this process is, as its launcher said."""
+    """This rank's identity and rendezvous address, as set by the launcher."""
 
     rank: int
     world_size: int
@@ -43,13 +44,13 @@ class Place:
     master_port: int
     attempt: int
     worker_id: str
-    host: str = LOOPBACK  # that other ranks reach this one at
-    gang_key: str = field(default="", repr=False)  # of a loose gang, known to its ranks only
+    host: str = LOOPBACK  # address at which other ranks reach this one
+    gang_key: str = field(default="", repr=False)  # secret of an independent-restart gang
 
     @classmethod
     def from_environment(cls) -> Place:
-        """Return the place in the environment; raises InvalidInput where a variable is missing."""
-        if "PACELINE_SPARE" in os.environ:  # its place comes later
+        """Return the identity from the environment; raises InvalidInput for a missing variable."""
+        if "PACELINE_SPARE" in os.environ:  # a spare is assigned its rank later
             os.environ.setdefault("RANK", "0")
             os.environ.setdefault("WORLD_SIZE", "1")
         try:
@@ -72,10 +73,10 @@ class Place:
 
 
 class Voice:
-    """Writes this rank's events, one line each, and its pulse: phase, step, and since when.
+    """Writes this rank's events, one line each, and its heartbeat: phase, step, seconds since.
 
-    The pulse is a thread, so that a process that is frozen falls silent, while one whose main
-    thread hangs goes on beating with a step that does not: the launcher tells them apart.
+    The heartbeat runs in a thread: a frozen process stops sending, while a process with a hung main
+    thread sends heartbeats without progress. The launcher distinguishes the two.
     """
 
     _phase, _step, _since = "loading", 0, 0.0
@@ -87,18 +88,20 @@ class Voice:
         self._out = sys.stdout
 
     def have_to_itself(self) -> None:
-        """Take standard output away from everybody else in this process: a line of ours is whole,
-        whatever they write. What Python prints is told as "said", what C writes goes to stderr."""
+        """Reserve standard output for events, so that other output cannot split a line.
+
+        Python's prints become "said" events; C-level writes go to standard error.
+        """
         self._out = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
         sys.stdout = Printed(self)
 
     def beat(self) -> None:
-        """Start the pulse."""
+        """Start the heartbeat thread."""
         threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
 
     def take(self, place: Place) -> None:
-        """Speak as ``place`` from now on (a spare that was given one)."""
+        """Use ``place`` in all further events (a spare that was assigned a rank)."""
         self._place = place
 
     def say(self, event: Any, step: int = 0, **data: object) -> None:
@@ -110,14 +113,14 @@ class Voice:
         self._write(record.model_dump_json())
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Be in ``phase`` from now on; with "step", a step has just been made."""
+        """Set the current phase; ``step`` records a completed step."""
         self._phase, self._since = phase, time.monotonic()
         if step is not None:
             self._step = step
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Be in phase ``name`` for the time of the ``with``, then back in the one before."""
+        """Set the phase for the duration of the ``with``, then restore the previous one."""
         before = self._phase
         self.enter(name)
         try:
@@ -139,7 +142,7 @@ class Voice:
 
 
 class Printed(io.TextIOBase):
-    """Standard output for whoever prints in a rank: each line becomes an event, within bounds."""
+    """Replaces ``sys.stdout`` in a rank: each printed line becomes an event, rate-limited."""
 
     def __init__(self, voice: Voice, clock: Callable[[], float] = time.monotonic) -> None:
         self._voice, self._clock = voice, clock
@@ -152,7 +155,7 @@ class Printed(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Take ``text``; lines that are whole are told."""
+        """Buffer ``text``; emit the complete lines."""
         with self._lock:
             *lines, rest = (self._line + text).split("\n")
             self._line = rest[:PRINTED_CHARACTERS]
@@ -161,7 +164,7 @@ class Printed(io.TextIOBase):
         return len(text)
 
     def close(self) -> None:
-        """Tell what is left of a line."""
+        """Emit the incomplete last line."""
         with self._lock:
             rest, self._line = self._line, ""
             if rest:
@@ -181,25 +184,21 @@ class Printed(io.TextIOBase):
             self._voice.say("said", text=line)
 
 
-# What a rank says of its steps: a line each to its launcher, a page to Prometheus.
-#
-# Rank 0 tells every step; the others enough to show how they do.
-
-FOLLOWER_BEAT_S = 0.5  # ranks other than 0 tell their steps this often
+FOLLOWER_BEAT_S = 0.5  # minimum time between step reports of ranks other than 0
 
 
 class News:
-    """What came into quarantine and was not told yet: each shard and sample is told once."""
+    """Tracks which quarantined shards and samples were reported: each is reported once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
     def any_in(self, quarantined: Collection[str]) -> bool:
-        """Return whether there is something to tell."""
+        """Return whether ``quarantined`` has unreported entries."""
         return len(quarantined) > len(self._told)
 
     def of(self, quarantined: Collection[str]) -> dict[str, Any]:
-        """Return what an event says of it, with the reasons that a mapping gives."""
+        """Return event data for the new entries, with reasons if ``quarantined`` is a mapping."""
         why = dict(quarantined) if isinstance(quarantined, Mapping) else {}  # threads add to it
         new = sorted(set(why or quarantined) - self._told)
         if not new:
@@ -212,7 +211,10 @@ class News:
 
 
 class Teller:
-    """Says each step of rank 0, and enough of the others' to show how they do."""
+    """Reports every step of rank 0 and a sample of the other ranks' steps.
+
+    Each step also updates the Prometheus exporter.
+    """
 
     def __init__(
         self,
@@ -254,7 +256,7 @@ class Teller:
         self.tell_saved()
 
     def tell_saved(self) -> None:
-        """Say which checkpoints are committed by now (rank 0 does)."""
+        """Report newly committed checkpoints (rank 0 only)."""
         for ref in self._saver.report() if self._rank == 0 else ():
             self._exporter.saved()
             self._voice.say("checkpoint", ref.step, url=ref.url, digest=ref.digest, bytes=ref.bytes)

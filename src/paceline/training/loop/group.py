@@ -1,7 +1,7 @@
-"""The ranks as one group: joining it, and agreeing on numbers.
+"""Process group of the ranks: join it, reduce and broadcast numbers.
 
-One process alone is a group of one and needs no torch.distributed. Numbers travel by gloo, tensors
-of a GPU by NCCL; only gloo has been run. Knows nothing of models.
+A single process is a group of one and needs no torch.distributed. Scalars use gloo, GPU tensors
+use NCCL; only gloo has been run. Does not depend on models.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 @dataclass(frozen=True)
 class Group:
-    """This rank's place among the others."""
+    """This rank's number and the world size, with collectives over scalars."""
 
     rank: int = 0
     world_size: int = 1
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Return the sum over ranks of each value."""
+        """Return the sum of each value over all ranks."""
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -70,12 +70,12 @@ def join_group(
     serve: bool = True,
     own: str = "",
 ) -> Iterator[Group]:
-    """Join the gang's group; each attempt has a name space of its own, so no old rank disturbs it.
+    """Join the gang's process group; each attempt has its own key prefix, so old ranks cannot join.
 
-    With ``serve`` rank 0 is the rendezvous; without, somebody else is (the node's launcher).
-    ``own`` is the address that other ranks reach this one at: gloo listens on its interface (unless
-    GLOO_SOCKET_IFNAME names another), by itself on the one that the host name leads to.
-    Raises PeerLost where the others do not come within ``timeout_s``.
+    With ``serve`` rank 0 hosts the rendezvous store; without, a node's launcher does. ``own`` is
+    the address at which other ranks reach this one: gloo listens on its interface, unless
+    GLOO_SOCKET_IFNAME names another (gloo's default is the interface of the host name).
+    Raises PeerLost where the others do not join within ``timeout_s``.
     """
     if world_size == 1:
         yield Group()
@@ -93,7 +93,7 @@ def join_group(
             serve and rank == 0,
             timeout,
             wait_for_workers=False,
-            # torch would listen on every interface; the gang's rendezvous is nobody else's business
+            # by default torch listens on every interface
             master_listen_fd=_listen(host, port) if serve and rank == 0 else None,
         )
         dist.init_process_group(
@@ -104,11 +104,11 @@ def join_group(
             timeout=timeout,
         )
     yield Group(rank, world_size)
-    dist.destroy_process_group()  # only after success: with a dead peer it could wait for ever
+    dist.destroy_process_group()  # only after success: with a dead peer it can block forever
 
 
 def interface_of(host: str) -> str | None:
-    """Return the network interface of this machine that has the address ``host``; None: none."""
+    """Return this machine's network interface with the address ``host``; None where none has it."""
     try:
         address = socket.inet_aton(socket.gethostbyname(host))
     except OSError:  # no such name, or IPv6

@@ -1,11 +1,11 @@
-"""The training loop, top to bottom: batch, parts, accumulate, clip, agree, judge, save, step, tell.
+"""The training loop: batch, split, accumulate, clip, all-reduce, judge, save, step, report.
 
-It knows no layout, no model and no file format: ``Parallel`` spreads the work, a ``Workload`` says
-what is learned, a ``Saver`` keeps states. Randomness is a pure function of (seed, step, data rank):
-there is no generator whose state would have to be saved.
+It does not depend on a layout, model or file format: ``Parallel`` distributes the work, a
+``Workload`` defines the task, a ``Saver`` stores states. Randomness is a pure function of
+(seed, step, data rank), so no generator state is saved.
 
-A state is saved only after the next batch has shown that its loss is sane, and before the optimiser
-changes it: what was poisoned is never a checkpoint.
+A due state is saved only after the next batch has a sane loss under it, and before the optimiser
+changes it: a corrupted state never becomes a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ CPU = torch.device("cpu")
 
 
 class Saver(Protocol):
-    """What the loop needs of a checkpointer; every rank calls it at the same steps."""
+    """The checkpointer interface of the loop; every rank calls it at the same steps."""
 
-    stall_s: float  # that training stood still for it, so far
+    stall_s: float  # total time that saves blocked training
 
     def due(self, step: int, steps: int) -> bool:
-        """Return whether the state after ``step`` steps is to be saved; asked once a step."""
+        """Return whether to save the state after ``step`` steps; called once per step."""
         ...
 
     def save(self, step: int, position: dict[str, Any], metrics: dict[str, float]) -> bool:
-        """Begin to save the state as it is now."""
+        """Start saving the current state."""
         ...
 
 
 @dataclass
 class Progress:
-    """Where training stands, and what it took so far in this process."""
+    """Training progress, and the time spent in this process."""
 
     step: int = 0
     first_loss: float | None = None
     loss: float | None = None
-    held_out: dict[str, float] = field(default_factory=dict)  # the newest evaluation's figures
-    extra: dict[str, Any] = field(default_factory=dict)  # JSON that a checkpoint keeps for us
-    stopped: bool = False  # somebody asked us to stop (SIGTERM on any rank)
-    seconds: float = 0.0  # without evaluations
+    held_out: dict[str, float] = field(default_factory=dict)  # latest evaluation
+    extra: dict[str, Any] = field(default_factory=dict)  # JSON stored in each checkpoint
+    stopped: bool = False  # a stop was requested (SIGTERM on any rank)
+    seconds: float = 0.0  # excluding evaluations
     evaluate_s: float = 0.0
     tokens: int = 0
     bad_steps: int = 0
@@ -69,18 +69,18 @@ class Progress:
 
     @classmethod
     def at(cls, step: int, metrics: Mapping[str, float]) -> Progress:
-        """Return where training stands after ``step``, by what a state was kept with."""
+        """Return the progress at ``step``, from a checkpoint's ``metrics``."""
         held_out = {name: found for name, found in metrics.items() if name.startswith("held_out")}
         first, last = metrics.get("first_loss"), metrics.get("loss")
         return cls(step=step, first_loss=first, loss=last, held_out=held_out)
 
     def metrics(self) -> dict[str, float]:
-        """Return what a checkpoint keeps beside the state."""
+        """Return the metrics stored with a checkpoint."""
         found = {"first_loss": self.first_loss, "loss": self.loss, **self.held_out}
         return {name: value for name, value in found.items() if value is not None}
 
     def share(self, seconds: float) -> float:
-        """Return ``seconds`` as a share of the time spent."""
+        """Return ``seconds`` as a share of the training time."""
         return seconds / self.seconds if self.seconds else 0.0
 
 
@@ -95,14 +95,14 @@ class StepReport:
     seconds: float
     tokens_per_second: float
     data_wait_s: float
-    taken: bool = True  # False: the weights stayed as they were
+    taken: bool = True  # False: the step was skipped, weights unchanged
     figures: dict[str, float] = field(default_factory=dict)  # of this rank, by name
     held_out: dict[str, float] = field(default_factory=dict)  # where this step evaluated
     slow: tuple[Straggler, ...] = ()
     alerts: tuple[AlertChange, ...] = ()
 
     def data(self) -> dict[str, Any]:
-        """Return what a rank says of this step, by name."""
+        """Return the data of this step's event, by name."""
         found: dict[str, Any] = {
             "loss": self.loss,
             "grad_norm": self.grad_norm,
@@ -139,11 +139,11 @@ def train(
     on_step: Callable[[StepReport], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Progress:
-    """Train from ``progress.step`` to ``settings.steps`` and return ``progress``.
+    """Train from ``progress.step`` to ``settings.steps``; return ``progress``.
 
-    Stops early once ``should_stop()`` is true on any rank. The state it leaves is sound, and the
-    caller saves it as the last one. Raises BadStep where the job is to go back to its last healthy
-    checkpoint, TrainingFailed where it cannot go on: weights in memory are not to be used then.
+    Stops early once ``should_stop()`` is true on any rank. The final state is finite, and the
+    caller saves it. Raises BadStep where the job must roll back to its last healthy checkpoint,
+    TrainingFailed where it cannot continue; the weights in memory are invalid after either.
     """
     if progress.step >= settings.steps:
         return progress
@@ -169,7 +169,7 @@ def train(
         mine = [float(sums.loss), sums.weight, *flags, *numbers.shared(stream.data_wait_s)]
         loss_total, counted, stops, overflows, *slots = group.sums(mine)
         loss = loss_total / counted if counted else 0.0
-        norm = math.inf if overflows else norm  # of some rank's own step, where each takes its own
+        norm = math.inf if overflows else norm  # of any rank: local SGD has a norm per replica
 
         verdict = _judge(guard, scaler, progress.step, batch, loss=loss, norm=norm, counted=counted)
         rate = learning_rate(progress.step, settings.steps, settings)
@@ -182,7 +182,7 @@ def train(
             let_go(keeps)
 
         _count(progress, batch, loss, verdict)
-        progress.extra.update(_kept(guard, scaler))  # in place: the saver has this very dict
+        progress.extra.update(_kept(guard, scaler))  # in place: the saver holds the same dict
         progress.stopped = stops > 0
         if saver is not None and saver.due(progress.step, settings.steps):
             owed = True
@@ -236,7 +236,7 @@ def train_model(
     on_step: Callable[[StepReport], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Progress:
-    """Train our transformer, whole on each of ``group``'s ranks; see ``train``."""
+    """Train the transformer with data parallelism over ``group``; see ``train``."""
     workload: Workload = TransformerWorkload(model.config)
     if labels == "shuffled":
         workload = ShuffledLabels(workload, settings.seed)
@@ -256,17 +256,17 @@ def train_model(
 
 
 def seed_step(seed: int, step: int, data_rank: int, device: torch.device = CPU) -> None:
-    """Make what a model draws in this step (dropout) a pure function of its place."""
+    """Seed torch for one step, so that dropout is a function of (seed, step, data rank)."""
     number = (seed * 1_000_003 + step) * 4096 + data_rank
-    if not -(2**63) <= number < 2**64:  # of a large seed: torch takes no more
+    if not -(2**63) <= number < 2**64:  # torch's range of seeds
         number %= 2**64
-    torch.default_generator.manual_seed(number)  # torch.manual_seed asks every backend: 0.4 ms
+    torch.default_generator.manual_seed(number)  # torch.manual_seed visits every backend: 0.4 ms
     if device.type == "cuda":
         torch.cuda.manual_seed(number)
 
 
 def finite_state(modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this rank's weights and optimiser state are finite numbers throughout."""
+    """Return whether all of this rank's weights and optimiser state are finite."""
     weights = [each.detach() for module in modules for each in module.parameters()]
     moments = [
         value
@@ -291,11 +291,11 @@ def _judge(
     norm: float,
     counted: float,
 ) -> Verdict:
-    if not counted:  # every sample of it is in quarantine
+    if not counted:  # every sample of the batch is in quarantine
         return Verdict.SKIP
     if scaler and math.isfinite(loss):
         scaler.update(finite=math.isfinite(norm))
-        if not math.isfinite(norm):  # fp16 gradients overflowed: no fault of the batch
+        if not math.isfinite(norm):  # fp16 overflow is not a bad batch
             return Verdict.SKIP
     return guard.judge(step=step, batch=batch.step, loss=loss, norm=norm)
 
@@ -332,7 +332,7 @@ def _evaluate(
 
 
 def _kept(guard: Guard, scaler: LossScale | None) -> dict[str, Any]:
-    """Return what the next state to be saved keeps for a resumed run to decide alike."""
+    """Return the guard and loss-scale state that a checkpoint stores."""
     kept: dict[str, Any] = {"guard": guard.state}
     if scaler:
         kept["loss_scale"] = scaler.state

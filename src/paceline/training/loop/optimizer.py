@@ -1,6 +1,8 @@
-"""How weights are updated: AdamW or plain SGD, and the state that they carry.
+"""Optimiser (AdamW or SGD) and its state, learning-rate schedule, and mixed precision.
 
-Knows no ranks, no schedule and no files.
+Does not depend on ranks or files. The learning rate is a pure function of (step, settings): it is
+not saved, and a resumed run continues at the same rate. Schedules: cosine (arXiv 1608.03983),
+linear, warmup-stable-decay (2404.06395); loss scaling: 1710.03740.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ def new_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimiser of ``settings`` over one rank's modules (``Parallel.modules``).
 
-    AdamW decays matrices only: norms have nothing to shrink to. SGD is plain: no momentum, no
-    decay, so that averaging weights each step is averaging gradients.
+    AdamW applies weight decay to matrices only, not to norms. SGD has no momentum and no decay, so
+    that averaging weights after each step equals averaging gradients.
     """
     parts = [modules] if isinstance(modules, nn.Module) else modules
-    # A rank may hold one parameter in several parts: it is updated once.
+    # A parameter may appear in several modules of a rank; it is updated once.
     trained = list(dict.fromkeys(p for part in parts for p in part.parameters() if p.requires_grad))
     if settings.optimizer == "sgd":
         return torch.optim.SGD(trained, lr=settings.learning_rate, foreach=True)
@@ -43,13 +45,13 @@ def new_optimizer(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use ``rate`` from now on."""
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 def take_step(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Change the weights by their gradients, at ``rate``."""
+    """Apply the gradients to the weights with learning rate ``rate``."""
     set_learning_rate(optimizer, rate)
     optimizer.step()
 
@@ -67,7 +69,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def restore_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
 ) -> None:
-    """Give the optimiser the state that ``optimizer_tensors`` returned.
+    """Restore the state that ``optimizer_tensors`` returned.
 
     Raises CorruptData where it does not fit the model.
     """
@@ -81,19 +83,11 @@ def restore_optimizer(
         optimizer.state[parameter] = state
 
 
-# The learning rate of each step: a warm-up, then a cosine, a line, or a plateau with a decay.
-#
-# Pure arithmetic: the rate is a function of (step, settings) alone, so that nothing of it has to be
-# saved and a resumed run goes on at the very same rate. Knows no torch.
-#
-# Sources: cosine (arXiv 1608.03983), warmup-stable-decay (2404.06395).
-
-
 def learning_rate(step: int, steps: int, settings: TrainingSettings) -> float:
-    """Return the rate of step ``step`` (from 0) of ``steps``.
+    """Return the learning rate of step ``step`` (from 0) of ``steps``.
 
-    It rises in equal parts through ``warmup_steps``, of which the last has the full rate, and never
-    after them; it ends near ``final_share`` of the full rate, and stays there beyond ``steps``.
+    Linear warm-up over ``warmup_steps`` (the last one has the full rate), then a non-increasing
+    schedule that ends near ``final_share`` of the full rate and stays there beyond ``steps``.
     """
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
@@ -105,24 +99,21 @@ def learning_rate(step: int, steps: int, settings: TrainingSettings) -> float:
     return settings.learning_rate * (settings.final_share + (1 - settings.final_share) * left)
 
 
-# Precision: in which type products are computed, and loss scaling where that is fp16.
-#
-# Parameters, gradients and the optimiser stay fp32 masters (fp64 with ``precision = float64``);
-# only products are cast. fp16 gradients underflow, so the loss is multiplied by a scale that grows
-# while gradients stay finite and halves when they do not (arXiv 1710.03740). The loop hands the
-# scale to ``Parallel.accumulate`` and its inverse to ``Parallel.clip``, whose norm is the same on
-# every rank: all ranks change the scale alike, and it works with accumulation and under every
-# layout.
+# Mixed precision: parameters, gradients and optimiser state stay fp32 (fp64 with ``precision =
+# float64``); only products are cast. fp16 gradients underflow, so the loss is multiplied by a scale
+# that grows while gradients stay finite and halves when they do not. The loop passes the scale to
+# ``Parallel.accumulate`` and its inverse to ``Parallel.clip``, whose norm is the same on every
+# rank: all ranks change the scale alike, with accumulation and under every layout.
 
 INITIAL_SCALE = 2.0**16
 LARGEST_SCALE = 2.0**24
-GROWTH_STEPS = 2000  # steps in a row without an overflow before the scale doubles
+GROWTH_STEPS = 2000  # consecutive steps without overflow before the scale doubles
 
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def autocast(settings: TrainingSettings, device_type: str) -> AbstractContextManager[object]:
-    """Return the context in which forward passes run: products in ``settings.precision``."""
+    """Return the autocast context of forward passes: products in ``settings.precision``."""
     half = _HALVES.get(settings.precision)
     if half is None:
         return contextlib.nullcontext()
@@ -130,13 +121,13 @@ def autocast(settings: TrainingSettings, device_type: str) -> AbstractContextMan
 
 
 def master_dtype(settings: TrainingSettings) -> torch.dtype:
-    """Return the type that parameters and the optimiser's state are kept in."""
+    """Return the dtype of parameters and optimiser state."""
     return torch.float64 if settings.precision == "float64" else torch.float32
 
 
 @dataclass
 class LossScale:
-    """The dynamic scale of fp16; its ``state`` travels in each checkpoint."""
+    """Dynamic loss scale for fp16; each checkpoint contains its ``state``."""
 
     scale: float = INITIAL_SCALE
     good_steps: int = 0
@@ -144,13 +135,13 @@ class LossScale:
 
     @classmethod
     def of(cls, settings: TrainingSettings) -> LossScale | None:
-        """Return the scale that ``settings`` need, None where gradients cannot underflow."""
+        """Return a loss scale for fp16, None for other precisions."""
         return cls() if settings.precision == "float16" else None
 
     def update(self, finite: bool) -> None:
-        """Learn whether the last gradients were finite.
+        """Adjust the scale: halve it after an overflow, double it after ``growth_steps`` without.
 
-        Raises TrainingFailed where they still are not at the smallest scale.
+        Raises TrainingFailed where gradients overflow at the smallest scale.
         """
         if not finite:
             if self.scale <= 1.0:
@@ -168,11 +159,11 @@ class LossScale:
 
     @property
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Take back what ``state`` gave; raises CorruptData where it is not that."""
+        """Restore ``state``; raises CorruptData where it is malformed or out of range."""
         try:
             scale, good_steps = float(state["scale"]), int(state["good_steps"])
         except (KeyError, TypeError, ValueError) as error:

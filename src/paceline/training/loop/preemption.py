@@ -1,9 +1,9 @@
-"""Notices that a machine is about to be taken away, from whoever gives them.
+"""Preemption notices: detect that a cloud provider is about to reclaim this machine.
 
-SIGTERM needs nothing of this. A cloud's notice does: a ``Watcher`` waits for it, in a process of
-its own on each node, and its return is the notice. ``MetadataWatcher`` is the example that fits the
-large clouds: it polls an endpoint of the machine's metadata service, which answers 404 (or FALSE)
-until the machine is to go. Knows nothing of ranks or checkpoints.
+A ``Watcher`` runs in its own process on each node; it returns from ``wait`` when there is a notice.
+(SIGTERM is handled elsewhere.) ``MetadataWatcher`` fits the large clouds: it polls the machine's
+metadata service, which answers 404 (or FALSE) until a notice exists. Does not depend on ranks or
+checkpoints.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ DIAL = "training.guard.preemption"
 POLL_S = 2.0
 TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 64 * 1024
-HEADERS = {"Metadata-Flavor": "Google", "Metadata": "true"}  # each cloud ignores the others'
+HEADERS = {"Metadata-Flavor": "Google", "Metadata": "true"}  # each cloud ignores unknown headers
 _NOT_YET = {"", "FALSE", "NONE"}
 
 
 class Watcher(Protocol):
-    """Something that knows when this machine has to go."""
+    """Detects that this machine is about to be reclaimed."""
 
     def wait(self) -> None:
-        """Return once there is a notice; never before."""
+        """Block until there is a notice."""
 
 
 class MetadataWatcher:
-    """Polls ``url``; an answer other than 404, empty or FALSE is the notice.
+    """Polls ``url``; any answer other than 404, empty, FALSE or NONE is a notice.
 
-    A service that does not answer is no notice: metadata services have short breaks of their own.
+    No answer is not a notice: metadata services have short outages.
     """
 
     def __init__(self, url: str, poll_s: float = POLL_S) -> None:
@@ -49,11 +49,11 @@ class MetadataWatcher:
             raise InvalidInput("bad metadata URL", got=url, wanted="http://… or https://…")
         self.url = url
         self.poll_s = poll_s
-        # No proxy: the address is the machine's own, and no redirect leads elsewhere.
+        # No proxy and no redirects: the metadata service is local to the machine.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
 
     def wait(self) -> None:
-        """Return once the service tells of the machine's end."""
+        """Block until the service reports a notice."""
         told = False
         while True:
             try:
@@ -67,7 +67,7 @@ class MetadataWatcher:
             time.sleep(self.poll_s)
 
     def noticed(self) -> bool:
-        """Return whether the service says now that the machine goes; raises OSError."""
+        """Return whether the service reports a notice now; raises OSError."""
         request = urllib.request.Request(self.url, headers=HEADERS)  # noqa: S310 - http(s), above
         try:
             with self._opener.open(request, timeout=TIMEOUT_S) as answer:
@@ -85,9 +85,9 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def require_allowed_watcher(named: str, sources: Sequence[str]) -> CodeRef | None:
-    """Return the code reference that ``named`` is, None for a URL; nothing is imported.
+    """Return ``named`` as a code reference, None for a metadata URL; imports no user code.
 
-    Raises InvalidInput where it is neither, or not pinned, AccessDenied where it is from none of
+    Raises InvalidInput where it is neither or not pinned, AccessDenied where it is outside
     ``sources``.
     """
     if "://" in named and not named.startswith(("file://", "git+")):
@@ -99,10 +99,10 @@ def require_allowed_watcher(named: str, sources: Sequence[str]) -> CodeRef | Non
 
 
 def open_watcher(named: str, sources: Sequence[str], cache: Path) -> Watcher:
-    """Return the watcher that ``named`` names: a URL, or a code reference that returns one.
+    """Return the watcher for ``named``: a metadata URL, or a code reference that returns a watcher.
 
-    A reference is pinned, from one of ``sources``, fetched into ``cache``, and called without
-    ambient credentials, as ``training.code_ref`` is. Raises what ``code_ref.load`` does.
+    A reference must be pinned and from one of ``sources``; it is fetched into ``cache`` and called
+    without ambient credentials, like ``training.code_ref``. Raises what ``user_code.load`` does.
     """
     ref = require_allowed_watcher(named, sources)
     if ref is None:

@@ -1,13 +1,13 @@
-"""One rank of a training job, from its first line to its last: load, join, lay out, resume, train.
+"""Entry point of one rank: load, join the group, parallelise the model, resume, train, export.
 
-``main`` is what a node's launcher forks (``python -m paceline.training.loop.rank`` does the same).
-It reads one line of JSON, a TrainJob, on standard input, and RANK, WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT, PACELINE_ATTEMPT and PACELINE_WORKER_ID from its environment; writes RankEvent lines
-on standard output. A spare (PACELINE_SPARE) loads, then waits for a place: two more lines, of
-variables and of the job as it is by then.
+A node's launcher forks ``main``; ``python -m paceline.training.loop.rank`` runs the same. It reads
+a TrainJob (one line of JSON) from standard input and RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
+PACELINE_ATTEMPT and PACELINE_WORKER_ID from the environment, and writes RankEvent lines to standard
+output. A spare (PACELINE_SPARE) loads, then waits for two more lines: its environment variables and
+the current job.
 
-Exit codes: 0 done; 143 stopped as asked, state saved; 70 the parent died; else the error's own (75:
-try again, 1: it will not work).
+Exit codes: 0 done; 143 stopped on request, state saved; 70 the parent died; otherwise the error's
+own code (75: temporary, 1: permanent).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Run this rank and return its exit code."""
+    """Run this rank; return its exit code."""
     from paceline.training.loop.step_guard import BadStep
 
     log_to_stderr(logging.WARNING, "%(name)s: %(message)s")
@@ -68,9 +68,9 @@ def main() -> int:
         traceback.print_exc()
         voice.say("failed", code=error.code, message=error.one_line())
         return error.exit_code
-    except Exception as error:  # noqa: BLE001 - a process's last word
+    except Exception as error:  # noqa: BLE001 - report every failure before exit
         traceback.print_exc()
-        # A collective inside the backward pass fails as a bare RuntimeError of gloo's.
+        # A collective inside the backward pass raises a bare RuntimeError from gloo.
         lost = isinstance(error, RuntimeError) and "gloo" in str(error)
         code = PeerLost.__name__ if lost else type(error).__name__
         voice.say("failed", code=code, message=str(error)[:2000])
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def preload() -> None:
-    """Import what a rank needs, before ranks are forked; starts no thread."""
+    """Import a rank's dependencies before ranks are forked; starts no thread."""
     import torch
     import torch.distributed
     import torch.nn.parallel
@@ -86,13 +86,13 @@ def preload() -> None:
     from paceline.training.reproducibility import current
 
     torch.set_num_threads(1)
-    current()  # asks git, once a launcher
+    current()  # caches the git calls, once per launcher
 
 
 def wait_for_place(job: TrainJob, voice: Voice) -> tuple[Place, TrainJob]:
-    """Load what can be loaded without a place in the gang, then wait for one."""
+    """Preload as a spare, then block until a rank is assigned; return identity and job."""
     place = Place.from_environment()
-    load(job, place.worker_id, place.rank).cache.close()  # verified, and in this node's caches
+    load(job, place.worker_id, place.rank).cache.close()  # verifies and fills this node's caches
     voice.enter("spare")
     os.environ.update(json.loads(_line()))
     place = Place.from_environment()
@@ -103,14 +103,14 @@ def wait_for_place(job: TrainJob, voice: Voice) -> tuple[Place, TrainJob]:
 
 def _line() -> str:
     line = sys.stdin.readline()
-    if not line:  # no longer wanted
+    if not line:  # the spare is not needed any more
         sys.stdout.flush()
         os._exit(0)
     return line
 
 
 def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
-    """Train as ``place`` in ``job``; return the exit code."""
+    """Train as rank ``place`` of ``job``; return the exit code."""
     from paceline.training.checkpoint import TrainState
     from paceline.training.loop.loop import train
     from paceline.training.loop.optimizer import new_optimizer
@@ -149,7 +149,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
         stream = stack.enter_context(outfit.stream_of(its, mesh, position))
         teller = Teller(voice, checkpointer, progress, place.rank, stream, exporter)
         stop.listening = True
-        voice.enter("first step", progress.step)  # lays out buckets, fetches shards
+        voice.enter("first step", progress.step)  # slower: it builds buckets and fetches shards
         train(
             parallel,
             its.workload,
@@ -199,17 +199,17 @@ def _join(place: Place, guard: GuardSettings) -> contextlib.AbstractContextManag
         place.master_host,
         place.master_port,
         place.attempt,
-        # Longer than any step: the launcher finds who hangs, and names it, while ranks that take
-        # longer than others to check a checkpoint are not lost for it.
+        # Longer than any step: the launcher detects and names a hung rank first, and a rank that
+        # verifies a checkpoint more slowly than the others does not time out.
         guard.step_deadline_s + guard.start_deadline_s,
         serve=False,
-        # A driver of before says nothing of it, and loopback stands for that.
+        # Loopback also means that an older driver did not set the host.
         own="" if place.host == LOOPBACK else place.host,
     )
 
 
 if __name__ == "__main__":
-    # Not through interpreter shutdown: a collective with a dead peer may never return its thread.
+    # Skip interpreter shutdown: a thread in a collective with a dead peer may never return.
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,6 +1,6 @@
-"""What a rank makes of what it loaded once it has a place: device, model spread, stream, figures.
+"""Builders for one rank: device, parallel model, data stream, metrics, checkpointer, result.
 
-Each function makes one thing that ``rank`` asks for. Knows no order of events.
+``rank`` calls each function once and owns the order of the calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from paceline.training.parallel import Parallel
     from paceline.training.parallel.mesh import Mesh
 
-TRACE_REQUEST = "trace"  # in the state directory: touched, the next step is profiled
+TRACE_REQUEST = "trace"  # file in the state directory; touching it profiles the next step
 
 
 def device_of() -> torch.device:
@@ -47,8 +47,9 @@ def device_of() -> torch.device:
 
 
 def own_device() -> torch.device:
-    """Return ``device_of()``, a GPU of this rank's own; raises InvalidInput where ranks would share
-    one: NCCL connects no two ranks of a GPU.
+    """Return ``device_of()``; raises InvalidInput where ranks would share a GPU.
+
+    NCCL cannot connect two ranks on one GPU.
     """
     import torch
 
@@ -66,7 +67,10 @@ def own_device() -> torch.device:
 
 
 def spread(its: Loaded, mesh: Mesh) -> tuple[Parallel, Any]:
-    """Return the model spread over the mesh, and what ties an optimiser to it once resumed."""
+    """Return the parallelised model, and a function ``(optimizer, step)`` to call after resuming.
+
+    The function attaches the optimiser to local SGD; otherwise it does nothing.
+    """
     from paceline.training.parallel import parallelise
 
     settings = its.job.settings
@@ -79,14 +83,14 @@ def spread(its: Loaded, mesh: Mesh) -> tuple[Parallel, Any]:
 
 
 def saver_of(saver: Checkpointer, parallel: Parallel) -> Any:
-    """Return what the loop saves with: where replicas step alone, one that averages first."""
+    """Return the loop's saver; for local SGD, one that averages the replicas first."""
     from paceline.training.strategies.local_sgd import Averaged, AveragingSaver
 
     return AveragingSaver(saver, parallel) if isinstance(parallel, Averaged) else saver
 
 
 def stream_of(its: Loaded, mesh: Mesh, position: dict[str, Any] | None) -> PlannedStream:
-    """Return this rank's share of the training split from ``position`` on."""
+    """Return this rank's share of the training split, starting at ``position``."""
     from paceline.data import open_stream
     from paceline.data.batching.prefetch import Outlines
     from paceline.data.loading.columns import reading
@@ -118,13 +122,13 @@ def stream_of(its: Loaded, mesh: Mesh, position: dict[str, Any] | None) -> Plann
 
 @dataclass(frozen=True)
 class KeptObjects:
-    """Small objects below a URL (``data.batching.outlines.Kept``)."""
+    """Small objects below a URL; the store of ``data.batching.prefetch``."""
 
     store: ObjectStore
     url: str
 
     def get(self, name: str) -> bytes | None:
-        """Return an object's content; None where there is none."""
+        """Return an object's content; None where it does not exist."""
         try:
             return self.store.get_bytes(f"{self.url}/{name}")
         except SourceMissing:
@@ -144,7 +148,7 @@ def evaluator_of(
     mesh: Mesh,
     during: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Evaluator | None:
-    """Return what measures this rank's share of the held-out split, if the job asks for it."""
+    """Return the evaluator over this rank's held-out share; None where evaluation is off."""
     from paceline.data import open_stream
     from paceline.training.loop.evaluating import Evaluator
 
@@ -176,7 +180,7 @@ def evaluator_of(
 def numbers_of(
     its: Loaded, parallel: Parallel, group: Group, device: torch.device, rank: int, voice: Voice
 ) -> Numbers:
-    """Return this rank's figures, with a profiler (``tracer_of``)."""
+    """Return this rank's step metrics, with a profiler (``tracer_of``)."""
     from paceline.data.loading.columns import tokens_seen
     from paceline.training.metrics import Numbers
 
@@ -196,8 +200,8 @@ def numbers_of(
 def tracer_of(
     its: Loaded, device: torch.device, rank: int, on_trace: Callable[[int, Path], None]
 ) -> Tracer:
-    """Return a profiler for the steps that the job asks for, and for the next one whenever
-    ``<state>/trace`` is touched."""
+    """Return a profiler for the job's ``profile_steps``, and for the next step after each touch of
+    ``<state>/trace``."""
     from paceline.training.metrics import Tracer
 
     return Tracer(
@@ -211,7 +215,7 @@ def tracer_of(
 
 
 def uploaded_traces(its: Loaded, voice: Voice) -> Uploaded:
-    """Return what uploads traces beside the checkpoints, and says so."""
+    """Return a callback that uploads traces beside the checkpoints and emits "trace" events."""
     from paceline.storage import join_url
     from paceline.training.metrics import Uploaded
 
@@ -220,7 +224,7 @@ def uploaded_traces(its: Loaded, voice: Voice) -> Uploaded:
 
 
 def exporter_of(job: TrainJob, rank: int) -> Exporter:
-    """Return the page of figures that Prometheus finds this rank at."""
+    """Return this rank's Prometheus exporter, with its target file below the state directory."""
     from paceline.training.metrics import Exporter
 
     targets = Path(job.state_dir) / "metrics" / "targets"
@@ -232,7 +236,10 @@ def exporter_of(job: TrainJob, rank: int) -> Exporter:
 
 
 def resumed(its: Loaded, state: TrainState, voice: Voice) -> tuple[Progress, dict[str, Any] | None]:
-    """Restore the newest healthy checkpoint, if any; return progress and data position."""
+    """Restore the newest healthy checkpoint, if any; return progress and data position.
+
+    The position is None for a fresh start.
+    """
     from paceline.training.checkpoint import resume_newest_healthy
     from paceline.training.loop.loop import Progress
 
@@ -247,11 +254,11 @@ def resumed(its: Loaded, state: TrainState, voice: Voice) -> tuple[Progress, dic
         return Progress(), None
     progress = Progress.at(restored.step, restored.metrics)
     progress.extra = restored.extra
-    return progress, restored.position or None  # None: of a state that was imported, step 0
+    return progress, restored.position or None  # None: an imported state at step 0
 
 
 def checkpointer_of(its: Loaded, state: TrainState, environment: dict[str, Any]) -> Checkpointer:
-    """Return what saves ``state`` as the job's checkpoints say; whoever asks closes it."""
+    """Return the checkpointer of ``state`` per the job's settings; the caller closes it."""
     from paceline.training.checkpoint import Checkpointer, Failures
     from paceline.training.identity import code_version
 
@@ -270,8 +277,9 @@ def checkpointer_of(its: Loaded, state: TrainState, environment: dict[str, Any])
 
 
 def save_last(saver: Any, progress: Progress, position: dict[str, Any], voice: Voice) -> int:
-    """Save the state that training ends with; return 0, or a rank's exit code where that failed and
-    it was asked to stop (never 143: nothing is saved). Raises what failed where it was not.
+    """Save the final state; return 0, or the error's exit code where a stop was requested.
+
+    That code is never 143, which means "state saved". Without a stop request the error is raised.
     """
     with voice.phase("saving"):
         try:
@@ -282,13 +290,13 @@ def save_last(saver: Any, progress: Progress, position: dict[str, Any], voice: V
             lost = "stopped as asked, but the steps since the last checkpoint are lost"
             message = f"{lost}: {error.one_line()}"
             voice.say("failed", progress.step, code=error.code, message=message, stopped=True)
-            sys.stderr.write(f"{message}\n")  # its launcher keeps a rank's last words
+            sys.stderr.write(f"{message}\n")  # the launcher keeps the end of standard error
             return error.exit_code
     return 0
 
 
 def exported(its: Loaded, state: TrainState, rank: int) -> dict[str, Any]:
-    """Export the whole model (every rank has a part in it); return where rank 0 uploaded it."""
+    """Export the whole model (a collective call); return URL and digest on rank 0, {} elsewhere."""
     from paceline.training.checkpoint import export
 
     directory = its.work_dir / "export"
@@ -306,7 +314,7 @@ def result_of(
     quarantined: Iterable[str],
     environment: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return what rank 0 says of a job that is done, beside where its model is."""
+    """Return the data of rank 0's "result" event, except the export's URL and digest."""
     from paceline.training.identity import code_version
 
     return {
@@ -328,7 +336,7 @@ def result_of(
 
 
 def upload(its: Loaded, directory: Any) -> dict[str, Any]:
-    """Upload the exported model, and return its URL and digest."""
+    """Upload the exported model and delete the directory; return URL and weights digest."""
     from paceline.models import weights_digest
     from paceline.storage import join_url
 

@@ -1,7 +1,8 @@
-"""What a rank has before it meets the others: base model, data and store, each checked.
+"""Starting state of a rank: load and verify base model, snapshot and workload; import DCP state.
 
-Everything is checked against what the job names, byte by byte where it came over a network. Knows
-no ranks and no process groups.
+Each part is verified against the digests in the job. A torch DCP checkpoint can be the starting
+point: its weights become the base model, its AdamW state a checkpoint generation of step 0, which
+ranks of any layout resume like any other. Does not depend on process groups.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Loaded:
-    """A job's parts on one node."""
+    """The loaded parts of a job on one rank."""
 
     job: TrainJob
     runtime: Runtime
@@ -45,23 +46,24 @@ class Loaded:
     snapshot: Snapshot
     cache: ShardCache
     model: nn.Module
-    config: ModelConfig | None  # None: a model of one's own
+    config: ModelConfig | None  # None: a user's own model
     workload: Workload
     generations: Generations
     config_digest: str
 
     @property
     def context(self) -> int:
-        """Return the tokens of a row."""
+        """Return the context length: tokens per row."""
         if self.config is None:
             return size_of(self.job, self.runtime.profile).context
         return self.config.context
 
 
 def load(job: TrainJob, worker_id: str, rank: int) -> Loaded:
-    """Return base model, snapshot and workload, each checked against what the job names.
+    """Return base model, snapshot and workload, each verified against the job.
 
-    Also makes this process one that trains: its threads, its memory, determinism.
+    Also configures this process: torch threads, malloc, determinism. Raises InvalidInput where
+    snapshot or base model are not the job's.
     """
     import torch
 
@@ -72,7 +74,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> Loaded:
     torch.set_num_threads(job.settings.threads_per_rank)
     torch.use_deterministic_algorithms(job.deterministic)
     if job.deterministic and torch.cuda.is_available():
-        os.environ.setdefault(*CUBLAS)  # without it torch refuses every product on a GPU
+        os.environ.setdefault(*CUBLAS)  # without it torch refuses matrix products on a GPU
     runtime = load_runtime(job.state_dir)
     node = runtime.node_dir(worker_id)
     work_dir = node / "work" / job.job_id / f"rank-{rank}"
@@ -89,7 +91,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> Loaded:
     require_purpose(snapshot, job.purpose, job.data.project)
     model, config, workload = _task(job, runtime, node, snapshot)
     if job.data.transform:
-        scrub(os.environ, secrets_only=True)  # it is imported here, too
+        scrub(os.environ, secrets_only=True)  # user code is imported in this process, too
     cache = ShardCache(
         snapshot,
         store,
@@ -155,7 +157,10 @@ def _task(
 
 
 def load_base(node: Path, job: TrainJob) -> tuple[Transformer, ModelConfig]:
-    """Return the base model from this node's own store, after checking every byte of it."""
+    """Return the base model from this node's store, after verifying every byte.
+
+    Raises InvalidInput where it is missing or another model than the job's.
+    """
     from paceline.manifest import MANIFEST_FILE, parse_manifest, verify_directory
     from paceline.models import load_model
 
@@ -181,23 +186,18 @@ def load_base(node: Path, job: TrainJob) -> tuple[Transformer, ModelConfig]:
     return load_model(directory)
 
 
-# What a training starts from that was not made here: a DCP checkpoint, optimizer included.
-#
-# Weights become the base model; what AdamW kept becomes a generation of step 0, so that ranks of
-# any layout resume it as they resume everything else. Knows no ranks.
-
 log = logging.getLogger(__name__)
 
-START_FILE = "started-from.json"  # in the base model's directory, and so in its digest
+START_FILE = "started-from.json"  # in the base model's directory, hence part of its digest
 
 
 def is_checkpoint(source: Path) -> bool:
-    """Return whether ``source`` is a directory as dcp.save writes it; needs no torch."""
+    """Return whether ``source`` is a DCP checkpoint directory; does not import torch."""
     return (source / ".metadata").is_file()
 
 
 def require_model(source: Path, code_ref: str) -> None:
-    """Raise what keeps ``source`` from being what training starts from."""
+    """Check that training can start from ``source``; raises InvalidInput or SourceMissing."""
     if code_ref:
         raise InvalidInput(
             "a model of your own starts from what its build() returns",
@@ -229,10 +229,10 @@ def model_of_dcp(
     cuts: dict[str, Any] | None = None,
     weights_only: bool = False,
 ) -> tuple[Transformer, ModelConfig, Imported]:
-    """Return the model whose weights are in the DCP directory ``source``, and what was read.
+    """Return the model with the weights of the DCP directory ``source``, its config, and the state.
 
-    Its shape is ``source``'s config.json, else what ``settings`` (and the vocabulary) give. Raises
-    InvalidInput where they do not fit each other, CorruptData where ``source`` is damaged.
+    The shape comes from ``source``'s config.json, else from ``settings`` and the vocabulary. Raises
+    InvalidInput where weights and shape do not match, CorruptData where ``source`` is damaged.
     """
     import torch
 
@@ -266,16 +266,16 @@ def model_of_dcp(
 
 @dataclass(frozen=True)
 class Start:
-    """State to begin with, as ``TrainState`` names it."""
+    """Imported weights and optimiser state, under the tensor names of ``TrainState``."""
 
     source: str
     tensors: dict[str, Tensor]
-    trained: int  # parameters that bring what the optimiser kept
-    of: int
+    trained: int  # parameters with imported optimiser state
+    of: int  # all parameters
 
     @classmethod
     def of_import(cls, source: Path, model: Transformer, found: Imported) -> Start | None:
-        """Return what to begin with beside the weights; None where nothing was kept."""
+        """Return the state to start from; None where ``found`` has no optimiser state."""
         if not found.moments:
             return None
         weights = {f"model.{name}": each for name, each in found.weights.items()}
@@ -283,7 +283,7 @@ class Start:
         return cls(str(source.absolute()), weights | found.moments, found.trained, parameters)
 
     def digest(self) -> str:
-        """Return a digest of every tensor."""
+        """Return the SHA-256 over all tensors (names, dtypes, shapes, bytes)."""
         import hashlib
 
         import torch
@@ -295,7 +295,7 @@ class Start:
         return digest.hexdigest()
 
     def seed(self, job: TrainJob, store: ObjectStore) -> bool:
-        """Commit it as the job's step 0 unless the job has checkpoints; return whether it did."""
+        """Commit the state as the job's step 0 unless checkpoints exist; return whether it did."""
         from paceline.training.checkpoint.resume import seed_generation
 
         generations = Generations(store, join_url(job.checkpoint_url, job.job_id))

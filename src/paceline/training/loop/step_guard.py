@@ -1,9 +1,9 @@
-"""Steps that go bad: no finite numbers, or a loss far above what was usual. A pure decision.
+"""Detection of bad steps: non-finite numbers, or a loss far above the recent median.
 
-``Guard`` sees the global loss and gradient norm of each step BEFORE the optimiser uses them, the
-same numbers on every rank, so that every rank decides the same without asking. It says go on, skip
-(the weights stay as they were), roll back (``BadStep``: resume the last healthy generation and pass
-over this batch) or stop. It bounds how often. Knows no torch and no clock.
+``Guard`` checks the global loss and gradient norm of each step BEFORE the optimiser uses them. The
+values are the same on every rank, so all ranks decide alike without communication: take, skip
+(weights unchanged), roll back (``BadStep``: resume the last healthy checkpoint and skip this batch)
+or stop. The number of bad steps is bounded. Pure; imports no torch, reads no clock.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from paceline.errors import CorruptData, PacelineError, TrainingFailed
 
 Reason = Literal["nan", "spike"]
 
-# A window whose losses hardly differ has a tiny spread: a spike is also this many spreads up.
+# A spike is also at least this many robust standard deviations above the median.
 SPREADS = 10.0
 NORMAL = 1.4826  # median absolute deviation → standard deviation of a normal distribution
 
 
 class BadStep(TrainingFailed):
-    """A step that must not be taken: go back to the last healthy generation, leave the batch out.
+    """A bad step: the job rolls back to the last healthy checkpoint and skips the batch.
 
     ``step`` counts from 0, ``batch`` is the number of the batch in its stream.
     """
@@ -51,7 +51,7 @@ def _bad_step(step: int, batch: int, reason: Reason, loss: float, norm: float) -
 
 
 class Verdict(Enum):
-    """What the loop does with a step."""
+    """Whether the loop applies or skips a step."""
 
     TAKE = "take"
     SKIP = "skip"
@@ -59,9 +59,9 @@ class Verdict(Enum):
 
 @dataclass
 class Guard:
-    """Judges steps; one for each rank, all in the same state.
+    """Judges steps; every rank has one, all in the same state.
 
-    ``bad`` counts bad steps of the whole job, those before a roll-back included.
+    ``bad`` counts the bad steps of the whole job, including those before a roll-back.
     """
 
     settings: GuardSettings
@@ -72,14 +72,14 @@ class Guard:
 
     @classmethod
     def of(cls, settings: GuardSettings, bad_before: int = 0) -> Guard:
-        """Return a guard of a job that went bad ``bad_before`` times before this attempt."""
+        """Return a guard for a job with ``bad_before`` bad steps in earlier attempts."""
         return cls(settings, bad_before)
 
     def judge(self, *, step: int, batch: int, loss: float, norm: float) -> Verdict:
-        """Return what to do with a step of this global loss and gradient norm.
+        """Return what to do with a step, given its global loss and gradient norm.
 
-        Raises BadStep where the job is to roll back, TrainingFailed where it is to stop or went bad
-        more than ``max_bad_steps`` times.
+        Raises BadStep where the job must roll back, TrainingFailed where it must stop or has more
+        than ``max_bad_steps`` bad steps.
         """
         reason = self._reason(loss, norm)
         if reason is None:
@@ -93,10 +93,10 @@ class Guard:
         return Verdict.SKIP
 
     def require_sound(self, sound: bool, *, step: int, batch: int) -> None:
-        """Refuse a state with weights or moments that are no finite numbers on some rank.
+        """Raise unless ``sound``: weights and optimiser moments are finite on every rank.
 
-        For a state that no further batch will judge: the last one. Raises as ``judge`` does, but
-        never skips: the damage is done.
+        For the final state, which no further batch checks. Raises like ``judge``, but never skips:
+        the weights are already damaged.
         """
         if sound:
             return
@@ -107,13 +107,13 @@ class Guard:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as JSON."""
+        """Return the JSON state for a checkpoint."""
         return {"bad": self.bad, "recent": list(self._recent)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what ``state`` gave; raises CorruptData where it is not that.
+        """Restore ``state``; raises CorruptData where it is malformed.
 
-        Bad steps that were counted since then stay counted.
+        Bad steps counted since that checkpoint stay counted.
         """
         try:
             bad, recent = int(state["bad"]), [float(each) for each in state["recent"]]
@@ -145,9 +145,9 @@ class Guard:
 def spike_limit(recent: Iterable[float], settings: GuardSettings) -> float:
     """Return the loss above which a step is a spike; infinite until the window is half full.
 
-    Robust: ``spike_factor`` times the median, and at least ``SPREADS`` robust standard deviations
-    (from the median absolute deviation) above it, so that neither a noisy task nor one whose loss
-    is nearly zero trips it.
+    The limit is ``spike_factor`` times the median, and at least ``SPREADS`` robust standard
+    deviations (from the median absolute deviation) above it, so that neither a noisy task nor a
+    loss near zero triggers it.
     """
     losses = list(recent)
     if len(losses) < (settings.spike_window + 1) // 2:

@@ -1,7 +1,7 @@
-"""What is learned: a model, how a batch becomes its inputs, and the loss to lower.
+"""The training task: model, conversion of a batch to inputs, and loss.
 
-The loop and every layout drive a ``Workload`` and know nothing else of the task; a ``codeRef``
-returns one. ``TransformerWorkload`` is ours: the next token of our decoder. Losses are SUMS over
+The loop and every layout use the task only through ``Workload``; a ``codeRef`` entrypoint returns
+one. ``TransformerWorkload`` is the built-in task: next-token prediction. Losses are SUMS over
 weighted tokens in nats, never means: only sums add up over parts, ranks and uneven shares.
 
 Shapes in names: B rows, T tokens a row, V vocabulary.
@@ -25,24 +25,24 @@ from paceline.models import ModelConfig, new_model
 
 @dataclass(frozen=True)
 class Inputs:
-    """One part of a batch as tensors: ``model(*args, **kwargs)``, then what its outputs answer for.
+    """One part of a batch as tensors: ``model(*args, **kwargs)``, and the targets of the loss.
 
-    Tensors among ``args``, ``kwargs`` and ``targets`` have the rows as their first dimension, so
-    that a pipeline can cut them into microbatches.
+    Tensors in ``args``, ``kwargs`` and ``targets`` have rows as their first dimension, so that a
+    pipeline can split them into microbatches.
     """
 
     args: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
-    weight: float  # sum of the tokens' weights; known on the host, so that nobody waits for it
+    weight: float  # sum of the tokens' weights; on the host, so that no device sync is needed
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class LossSums(NamedTuple):
-    """What one rank saw of the loss: nats summed over weighted tokens, and the sum of the weights.
+    """One rank's loss: nats summed over weighted tokens, and the sum of the weights.
 
-    A rank that sees no loss (an early stage of a pipeline) has zeros in both, and ranks that work
-    on the same rows have the same sums: Σ loss / Σ weight over all ranks is the mean under every
-    layout. ``loss`` is a detached scalar tensor: turning it into a number is what waits for a GPU.
+    A rank without a loss (an early pipeline stage) has zeros in both, and ranks that work on the
+    same rows have the same sums: Σ loss / Σ weight over all ranks is the mean under every layout.
+    ``loss`` is a detached scalar tensor: converting it to a float synchronises with the GPU.
     """
 
     loss: Tensor
@@ -50,7 +50,7 @@ class LossSums(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[LossSums]) -> LossSums:
-        """Return the sum of ``parts``, of which there is at least one."""
+        """Return the sum of ``parts`` (at least one)."""
         loss = parts[0].loss
         for each in parts[1:]:
             loss = loss + each.loss
@@ -59,16 +59,16 @@ class LossSums(NamedTuple):
 
 @runtime_checkable
 class Workload(Protocol):
-    """A task to learn; a ``codeRef`` entrypoint returns one.
+    """A training task; a ``codeRef`` entrypoint returns one.
 
-    A model that carries state between batches also has ``initial_state(rows)`` and takes the state
-    of the batch before where ``Batch.carries_B`` says so (``paceline.training.recurrent``).
+    A model that carries state between batches also has ``initial_state(rows)`` and starts from the
+    previous batch's state where ``Batch.carries_B`` is set (see ``paceline.training.recurrent``).
     """
 
     def build(self) -> nn.Module:
         """Return the model, freshly initialised, on the CPU or on the meta device.
 
-        The same workload gives the same bits each time.
+        The same workload returns the same bits each time.
         """
         ...
 
@@ -83,7 +83,7 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class TransformerWorkload:
-    """Predict each next token with our decoder."""
+    """Next-token prediction with the built-in decoder."""
 
     config: ModelConfig
     seed: int = 0
@@ -93,7 +93,7 @@ class TransformerWorkload:
         return new_model(self.config, self.seed)
 
     def inputs(self, batch: Batch, device: torch.device) -> Inputs:
-        """Return tokens, and documents and positions where the batch is packed."""
+        """Return tokens; for a packed batch also document ids and positions."""
         return Inputs(
             args=(as_tensor(batch.inputs_BT, device),),
             kwargs={
@@ -109,16 +109,16 @@ class TransformerWorkload:
         )
 
     def loss_sum(self, outputs: Any, *targets: Tensor) -> Tensor:
-        """Return the weighted sum of the cross-entropy of ``outputs``, logits_BTV."""
+        """Return the weighted sum of the cross-entropy of ``outputs`` (logits_BTV)."""
         targets_BT, weights_BT = targets
         return weighted_loss(outputs, targets_BT, weights_BT)
 
 
 @dataclass(frozen=True)
 class ShuffledLabels:
-    """The control run: the same task, but each row's targets in a random order of their own.
+    """The control run: the same task with the targets of each row in random order.
 
-    What a model learns from it, it did not learn from the order of the text.
+    Whatever a model learns from it does not come from the order of the text.
     """
 
     workload: Workload
@@ -147,7 +147,7 @@ def weighted_loss(logits_BTV: Tensor, targets_BT: Tensor, weights_BT: Tensor) ->
 
 
 def shuffled(batch: Batch, seed: int) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
-    """Return the batch's targets, those that count of each row in a random order of its own.
+    """Return the batch's targets, with the weighted ones of each row in random order.
 
     The order is a pure function of (seed, step, row): the same for any number of ranks.
     """
@@ -160,5 +160,5 @@ def shuffled(batch: Batch, seed: int) -> np.ndarray[tuple[int, ...], np.dtype[An
 
 
 def as_tensor(array: np.ndarray[tuple[int, ...], np.dtype[Any]], device: torch.device) -> Tensor:
-    """Return integers as an int64 tensor on ``device``."""
+    """Return an integer array as an int64 tensor on ``device``."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, torch.int64, non_blocking=True)

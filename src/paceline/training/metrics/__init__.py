@@ -1,6 +1,6 @@
-"""Figures of each rank: time, tokens, MFU, memory, stragglers, alerts, traces, and their exporter.
+"""Metrics of each rank: time, tokens, MFU, memory, stragglers, alerts, traces, Prometheus exporter.
 
-``Numbers`` is what the loop calls; everything that decides (``stragglers``, ``Alerts``) is pure.
+The loop calls ``Numbers``; the decisions (``stragglers``, ``Alerts``) are pure.
 """
 
 from paceline.training.metrics.alerts import AlertChange, Alerts, Straggler, stragglers

@@ -1,8 +1,8 @@
-"""Alerts: figures that stay bad for too long. Pure: time comes with each figure.
+"""Alerts on metrics that stay bad for too long, and straggler detection. Pure: the caller has the
+clock.
 
-An alert is raised once when its figure has been bad without a break for ``for_s`` seconds, and
-cleared once when it has been good for as long as ``clear_s``. A figure that is missing says nothing
-either way.
+An alert is raised once when its metric has been bad without a break for ``for_s`` seconds, and
+cleared once when it has been good for ``clear_s``. A missing metric changes nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 from paceline.config import CheckpointSettings
 
 LEAST_UTILISATION = 0.8  # of the accelerator
-MOST_DATA_WAIT = 0.1  # share of the time: more, and data starves the ranks
+MOST_DATA_WAIT = 0.1  # share of the time; above it, ranks starve for data
 SLOW_REDUCE = 3.0  # times the best all-reduce bandwidth seen
 LONG_S = 300.0
 SHORT_S = 60.0
@@ -36,15 +36,15 @@ class AlertChange:
 
 @dataclass
 class Sustained:
-    """Whether a condition has held without a break for ``for_s`` seconds."""
+    """A condition that must hold without a break for ``for_s`` seconds."""
 
     for_s: float
     clear_s: float = 30.0
     raised: bool = False
-    _since: float | None = None  # since when the condition is not what ``raised`` says
+    _since: float | None = None  # since when the condition differs from ``raised``
 
     def update(self, bad: bool, now: float) -> bool:
-        """Take one observation; return whether ``raised`` changed."""
+        """Record one observation; return whether ``raised`` changed."""
         if bad == self.raised:
             self._since = None
             return False
@@ -72,7 +72,7 @@ class Alerts:
     _best_bandwidth: float = 0.0
 
     def update(self, figures: Mapping[str, float], now: float) -> list[AlertChange]:
-        """Take a step's figures at ``now`` (seconds of a clock that never goes back).
+        """Record a step's metrics at ``now`` (seconds of a monotonic clock); return the changes.
 
         Reads utilisation, data_wait_share and checkpoint_stall_share (of the recent past, 0 to 1)
         and reduce_bytes_per_second.
@@ -117,20 +117,18 @@ class Alerts:
 
     @property
     def raised(self) -> tuple[AlertName, ...]:
-        """Return the alerts that stand."""
+        """Return the raised alerts."""
         return tuple(name for name, state in self._states.items() if state.raised)
 
 
-# Which ranks hold the others up: a pure function over seconds of their own work.
-#
-# In synchronous training every rank's step takes as long as the slowest one's, so step times tell
-# nothing. What is compared is the time a rank worked before it had to wait for anybody
-# (``paceline.training.metrics.device``).
+# Stragglers: the ranks that slow down the others. In synchronous training every rank's step takes
+# as long as the slowest one's, so step times show nothing; the detector compares the time that each
+# rank worked before it had to wait for another (``metrics.device.Busy``).
 
 WINDOW = 50  # steps
-FEWEST = 10  # steps, before anybody is named
-FACTOR = 1.3  # times the others' median
-SPREADS = 5.0  # robust standard deviations above the others, too
+FEWEST = 10  # steps before a straggler is reported
+FACTOR = 1.3  # times the median of the others
+SPREADS = 5.0  # robust standard deviations above the others; both must hold
 NORMAL = 1.4826
 
 
@@ -139,21 +137,21 @@ class Straggler:
     """A rank that is slower than the others."""
 
     rank: int
-    seconds: float  # of its own work a step, median
+    seconds: float  # median of its own work a step
     others: float  # the same of the other ranks
 
     @property
     def factor(self) -> float:
-        """Return how many times as long as the others it takes."""
+        """Return its time as a multiple of the others' time."""
         return self.seconds / self.others if self.others else float("inf")
 
 
 def stragglers(steps: Sequence[Sequence[float]], factor: float = FACTOR) -> list[Straggler]:
     """Return the slow ranks, slowest first; ``steps`` has each step's seconds by rank.
 
-    A rank is judged by its median over the steps, against the median of the OTHER ranks' medians,
-    so that one of two can be named; it must be ``factor`` times as slow and stand out of the
-    others' spread. Nobody is named in fewer than ``FEWEST`` steps or in a gang of one.
+    A rank's median over the steps is compared with the median of the OTHER ranks' medians, so that
+    one of two ranks can be reported; it must be ``factor`` times as slow and outside the others'
+    spread. Returns [] for fewer than ``FEWEST`` steps or a gang of one.
     """
     if len(steps) < FEWEST or len(steps[0]) < 2:
         return []
@@ -162,7 +160,7 @@ def stragglers(steps: Sequence[Sequence[float]], factor: float = FACTOR) -> list
     found = []
     for rank, seconds in enumerate(typical):
         if seconds <= ordered[len(ordered) // 2] and len(ordered) > 2:
-            continue  # not even above the middle: spares a thousand ranks the work below
+            continue  # not above the median: skips the O(n) work below for most ranks
         others = typical[:rank] + typical[rank + 1 :]
         middle = statistics.median(others)
         spread = NORMAL * statistics.median(abs(each - middle) for each in others)
@@ -178,9 +176,9 @@ class Window:
     steps: deque[Sequence[float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def add(self, seconds: Sequence[float]) -> None:
-        """Take one step's seconds, one for each rank."""
+        """Record one step's seconds, one for each rank."""
         self.steps.append(tuple(seconds))
 
     def stragglers(self) -> list[Straggler]:
-        """Return who is slow now."""
+        """Return the present stragglers."""
         return stragglers(self.steps)

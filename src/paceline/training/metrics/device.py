@@ -1,7 +1,7 @@
-"""What this process takes of its machine: memory, and how busy the accelerator is.
+"""Resource use of this process: memory, accelerator utilisation, forward time, peak FLOP/s.
 
-NVML is asked where there is a GPU and the package ``nvidia-ml-py`` is installed. On a CPU the
-accelerator is the cores that this rank may use: its utilisation is CPU time over their wall time.
+Reads NVML where there is a GPU and the package ``nvidia-ml-py`` is installed. On a CPU the
+accelerator is the cores that this rank may use: utilisation is CPU time over their wall time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 class Utilisation:
-    """The share of the time since the last ``take`` that the accelerator worked."""
+    """The share of the time since the last ``take`` in which the accelerator worked."""
 
     def __init__(self, device: torch.device, threads: int) -> None:
         self._threads = max(1, threads)
@@ -49,7 +49,7 @@ class Utilisation:
         self._cpu_s, self._wall_s = time.process_time(), time.perf_counter()
 
     def take(self) -> float | None:
-        """Return the share, 0 to 1; None where nobody can tell."""
+        """Return the share, 0 to 1; None where it cannot be measured."""
         if self._device.type == "cuda":
             if self._nvml is None:
                 return None
@@ -80,16 +80,14 @@ def _open_nvml(device: torch.device) -> tuple[Any, Any]:
         return None, None
 
 
-# How long a rank worked before it had to wait for another one: its forward passes.
-#
-# Hooks around the modules' forward; backward passes are left out, because gradients are
-# synchronised inside them. Layouts that gather weights or cut matrices also wait inside forward:
-# there the figure evens out, and only a rank that is late with its data stands out. On a GPU,
-# events measure it.
-
-
 class Busy:
-    """Adds up the seconds of forward passes in training; ``close`` takes the hooks away."""
+    """Seconds of forward passes in training: a rank's own work before it waits for another.
+
+    Measured by hooks around the modules' forward; on a GPU by CUDA events. Backward passes are left
+    out, because gradients are synchronised inside them. Layouts that gather weights or cut matrices
+    also wait inside forward: there the values even out, and only a rank that is late with its data
+    differs. ``close`` removes the hooks.
+    """
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self._start, self._stop, self._take = _events(device) if device.type == "cuda" else _clock()
@@ -101,7 +99,7 @@ class Busy:
             ]
 
     def take(self) -> float:
-        """Return the seconds since the last call; on a GPU its work must be done."""
+        """Return the seconds since the last call; the GPU's work must have finished."""
         return self._take()
 
     def close(self) -> None:
@@ -159,21 +157,20 @@ def _events(device: torch.device) -> _Timer:
     return start, stop, take
 
 
-# Floating-point operations of a transformer, and the most that this device can do: MFU's halves.
-#
-# Counted as in PaLM (arXiv 2204.02311, appendix B): two operations a weight of each matrix product
-# and token, attention over all that a token may see (the context, or its document where documents
-# are apart) without the discount for causality, and backward twice as much as forward. What is
-# recomputed for activation checkpointing does not count: it is no progress. Embedding look-ups and
-# norms are left out.
+# Model FLOPs and the device's measured peak, for MFU (model FLOPs utilisation). Counted as in PaLM
+# (arXiv 2204.02311, appendix B): two operations per weight of each matrix product and token,
+# attention over all that a token may see (the context, or its document where documents are
+# separated) without the discount for causality, and backward twice as much as forward.
+# Recomputation for activation checkpointing does not count: it is no progress. Embedding look-ups
+# and norms are left out.
 
 BACKWARD = 2.0  # times forward
-_MATRIX = {"cpu": 768, "cuda": 8192}  # large enough for the peak, small enough for a moment
+_MATRIX = {"cpu": 768, "cuda": 8192}  # matrix sizes that reach the peak within ``_SECONDS``
 _SECONDS = 0.1
 
 
 def flops_per_token(config: ModelConfig, context: int | None = None) -> float:
-    """Return the operations of one token's forward and backward pass at ``context`` tokens."""
+    """Return the FLOPs of one token's forward and backward pass at ``context`` tokens."""
     width, heads = config.hidden_size, config.num_attention_heads
     kv_width = config.head_size * config.num_key_value_heads
     layer = 2 * width * width + 2 * width * kv_width + 3 * width * config.intermediate_size
@@ -185,10 +182,10 @@ def flops_per_token(config: ModelConfig, context: int | None = None) -> float:
 
 @functools.cache
 def matmul_peak(device_type: str, dtype: torch.dtype, threads: int) -> float:
-    """Return the most operations a second that matrix products of ``dtype`` reach here.
+    """Return the measured peak of matrix products of ``dtype`` on this device, in FLOP/s.
 
-    Measured once a process for each device, type and number of threads, in about 0.1 s: the best of
-    repeated products of square matrices.
+    Measured once a process for each device, dtype and number of threads, in about 0.1 s: the best
+    of repeated products of square matrices.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -1,10 +1,10 @@
-"""A rank's figures for Prometheus: a page on a loopback port, and a file that says where it is.
+"""Prometheus exporter of a rank: metrics on a loopback port, and a service-discovery file.
 
-The port is the system's choice, and nothing listens beyond this host. A Prometheus or an agent on
-the node finds every rank through ``file_sd_configs`` over ``<directory>/*.json``; the file goes
-away with the rank, that of a rank that was killed with the next one that starts on its host. What
-is the whole gang's comes from rank 0 alone, so that sums over ranks are right. Every name stands
-here and nowhere else (deployments/prometheus has its rules by these names).
+The system chooses the port, and nothing listens beyond this host. A Prometheus or an agent on the
+node finds every rank through ``file_sd_configs`` over ``<directory>/*.json``. A rank removes its
+file when it closes; the file of a killed rank is removed by the next rank that starts on its host.
+Metrics of the whole gang come from rank 0 alone, so that sums over ranks are right. All metric
+names are defined here (the rules in deployments/prometheus use them).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from paceline.training.loop.loop import StepReport
 
-# The whole gang's: rank 0 shows them.
+# Metrics of the whole gang; only rank 0 exports them.
 _OF_GANG = {
     "loss": ("loss_nats", "Mean loss of the newest step over all ranks, in nats a token."),
     "grad_norm": ("gradient_norm", "Norm of the newest step's gradient before it was clipped."),
@@ -62,7 +62,7 @@ _PREFIX = "paceline_training_"
 
 @dataclass(eq=False)  # a registry keeps collectors by identity
 class RankMetrics(Collector):
-    """The newest figures of a rank, computed into metrics when they are asked for."""
+    """Collector of a rank's newest values; a scrape converts them into metrics."""
 
     labels: Mapping[str, str]
     step_deadline_s: float = 0.0
@@ -78,19 +78,19 @@ class RankMetrics(Collector):
     _interval_s: float | None = None
 
     def __post_init__(self) -> None:
-        # The first step has its deadline too, and the first checkpoint its time.
+        # Before the first step or checkpoint, their ages count from the start.
         self._stepped_at = self._saved_at = self.clock()
 
     def saved(self) -> None:
-        """Take note that a checkpoint was committed."""
+        """Record that a checkpoint was committed."""
         self._saved_at = self.clock()
 
     def take(
         self, report: StepReport, quarantined: int = 0, interval_s: float | None = None
     ) -> None:
-        """Take a step's report; figures that are not in it stay as they were.
+        """Record a step's report; values that it lacks stay as they were.
 
-        ``interval_s``: between two checkpoints, as things are; None where nobody knows yet.
+        ``interval_s``: expected time between two checkpoints; None where it is unknown yet.
         """
         self._stepped_at = self.clock()
         self._interval_s = interval_s
@@ -109,7 +109,7 @@ class RankMetrics(Collector):
         self._slow = {each.rank: each.factor for each in report.slow}
 
     def describe(self) -> list[Metric]:
-        """Return nothing: describing would need figures before there are any."""
+        """Return nothing: a description would need values before there are any."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -167,7 +167,7 @@ def _gauge(
 
 
 class Exporter:
-    """Serves a rank's metrics until it is closed; ``take`` is the loop's ``on_step``."""
+    """Serves a rank's metrics until it is closed; ``take`` is the loop's ``on_step`` callback."""
 
     def __init__(
         self,
@@ -194,15 +194,15 @@ class Exporter:
     def take(
         self, report: StepReport, quarantined: int = 0, interval_s: float | None = None
     ) -> None:
-        """Show ``report``'s figures from now on; see ``RankMetrics.take``."""
+        """Export the values of ``report`` from now on; see ``RankMetrics.take``."""
         self._metrics.take(report, quarantined, interval_s)
 
     def saved(self) -> None:
-        """Show that a checkpoint was committed now."""
+        """Record that a checkpoint was committed now."""
         self._metrics.saved()
 
     def close(self) -> None:
-        """Stop serving and take the file away."""
+        """Stop serving and remove the discovery file."""
         if self._target is not None:
             with contextlib.suppress(FileNotFoundError):  # the state directory was cleared
                 self._target.unlink()
@@ -218,17 +218,17 @@ class Exporter:
 
 
 def _owner() -> dict[str, str]:
-    """Return labels that say whose a file is; Prometheus drops those that begin so."""
+    """Return labels that identify a file's owner; Prometheus drops labels with this prefix."""
     return {"__tmp_pid": str(os.getpid()), "__tmp_host": platform.node()}
 
 
 def _sweep(targets: Path) -> None:
-    """Remove the files of this host's ranks that are gone: nobody answers where they say."""
+    """Remove the files of this host's ranks that have ended: their ports no longer answer."""
     for path in targets.glob("*.json"):
         try:
             (entry,) = json.loads(path.read_text())
             pid, host = int(entry["labels"]["__tmp_pid"]), entry["labels"]["__tmp_host"]
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # another rank is at it, or it is not ours
+            continue  # another rank removed it, or the file is not ours
         if host == platform.node() and not Path("/proc", str(pid)).exists():
             path.unlink(missing_ok=True)

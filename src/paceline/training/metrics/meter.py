@@ -1,8 +1,8 @@
-"""One rank's figures, step by step: where the time goes, how fast, who is slow, what is wrong.
+"""Metrics of one rank, step by step: where time goes, throughput, stragglers, alerts.
 
-The loop calls ``begin``, ``shared`` (what goes into its one collective) and ``end``; the figures
-go out in the step's report. Costs some tens of microseconds a step; the peak is measured once a
-process, outside of any step's time. Knows no MLflow and no Prometheus.
+The loop calls ``begin``, ``shared`` (this rank's input to the loop's one collective) and ``end``;
+the values are sent in the step's report. Costs some tens of microseconds a step; the peak is
+measured once a process, outside of any step's time. Does not depend on MLflow or Prometheus.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from paceline.training.metrics.device import Busy, Utilisation, flops_per_token,
 from paceline.training.metrics.tracing import Tracer
 from paceline.training.parallel import Parallel
 
-RECENT = 20  # steps that shares are taken over
-HEAVY_EVERY = 10  # steps between looks at memory, stragglers and the accelerator
+RECENT = 20  # window of the time shares, in steps
+HEAVY_EVERY = 10  # steps between measurements of memory, stragglers and accelerator
 PROBE_EVERY = 100  # steps between probes of the all-reduce
 PROBE_BYTES = 1024 * 1024
 
@@ -40,10 +40,10 @@ class _Step:
 
 @dataclass
 class Numbers:
-    """The figures of one rank.
+    """The metrics of one rank.
 
-    ``flops_per_token`` is 0 where nobody knows it (a ``codeRef``'s model); then there is no MFU.
-    ``peak`` gives the operations a second that this rank's device can do; it is asked once.
+    ``flops_per_token`` is 0 where it is unknown (a ``codeRef``'s model); then there is no MFU.
+    ``peak`` returns the FLOP/s that this rank's device can reach; it is called once.
     """
 
     group: Group = field(default_factory=Group)
@@ -53,7 +53,7 @@ class Numbers:
     peak: Callable[[], float] | None = None
     alerts: Alerts = field(default_factory=Alerts)
     tracer: Tracer | None = None
-    reduced: Callable[[], int] | None = None  # bytes of gradients given to be reduced so far
+    reduced: Callable[[], int] | None = None  # bytes of gradients given to reductions so far
     probe: bool = True
     clock: Callable[[], float] = time.monotonic
 
@@ -63,7 +63,7 @@ class Numbers:
         self._recent: deque[_Step] = deque(maxlen=RECENT)
         self._utilisation = Utilisation(self.device, torch.get_num_threads())
         self._slow: list[Straggler] = []
-        self._kept: dict[str, float] = {}  # figures that are not looked at in each step
+        self._kept: dict[str, float] = {}  # values that are not measured in each step
         self._steps = 0
         self._started = 0.0
         self._waited = self._stalled = 0.0
@@ -81,10 +81,10 @@ class Numbers:
         seen: int | None = None,
         tracer: Tracer | None = None,
     ) -> Numbers:
-        """Return the figures of one rank of a job; ``config`` is our transformer's, if it is ours,
-        and ``seen`` how many tokens each may see (None: the context).
+        """Return the metrics of one rank of a job. ``config`` is given for our transformer only;
+        ``seen`` is the number of tokens that each token may attend to (None: the context).
 
-        Compiled modules are not hooked: a hook would cut the graph.
+        Compiled modules are not hooked: a hook would break the graph.
         """
         dtype = getattr(torch, settings.precision)
         threads = torch.get_num_threads()
@@ -100,14 +100,14 @@ class Numbers:
         )
 
     def begin(self, step: int, data_wait_s: float, stall_s: float) -> None:
-        """Start step ``step`` (from 1); the others are the totals so far, in seconds."""
+        """Start step ``step`` (from 1); the other arguments are totals so far, in seconds."""
         if self.tracer is not None:
             self.tracer.begin(step)
         self._started = time.perf_counter()
         self._waited, self._stalled = data_wait_s, stall_s
 
     def shared(self, data_wait_s: float) -> list[float]:
-        """Return a slot for each rank, this one's filled with the seconds of its own work."""
+        """Return a slot for each rank; this rank's holds the seconds of its own work."""
         slots = [0.0] * self.group.world_size
         slots[self.group.rank] = self._busy.take() + data_wait_s - self._waited
         return slots
@@ -115,7 +115,7 @@ class Numbers:
     def end(
         self, step: int, tokens: float, slots: Sequence[float], data_wait_s: float, stall_s: float
     ) -> dict[str, float]:
-        """Return the figures of step ``step``; ``slots`` are all ranks' shared seconds.
+        """Return the metrics of step ``step``; ``slots`` are all ranks' ``shared`` slots, summed.
 
         ``tokens`` are those of the whole gang.
         """
@@ -148,16 +148,16 @@ class Numbers:
         return figures
 
     def changes(self, figures: dict[str, float]) -> list[AlertChange]:
-        """Return the alerts that ``figures`` raise or clear."""
+        """Return the alerts that these metrics raise or clear."""
         return self.alerts.update(figures, self.clock())
 
     @property
     def slow(self) -> list[Straggler]:
-        """Return the ranks that hold the others up, slowest first."""
+        """Return the stragglers, slowest first."""
         return self._slow
 
     def close(self) -> None:
-        """Take away the hooks; a trace of a step that did not end is dropped."""
+        """Remove the hooks; the trace of a step that did not end is dropped."""
         self._busy.close()
         if self.tracer is not None:
             self.tracer.close()
@@ -179,7 +179,7 @@ class Numbers:
             self._kept["matmul_peak_flops"] = self.peak()
 
     def _probe(self) -> dict[str, float]:
-        """Time one all-reduce; all ranks have just met in the loop's collective."""
+        """Time one all-reduce; the loop's collective has just synchronised all ranks."""
         payload = torch.zeros(PROBE_BYTES // 4, device=self.device)
         started = time.perf_counter()
         dist.all_reduce(payload)

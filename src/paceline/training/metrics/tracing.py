@@ -1,8 +1,8 @@
-"""A profiler trace of the steps that were asked for, as a Chrome trace (Perfetto reads it).
+"""Profiler traces of requested steps, as Chrome traces (for Perfetto), and their upload.
 
-One file a step and rank; the caller says where it goes. Steps are asked for beforehand, or while
-training runs by touching a file. Profiling slows the step it looks at and no other: the profiler
-exists only then.
+One file per step and rank; the caller decides where it goes. Steps are requested beforehand, or
+during training by touching a file. Profiling slows only the profiled step: the profiler exists only
+then.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ CLOSE_S = 10.0  # for an upload that is under way when training ends
 
 
 class Tracer:
-    """Profiles the steps in ``steps`` (the first is 1, as steps are told).
+    """Profiles the steps in ``steps``, counted from 1.
 
-    Whenever ``request``, a file that need not be there, is touched, the next step is profiled too.
-    ``on_trace`` gets the number of the step and the path of a file in ``directory``; it may move
-    or delete it. A step that is begun twice (what was pushed too late, another update of the step)
-    is profiled once; a profiler that fails costs its trace. Begin and end are of one thread.
+    When the file ``request`` is touched (it need not exist), the next step is profiled too.
+    ``on_trace`` receives the number of the step and the path of a file in ``directory``; it may
+    move or delete it. A step that begins twice (a stale push, another update of the step) is
+    profiled once; if the profiler fails, only its trace is lost. Call begin and end on one thread.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Tracer:
         request: Path | None = None,
     ) -> None:
         self._request = request
-        self._seen = self._touched()  # before this rank began
+        self._seen = self._touched()  # ignores a request from before this rank began
         self._steps = frozenset(steps)
         self._directory = directory
         self._rank = rank
@@ -53,20 +53,20 @@ class Tracer:
         self._traced = 0  # the last step that was profiled
 
     def begin(self, step: int) -> None:
-        """Start profiling where ``step`` was asked for."""
+        """Start profiling if ``step`` was requested."""
         if self._running is not None or step == self._traced:
             return
         if step in self._steps or self._asked():
             running = profile(activities=self._activities, record_shapes=True)
             try:
                 running.start()
-            except RuntimeError as error:  # somebody else profiles this process
+            except RuntimeError as error:  # another profiler is active in this process
                 log.warning("no trace of step %d: %s", step, error)
                 return
             self._running, self._traced = running, step
 
     def end(self, step: int) -> None:
-        """Write the trace of ``step``, where there is one, and hand it over."""
+        """Write the trace of ``step``, if there is one, and pass it to ``on_trace``."""
         if self._running is None:
             return
         running, self._running = self._running, None
@@ -88,7 +88,7 @@ class Tracer:
         return True
 
     def _touched(self) -> int:
-        """Return when the request was made, in ns; 0: never. A step pays 2 µs for asking."""
+        """Return the time of the last request in ns, 0 for none; costs 2 µs a step."""
         if self._request is None:
             return 0
         try:
@@ -97,7 +97,7 @@ class Tracer:
             return 0
 
     def close(self) -> None:
-        """Drop a trace of a step that did not end."""
+        """Drop the trace of a step that did not end."""
         if self._running is not None:
             self._running.stop()
             self._running = None
@@ -105,9 +105,9 @@ class Tracer:
 
 @dataclass(frozen=True)
 class Uploaded:
-    """Where traces go: below ``url``, beside the job's checkpoints; the local file goes away.
+    """Uploads traces below ``url``, beside the job's checkpoints, and deletes the local files.
 
-    ``told`` hears of each: its step, and where it is.
+    ``told`` is called with the step and the URL of each.
     """
 
     store: ObjectStore
@@ -115,11 +115,11 @@ class Uploaded:
     told: Callable[[int, str], None] = lambda *_: None
 
     def __call__(self, step: int, path: Path) -> None:
-        """Upload the trace of ``step``; where storage is away it stays on this node's disk."""
+        """Upload the trace of ``step``; if storage fails, it stays on this node's disk."""
         where = join_url(self.url, path.name)
         try:
             self.store.upload_file(path, where)
-        except PacelineError as error:  # a trace is worth no step
+        except PacelineError as error:  # a lost trace must not fail a step
             log.warning("trace of step %d stays at %s: %s", step, path, error)
             return
         path.unlink()
@@ -127,14 +127,14 @@ class Uploaded:
 
 
 class Aside:
-    """Hands traces to ``taker`` on a thread, one at a time: whoever made them holds a lock."""
+    """Runs ``taker`` on a thread, one trace at a time, because the caller may hold a lock."""
 
     def __init__(self, taker: Callable[[int, Path], None]) -> None:
         self._taker = taker
         self._thread: threading.Thread | None = None
 
     def __call__(self, step: int, path: Path) -> None:
-        """Have the trace taken; where the one before still is, this one stays where it is."""
+        """Pass the trace to ``taker``; while the one before is in progress, leave it on disk."""
         if self._thread is not None and self._thread.is_alive():
             log.warning("trace of step %d stays at %s: one is still uploaded", step, path)
             return
@@ -145,6 +145,6 @@ class Aside:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait a while for the last one."""
+        """Wait up to ``CLOSE_S`` for the last one."""
         if self._thread is not None:
             self._thread.join(CLOSE_S)

@@ -1,8 +1,8 @@
-"""A model spread over a mesh: one function a kind of parallelism, and ``parallelise`` for all.
+"""Parallelism: a model spread over a mesh, by one function per kind and ``parallelise`` for all.
 
 Each function takes a plain module and changes how it is held or run, never what it computes. The
-loop drives a ``Parallel`` and knows no layout. ``require_layout`` refuses what cannot work without
-needing torch, so a driver calls it before any rank starts; ``parallelise`` imports it.
+training loop drives a ``Parallel`` and does not depend on the layout. ``require_layout`` rejects
+impossible layouts and does not import torch, so a driver calls it before any rank starts.
 """
 
 from __future__ import annotations

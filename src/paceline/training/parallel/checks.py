@@ -1,6 +1,6 @@
-"""What cannot work is refused before ranks start: pure arithmetic on settings, no torch.
+"""Validation of a mesh before ranks start: arithmetic on settings, no torch.
 
-A driver calls ``require_layout`` with the mesh it is about to start, each rank again with its own.
+A driver calls ``require_layout`` with the mesh that it is about to start; each rank repeats it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paceline.models import ModelConfig
 from paceline.training.parallel.mesh import MeshSpec
 from paceline.training.strategies import replicas_of
 
-BUCKET_TOKENS = 8  # rows of length buckets are padded to a multiple of this
+BUCKET_TOKENS = 8  # rows of length buckets are padded to a multiple of it
 
 
 def require_layout(
@@ -22,10 +22,10 @@ def require_layout(
     config: ModelConfig | None,
     data: DataSettings | None = None,
 ) -> None:
-    """Raise InvalidInput unless a model of ``config`` can be trained on ``spec`` as settings say.
+    """Raise InvalidInput unless ``spec`` can train a model of ``config`` with these settings.
 
-    ``config`` is None for a model of the user's own (``code_ref``), or where nobody has looked at
-    it yet: then only what holds for every model is checked.
+    ``config`` is None for a user's own model (``code_ref``), or where it has not been read yet:
+    then only the rules for every model are checked.
     """
     if settings.batch_sequences < spec.data_world:
         raise _refused(
@@ -55,39 +55,39 @@ def require_ours(spec: MeshSpec, model: str) -> None:
 
 
 def stages_of(spec: MeshSpec, schedule: str) -> int:
-    """Return into how many stages the layers are cut: interleaved has two on each rank."""
+    """Return the number of stages of the layers: interleaved has two on each rank."""
     return spec.pp * (2 if schedule == "interleaved" and spec.pp > 1 else 1)
 
 
 def readers_of(settings: TrainingSettings) -> int:
-    """Return how many shares of a global batch the whole gang reads, each on a node of its own."""
+    """Return the number of shares of a global batch in the whole gang, each on its own node."""
     return MeshSpec.of(settings.mesh, replicas_of(settings)).data_world
 
 
 class Cuts(TypedDict):
-    """Into how many parts a model's matrices and layers are cut."""
+    """The number of parts of a model's matrices and of its layers."""
 
     parts: int
     stages: int
 
 
 def cuts_of(mesh: MeshSettings) -> Cuts:
-    """Return what ``config_for`` must know to give a new model a shape that ``mesh`` can cut."""
+    """Return the cuts of ``mesh``, from which ``config_for`` gives a new model a suitable shape."""
     return Cuts(parts=mesh.tp, stages=stages_of(MeshSpec(pp=mesh.pp), mesh.schedule))
 
 
 def microbatches_of(spec: MeshSpec, settings: TrainingSettings) -> int:
-    """Return into how many microbatches a pipeline cuts one part of a batch."""
+    """Return the number of microbatches of one part of a batch in a pipeline."""
     return settings.mesh.microbatches or 2 * spec.pp
 
 
 def layers_of(stage: int, stages: int, layers: int) -> range:
-    """Return the blocks of ``stage``; the first and last get fewer where they do not divide.
+    """Return the blocks of ``stage``; where they do not divide evenly, the outer stages get fewer.
 
-    Those two also have the embedding and the head.
+    The first and last stage also have the embedding and the head.
     """
     least, more = divmod(layers, stages)
-    spare = (stages - more) // 2  # stages before the ones that take one block more
+    spare = (stages - more) // 2  # stages before those with one block more
     extra = range(spare, spare + more)
     start = sum(least + (each in extra) for each in range(stage))
     return range(start, start + least + (stage in extra))

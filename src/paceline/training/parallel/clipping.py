@@ -1,8 +1,8 @@
-"""The norm of a model's gradients, whatever mesh each of them is spread over.
+"""Gradient norm and clipping, whatever mesh each gradient is spread over.
 
-``torch.nn.utils.clip_grad_norm_`` refuses parameters of different meshes and knows no pipeline.
-Here each rank adds the squares of what it holds, divided by how many ranks hold the same values,
-and one all-reduce over all ranks gives everyone the same number.
+``torch.nn.utils.clip_grad_norm_`` rejects parameters of different meshes and does not support
+pipelines. Here each rank sums the squares of what it holds, divided by the number of ranks that
+hold the same values; one all-reduce over all ranks gives every rank the same norm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.training.parallel.mesh import Mesh
 
 
 def settle(parameters: Iterable[nn.Parameter]) -> None:
-    """Make each gradient's layout that of its parameter: sums still pending are carried out."""
+    """Redistribute each gradient to its parameter's layout; this completes pending sums."""
     for each in parameters:
         gradient = each.grad
         if (
@@ -36,14 +36,14 @@ def clip(
     unscale: float = 1.0,
     skipped: frozenset[int] = frozenset(),
 ) -> float:
-    """Return the norm of ``unscale`` × all gradients and shorten them to ``max_norm`` at most.
+    """Return the norm of ``unscale`` × all gradients, and scale them down to ``max_norm``.
 
-    ``skipped`` are ids of parameters that another rank counts (the second copy of a tied one). A
-    norm that is not finite leaves gradients as they are.
+    ``skipped`` are ids of parameters that another rank counts (the second copy of a tied one). If
+    the norm is not finite, gradients are left unchanged.
     """
     gradients = [each.grad for each in parameters if each.grad is not None]
     square = _square(parameters, mesh, skipped)
-    if square is None:  # nothing is spread out: every rank has all of it
+    if square is None:  # nothing is sharded: every rank has all of it
         norm = float(_norm([local(each) for each in gradients])) * abs(unscale)
     else:
         dist.all_reduce(square)
@@ -60,7 +60,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def copies(parameter: Tensor, mesh: Mesh) -> int:
-    """Return how many ranks hold the same values as this rank's part of ``parameter``."""
+    """Return the number of ranks with the same values as this rank's part of ``parameter``."""
     held = mesh.spec.world_size // mesh.spec.pp
     if isinstance(parameter, DTensor):
         for dimension, placement in enumerate(parameter.placements):
@@ -73,7 +73,7 @@ def copies(parameter: Tensor, mesh: Mesh) -> int:
 def _square(
     parameters: Sequence[nn.Parameter], mesh: Mesh, skipped: frozenset[int]
 ) -> Tensor | None:
-    """Return this rank's share of the squared norm, or None where it has all of it."""
+    """Return this rank's share of the squared norm; None where nothing is sharded."""
     spread = mesh.spec.pp > 1 or any(isinstance(each, DTensor) for each in parameters)
     if not spread or mesh.spec.world_size == 1:
         return None

@@ -1,4 +1,4 @@
-"""``parallelise``: a plain model and a mesh in, what the loop drives out."""
+"""``parallelise``: turn a plain model and a mesh into the ``Parallel`` that the loop drives."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from paceline.training.parallel.straight import Straight
 def parallelise(
     model: nn.Module, mesh: Mesh, settings: TrainingSettings, workload: Workload
 ) -> Parallel:
-    """Return ``model`` spread over ``mesh`` as ``settings`` say; all ranks call it together.
+    """Return ``model`` spread over ``mesh`` according to ``settings``; all ranks call it together.
 
-    ``model`` is the whole model, with the same values on every rank, and is taken apart; on the
-    meta device, the parts come with storage but without values, to be loaded. Raises InvalidInput
-    for a layout that cannot work.
+    ``model`` is the whole model, with the same values on every rank, and is consumed. On the meta
+    device, the parts get storage without values, to be loaded later. Raises InvalidInput for an
+    impossible layout.
     """
     spec = mesh.spec
     if isinstance(model, Transformer):
@@ -75,7 +75,7 @@ def _is_meta(model: nn.Module) -> bool:
 
 
 def _cast_products(stage: nn.Module, mesh: Mesh, settings: TrainingSettings) -> None:
-    """Run ``stage`` in the context that a Straight enters itself: a schedule calls it alone."""
+    """Run ``stage`` under autocast: a pipeline schedule calls it directly, without ``Straight``."""
     forward = stage.forward
 
     @functools.wraps(forward)

@@ -1,8 +1,8 @@
-"""Replicas: each rank has the whole model, and gradients are averaged while they come (DDP).
+"""Data parallelism (DDP): replicas of the whole model average gradients in the backward pass.
 
-A hook decides how gradients travel: as they are, as fp16 or bf16 halves, or as PowerSGD's two thin
-matrices (arXiv 1905.13727). All of them average; the caller scales the loss accordingly. What
-PowerSGD carries from step to step is in checkpoints (``compression``).
+A communication hook decides what is sent: full gradients, fp16 or bf16 halves, or PowerSGD's two
+low-rank matrices (arXiv 1905.13727). All of them average; the caller scales the loss accordingly.
+PowerSGD's state between steps is part of checkpoints (``CompressionMemory``).
 """
 
 # No ``from __future__ import annotations``: DDP reads the hook's annotations as objects.
@@ -21,13 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.config import MeshSettings
 from paceline.training.parallel.mesh import Mesh
 
-# What PowerSGD carries from step to step, as tensors that a checkpoint can keep.
-#
-# Each rank's error (what compression lost of its own gradients so far) is its own; the thin
-# matrices and the count of steps are the same on all. On another number of replicas errors have no
-# owner: they are dropped with a warning, the rest goes on. Buckets are laid out in the warm-up of
-# the first step, so what was restored is put in place after it.
-
 log = logging.getLogger(__name__)
 
 PREFIX = "powersgd."
@@ -35,7 +28,7 @@ PREFIX = "powersgd."
 
 @dataclass
 class _Memory:
-    """What is kept between two steps; by bucket."""
+    """PowerSGD's state between two steps, by bucket."""
 
     iterations: int = 0
     errors: dict[int, Tensor] = field(default_factory=dict)
@@ -44,7 +37,13 @@ class _Memory:
 
 
 class CompressionMemory:
-    """The ``Kept`` of one replica's PowerSGD."""
+    """The ``Kept`` of one replica's PowerSGD, as tensors for a checkpoint.
+
+    The error (what compression lost of a rank's gradients so far) differs by rank; the low-rank
+    matrices and the count of steps are the same on all. With another number of replicas the errors
+    have no owner and are dropped with a warning. DDP lays out its buckets in the warm-up of the
+    first step, so restored state is applied after that (``laid_out``).
+    """
 
     def __init__(self, state: PowerSGDState, rank: int, world: int, device: torch.device) -> None:
         self._state, self._device = state, device
@@ -53,7 +52,7 @@ class CompressionMemory:
         self._restored: _Memory | None = None  # until the buckets are laid out
 
     def settle(self) -> None:
-        """Keep what the hook holds now: it replaces errors and writes over the matrices."""
+        """Copy the hook's state: the hook replaces errors and overwrites the matrices."""
         if self._restored is not None:
             self._settled = self._restored
             return
@@ -66,7 +65,7 @@ class CompressionMemory:
         )
 
     def laid_out(self) -> None:
-        """Buckets are as they will stay: give the hook what was restored."""
+        """Give the restored state to the hook; called once DDP's buckets are final."""
         if self._restored is None:
             return
         memory, self._restored = self._restored, None
@@ -74,8 +73,8 @@ class CompressionMemory:
         self._put(memory)
 
     def let_go(self) -> None:
-        """Errors and matrices are those of before the batch: once they are no numbers, no gradient
-        after them is one. Steps stay counted, on all ranks alike."""
+        """Restore errors and matrices from before the batch: NaN in them would spoil every later
+        gradient. The count of steps stays, the same on all ranks."""
         if self._restored is None:
             self._put(self._settled)
 
@@ -85,7 +84,7 @@ class CompressionMemory:
         self._state.q_memory_dict = {at: each.clone() for at, each in memory.qs.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what was settled last."""
+        """Return the last snapshot."""
         memory = self._settled
         found = {PREFIX + "iterations": torch.tensor(memory.iterations, dtype=torch.int64)}
         found |= {f"{self._own}{bucket}": each for bucket, each in memory.errors.items()}
@@ -94,14 +93,14 @@ class CompressionMemory:
         return found
 
     def wants(self, name: str) -> bool:
-        """Return whether it is this rank's error, or what all ranks share."""
+        """Return whether ``name`` is this rank's error, or shared by all ranks."""
         shared = (PREFIX + "iterations", PREFIX + "p.", PREFIX + "q.")
         return name.startswith((self._own, *shared))
 
     def restore(self, found: Mapping[str, Tensor]) -> None:
-        """Take over what was saved; without errors of its own a rank starts with none."""
+        """Load the saved state; a rank without an error of its own starts with none."""
         if PREFIX + "iterations" not in found:
-            return  # saved without compression, or by a version that kept nothing of it
+            return  # saved without compression, or by a version that did not save it
         memory = _Memory(int(found[PREFIX + "iterations"]))
         for kind, into in (
             (self._own, memory.errors),
@@ -127,7 +126,7 @@ _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass
 class Sent:
-    """How many bytes of gradients this rank has handed to the replicas' all-reduce."""
+    """The bytes of gradients that this rank has handed to the replicas' all-reduce."""
 
     bytes: int = 0
 
@@ -135,10 +134,10 @@ class Sent:
 def replicate(
     model: torch.nn.Module, mesh: Mesh, settings: MeshSettings, sent: Sent
 ) -> tuple[DistributedDataParallel, CompressionMemory | None]:
-    """Return ``model`` with its gradients averaged over replicas, and what a hook carries on.
+    """Return ``model`` with its gradients averaged over replicas, and the state of its hook.
 
-    A hook counts into ``sent``; without one nothing is counted: the caller knows that all gradients
-    travel.
+    A hook adds its bytes to ``sent``; without a hook nothing is added, since all gradients are sent
+    in full and the caller can compute the size.
     """
     memory: CompressionMemory | None = None
     group = mesh.group("dp")
@@ -153,7 +152,7 @@ def replicate(
             group,
             matrix_approximation_rank=settings.powersgd_rank,
             start_powerSGD_iter=POWERSGD_DENSE_STEPS,
-            orthogonalization_epsilon=1e-8,  # a layer without a gradient yet must not become NaN
+            orthogonalization_epsilon=1e-8,  # else a layer without a gradient yet becomes NaN
         )
         replica.register_comm_hook(Thin(state, sent), thin)
         device = next(model.parameters()).device
@@ -163,7 +162,7 @@ def replicate(
 
 @dataclass
 class Halved:
-    """What ``halve`` knows."""
+    """The state of the hook ``halve``."""
 
     group: dist.ProcessGroup
     dtype: torch.dtype
@@ -171,7 +170,7 @@ class Halved:
 
 
 def halve(state: Halved, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average a bucket in a type of half the size (torch's own for bf16 needs NCCL)."""
+    """Average a bucket in a dtype of half the size (torch's own hook for bf16 needs NCCL)."""
     whole = bucket.buffer()
     half = (whole / state.group.size()).to(state.dtype)  # divided first: fp16 overflows at 65504
     state.sent.bytes += half.numel() * half.element_size()
@@ -183,14 +182,14 @@ def halve(state: Halved, bucket: GradBucket) -> Future[torch.Tensor]:
 
 @dataclass
 class Thin:
-    """What ``thin`` knows."""
+    """The state of the hook ``thin``."""
 
     state: PowerSGDState
     sent: Sent
 
 
 def thin(state: Thin, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average a bucket as PowerSGD does."""
+    """Average a bucket with PowerSGD."""
     before = state.state.total_numel_after_compression
     future: Future[torch.Tensor] = powerSGD_hook(state.state, bucket)
     compressed = state.state.total_numel_after_compression - before

@@ -1,9 +1,9 @@
-"""How ranks share the work: ``MeshSpec`` is the arithmetic, ``open_mesh`` the process groups.
+"""Device mesh: ``MeshSpec`` is the arithmetic, ``open_mesh`` opens the process groups.
 
 Four axes, outermost first: ``pp`` (groups of layers), ``dp`` (replicas), ``shard`` (parts of
-parameters in a replica), ``tp`` (parts of each matrix). Ranks that talk most are neighbours, so
-``tp`` stays on one host. MeshSpec needs no torch.distributed: a driver can refuse a mesh before any
-rank starts. Knows no models.
+parameters in a replica), ``tp`` (parts of each matrix). Ranks with the most traffic are neighbours,
+so ``tp`` stays on one host. MeshSpec does not need torch.distributed, so a driver can reject a mesh
+before any rank starts. Does not depend on models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AXES = ("pp", "dp", "shard", "tp")
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """How many ranks stand along each axis."""
+    """The number of ranks along each axis."""
 
     dp: int = 1
     shard: int = 1
@@ -33,9 +33,9 @@ class MeshSpec:
 
     @classmethod
     def of(cls, settings: MeshSettings, ranks: int) -> MeshSpec:
-        """Return the mesh of ``ranks`` ranks; ``dp = 0`` takes whatever is left.
+        """Return the mesh of ``ranks`` ranks; ``dp = 0`` takes the remaining factor.
 
-        Raises InvalidInput where the axes do not multiply up to the ranks.
+        Raises InvalidInput where the product of the axes is not the number of ranks.
         """
         fixed = settings.shard * settings.tp * settings.pp
         axes = f"shard {settings.shard} x tp {settings.tp} x pp {settings.pp}"
@@ -64,28 +64,28 @@ class MeshSpec:
 
     @property
     def world_size(self) -> int:
-        """Return how many ranks there are."""
+        """Return the number of ranks."""
         return self.pp * self.dp * self.shard * self.tp
 
     @property
     def data_world(self) -> int:
-        """Return into how many shares a global batch is cut."""
+        """Return the number of shares of a global batch."""
         return self.dp * self.shard
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return the axes that need groups, in order.
+        """Return the axes that need process groups, in order.
 
-        One of size 1 has nobody to talk to; torch would make a group for each of its ranks, on all
-        ranks, one after the other: threads that wake for nothing, and at 1,000 ranks 3,000 rounds.
-        A shard of 1 is an axis where FSDP keeps the replicas of cut models equal.
+        An axis of size 1 needs none; torch would create a group for each of its ranks, on all ranks
+        one after the other: idle threads, and 3,000 rounds at 1,000 ranks. A ``shard`` of 1 is
+        included where FSDP keeps replicas of cut models equal.
         """
         kept = {"shard"} if self.dp > 1 and self.tp * self.pp > 1 else set()
         sizes = zip(AXES, self.shape, strict=True)
         return tuple(axis for axis, size in sizes if size > 1 or axis in kept)
 
     def place(self, rank: int) -> dict[str, int]:
-        """Return where ``rank`` stands on each axis."""
+        """Return the coordinates of ``rank`` by axis."""
         found: dict[str, int] = {}
         for axis, size in zip(reversed(AXES), reversed(self.shape), strict=True):
             rank, found[axis] = divmod(rank, size)
@@ -98,7 +98,7 @@ class MeshSpec:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place on the mesh, and the groups it talks in (none where it is alone)."""
+    """This rank's position on the mesh, and its process groups (none for a single rank)."""
 
     spec: MeshSpec
     rank: int = 0
@@ -107,23 +107,23 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Return which share of the global batch this rank reads."""
+        """Return the index of the share of the global batch that this rank reads."""
         place = self.spec.place(self.rank)
         return place["dp"] * self.spec.shard + place["shard"]
 
     @property
     def data_world(self) -> int:
-        """Return how many shares there are."""
+        """Return the number of shares."""
         return self.spec.data_world
 
     @property
     def tp_rank(self) -> int:
-        """Return which part of each matrix this rank has."""
+        """Return the index of the part of each matrix that this rank has."""
         return self.spec.place(self.rank)["tp"]
 
     @property
     def stage(self) -> int:
-        """Return this rank's place in the pipeline."""
+        """Return this rank's position in the pipeline."""
         return self.spec.place(self.rank)["pp"]
 
     @property
@@ -133,24 +133,24 @@ class Mesh:
 
     @property
     def last_stage(self) -> bool:
-        """Return whether this rank sees the loss."""
+        """Return whether this rank computes the loss."""
         return self.stage == self.spec.pp - 1
 
     def of(self, *axes: str) -> DeviceMesh:
-        """Return the part of the mesh along ``axes``, which have groups, that this rank is in."""
+        """Return the sub-mesh along ``axes`` that this rank is in; the axes must have groups."""
         assert self.device_mesh is not None, "a rank alone has no mesh"
         return self.device_mesh[axes if len(axes) > 1 else axes[0]]
 
     def group(self, axis: str) -> ProcessGroup:
-        """Return the ranks along ``axis``."""
+        """Return the process group along ``axis``."""
         return self.of(axis).get_group()
 
 
 def open_mesh(spec: MeshSpec, device_type: str = "cpu") -> Mesh:
     """Return this rank's mesh; all ranks of the default group call it together.
 
-    Its groups wait as long for a silent rank as the default group does (torch's own would wait half
-    an hour). Raises InvalidInput where the group is not as large as the mesh.
+    Its groups get the timeout of the default group (torch's own default is half an hour). Raises
+    InvalidInput where the default group is not as large as the mesh.
     """
     if spec.world_size == 1:
         return Mesh(spec, 0, device_type)
@@ -172,7 +172,7 @@ def open_mesh(spec: MeshSpec, device_type: str = "cpu") -> Mesh:
 
 
 def timeout_of(group: ProcessGroup | None, device_type: str = "cpu") -> timedelta | None:
-    """Return how long ``group`` waits for a silent rank; None for a backend that never waits."""
+    """Return the timeout of ``group`` for a silent rank; None for a backend without one."""
     import torch
 
     assert group is not None, "ranks join their group first"

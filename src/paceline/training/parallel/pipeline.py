@@ -1,4 +1,4 @@
-"""Stages: layers cut into groups, one after another on different ranks (GPipe, 1F1B, interleaved).
+"""Pipeline parallelism: groups of layers on different ranks (GPipe, 1F1B, interleaved).
 
 torch.distributed.pipelining runs the schedule; this module cuts the model, feeds microbatches of
 equal size, and adds up the two gradients of an embedding that the first and last stage share.
@@ -28,7 +28,7 @@ from paceline.training.parallel.checks import layers_of, microbatches_of, stages
 from paceline.training.parallel.mesh import Mesh
 
 TIED = "model.embed_tokens.weight"
-SCHEDULES_KEPT = 8  # shapes of batches whose schedule is kept; each new one costs a trial run
+SCHEDULES_KEPT = 8  # batch shapes with a cached schedule; each new one costs a trial run
 
 
 def stages(model: Transformer, mesh: Mesh, settings: TrainingSettings) -> list[Transformer]:
@@ -45,13 +45,13 @@ def stages(model: Transformer, mesh: Mesh, settings: TrainingSettings) -> list[T
 
 
 def take_apart(model: nn.Module) -> None:
-    """Let go of all parts of ``model``: who keeps it must not keep other ranks' layers."""
+    """Remove all parts of ``model``, so that a reference to it keeps no other rank's layers."""
     for name in [name for name, _ in model.named_children()]:
         delattr(model, name)
 
 
 class Pipelined:
-    """A ``Parallel`` whose rank runs some stages; all parts of a batch become one schedule."""
+    """A ``Parallel`` whose rank runs some stages; all parts of a batch form one schedule."""
 
     def __init__(
         self, parts: list[Transformer], mesh: Mesh, settings: TrainingSettings, workload: Workload
@@ -84,7 +84,7 @@ class Pipelined:
         return self._sums(loss, parts)
 
     def clip(self, max_norm: float, unscale: float = 1.0) -> float:
-        """Return the norm of all gradients and shorten them; see ``Parallel``."""
+        """Return the norm of all gradients and clip them; see ``Parallel``."""
         twice = self._tied if self._mesh.last_stage else None
         skipped = frozenset() if twice is None else frozenset({id(twice)})
         return clipping.clip(self._parameters, self._mesh, max_norm, unscale, skipped)
@@ -104,7 +104,7 @@ class Pipelined:
         return self._sums(loss, [inputs])
 
     def _run(self, parts: Sequence[Inputs], scale: float, *, train: bool) -> Tensor:
-        """Run the schedule and return the loss, zero where this rank does not see it."""
+        """Run the schedule and return the loss, zero on ranks that do not compute it."""
         args = _joined([part.args for part in parts])
         names = list(parts[0].kwargs)
         values = _joined([tuple(part.kwargs[name] for name in names) for part in parts])
@@ -134,7 +134,7 @@ class Pipelined:
     def _most_rows(self) -> int:
         """Return the most rows of any share: shapes must be the same on all data ranks.
 
-        A new shape costs a trial pass, in which shards are gathered: all must make it together.
+        A new shape costs a trial pass, which gathers shards, so all ranks must run it together.
         """
         if self.data_world == 1:
             return self._rows
@@ -172,11 +172,11 @@ class Pipelined:
         return single(held[0], count, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, outputs: Tensor, index: Tensor) -> Tensor:
-        """Return the loss of microbatch ``index``, whose last rows may be filling."""
+        """Return the loss of microbatch ``index``, whose last rows may be padding."""
         number = int(index)
         start = number * self._rows_each
         rows = max(0, min(self._rows_each, self._rows - start))
-        # A microbatch of filling alone still takes part in the schedule, with row 0's targets.
+        # A microbatch of padding alone still takes part in the schedule, with row 0's targets.
         taken = slice(start, start + rows) if rows else slice(0, 1)
         targets = tuple(each[taken] for each in self._targets)
         loss = tensor.loss_sum(self._workload, self._mesh, outputs[: max(1, rows)], targets)
@@ -225,7 +225,7 @@ def _joined(rows: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def _padded(rows: Tensor, wanted: int) -> Tensor:
-    """Return ``rows`` with row 0 repeated at the end up to ``wanted`` of them."""
+    """Return ``rows`` with row 0 repeated at the end, up to ``wanted`` rows."""
     missing = wanted - len(rows)
     if not missing:
         return rows

@@ -1,8 +1,8 @@
-"""Shards: each rank keeps a part of every parameter, gradient and moment (FSDP2, ZeRO-3).
+"""Fully sharded data parallelism (FSDP2, ZeRO-3): a rank holds a part of every parameter.
 
-A block's parameters are gathered when it runs. With replicas beside shards, gradients are first
-reduced within a replica, then added up between replicas (hybrid). Gradients are SUMS over data
-ranks: FSDP's own division is switched off.
+Gradients and moments are sharded likewise. A block's parameters are gathered when it runs. With
+replicas beside shards, gradients are first reduced within a replica, then summed between replicas
+(hybrid). Gradients are SUMS over data ranks: FSDP's own division is switched off.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def shard(model: nn.Module, mesh: Mesh, settings: TrainingSettings) -> None:
-    """Shard ``model`` in place over ``shard``, with replicas over ``dp`` where there are some.
+    """Shard ``model`` in place over ``shard``, with replicas over ``dp`` where there are several.
 
-    Products are in ``settings.precision``; gradients are reduced, and masters kept, in fp32 (fp64).
+    Matrix products use ``settings.precision``; gradients are reduced, and master weights stored, in
+    fp32 (fp64).
     """
     spec = mesh.spec
     device_mesh = mesh.of("dp", "shard") if spec.dp > 1 else mesh.of("shard")
-    # A pipeline runs each block many times a step, and one shard is whole already: keep them whole.
+    # A pipeline runs each block many times a step, and a single shard is already whole: do not
+    # free gathered parameters then.
     free = spec.pp == 1 and spec.shard > 1
     half = _HALVES.get(settings.precision)
     reduce = None if half is None else torch.float32
-    # Only what enters the model is cast: between blocks all is in its type, save the rotation.
+    # Only the model's inputs are cast: between blocks all but the rotation has their dtype.
     inner = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduce, cast_forward_inputs=False)
     outer = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduce)
     for block in blocks_of(model):
         fully_shard(block, mesh=device_mesh, mp_policy=inner, reshard_after_forward=free)
-    # What stands outside the blocks is needed again as soon as the backward pass begins.
+    # Parameters outside the blocks are needed again as soon as the backward pass begins.
     fully_shard(model, mesh=device_mesh, mp_policy=outer, reshard_after_forward=False)
     for each in sharded_parts(model):
         each.set_gradient_divide_factor(1.0)
@@ -44,18 +46,18 @@ def shard(model: nn.Module, mesh: Mesh, settings: TrainingSettings) -> None:
 
 
 def sharded_parts(model: nn.Module) -> Iterable[FSDPModule]:
-    """Return the modules of ``model`` that are gathered as one."""
+    """Return the modules of ``model`` whose parameters are gathered as one unit."""
     return (each for each in model.modules() if isinstance(each, FSDPModule))
 
 
 def let_go(model: nn.Module) -> None:
-    """Drop what was gathered, so that ``model`` holds its shards (after a forward pass alone)."""
+    """Free gathered parameters after a forward pass alone, so that ``model`` holds only shards."""
     for each in sharded_parts(model):
         each.reshard()
 
 
 def reduced_bytes(model: nn.Module, mesh: Mesh, settings: TrainingSettings) -> int:
-    """Return how many bytes of gradients this rank hands to reductions each step."""
+    """Return the bytes of gradients that this rank hands to reductions each step."""
     size = 8 if settings.precision == "float64" else 4
     held = sum(each.numel() for each in model.parameters()) // mesh.spec.tp
     within = held * size if mesh.spec.shard > 1 else 0

@@ -1,4 +1,4 @@
-"""One module that a rank runs from end to end: alone, as a replica, sharded, or cut by matrices."""
+"""A ``Parallel`` without pipeline stages: single, replicated, sharded, or tensor-parallel."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from paceline.training.parallel.mesh import Mesh
 
 
 class Straight:
-    """A ``Parallel`` without stages.
+    """A ``Parallel`` without stages: this rank runs the module from end to end.
 
-    ``run`` is ``module``, or what wraps it to make gradients travel.
+    ``run`` is ``module``, or the DDP wrapper that synchronises its gradients.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Straight:
 
     @property
     def bytes_reduced(self) -> int:
-        """Return how many bytes of gradients this rank gave to be reduced so far."""
+        """Return the bytes of gradients that this rank gave to reductions so far."""
         return self._sent.bytes
 
     def accumulate(self, parts: Sequence[Inputs], scale: float) -> LossSums:
@@ -77,7 +77,7 @@ class Straight:
         return LossSums.of(sums)
 
     def clip(self, max_norm: float, unscale: float = 1.0) -> float:
-        """Return the norm of all gradients and shorten them; see ``Parallel``."""
+        """Return the norm of all gradients and clip them; see ``Parallel``."""
         return clipping.clip(self._parameters, self._mesh, max_norm, unscale)
 
     def evaluate(self, inputs: Inputs) -> LossSums:
@@ -128,8 +128,8 @@ class Straight:
         """Run one backward pass that changes nothing.
 
         DDP lays out its buckets anew after the first backward pass. Doing that before the first
-        step makes a resumed run add gradients in the same order as one that never stopped. What a
-        model draws (dropout) or counts (batch norm) meanwhile is put back.
+        step makes a resumed run add gradients in the same order as an uninterrupted one. Random
+        state (dropout) and buffers (batch norm) are restored.
         """
         devices = [torch.cuda.current_device()] if self._mesh.device_type == "cuda" else []
         buffers = [(each, each.clone()) for each in self._run.buffers()]
@@ -143,7 +143,7 @@ class Straight:
             self._memory.laid_out()
 
     def _uncounted_bytes(self) -> int:
-        """Return what travels each step without a hook that counts it."""
+        """Return the bytes sent each step where no hook counts them."""
         if self._shards is not None:
             return sharded.reduced_bytes(self.modules[0], self._mesh, self._settings)
         if self._replica is not None and self._settings.mesh.hook == "none":

@@ -1,9 +1,9 @@
-"""Matrices cut between ranks (DTensor): attention by heads, feed-forward by width, vocabulary too.
+"""Tensor parallelism (DTensor): attention cut by heads, feed-forward by width, and the vocabulary.
 
-The first matrix of a pair is cut by columns, the second by rows, so that a block needs one sum for
-each pair (arXiv 1909.08053). With sequence parallelism what lies between is cut along T (arXiv
+The first matrix of a pair is cut by columns, the second by rows, so that a block needs one sum per
+pair (arXiv 1909.08053). With sequence parallelism, activations between are cut along T (arXiv
 2205.05198). Logits stay cut by vocabulary up to the loss. All parameters become DTensors of one
-mesh, norms as copies, so that an optimiser can treat them alike.
+mesh, norms as copies, so that an optimizer can treat them alike.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from paceline.training.parallel.mesh import Mesh
 
 
 class Copied(ParallelStyle):
-    """A module every rank runs on the same input with the same parameters."""
+    """Style of a module that every rank runs on the same input with the same parameters."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(mesh: DeviceMesh, _: nn.Module, inputs: Any, device_mesh: Any) -> Any:
@@ -47,7 +47,7 @@ class Copied(ParallelStyle):
 
 
 def cut(model: Transformer, mesh: Mesh, *, sequence: bool) -> None:
-    """Cut ``model``, whole or a stage, in place over ``tp``."""
+    """Cut ``model``, a whole model or a stage, in place over ``tp``."""
     device_mesh = mesh.of("tp")
     between = Shard(1) if sequence else Replicate()
     norm: ParallelStyle = SequenceParallel() if sequence else Copied()
@@ -84,12 +84,12 @@ def cut(model: Transformer, mesh: Mesh, *, sequence: bool) -> None:
             f"{block}.mlp.up_proj": ColwiseParallel(),
             f"{block}.mlp.down_proj": RowwiseParallel(output_layouts=between),
         }
-    # All ranks hold the same values: each takes its part of its own, nothing is sent.
+    # All ranks hold the same values, so each takes its part locally and nothing is sent.
     parallelize_module(model, device_mesh, plan, src_data_rank=None)
 
 
 def loss_context(mesh: Mesh) -> AbstractContextManager[None]:
-    """Return the context in which losses of cut logits are computed, forward and backward."""
+    """Return the context for computing the loss of cut logits, forward and backward."""
     if mesh.spec.tp == 1:
         return contextlib.nullcontext()
     context: AbstractContextManager[None] = loss_parallel()

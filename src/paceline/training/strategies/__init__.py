@@ -1,10 +1,10 @@
-"""Replicas that do not wait for each other at every step: local SGD, and a parameter server.
+"""Training with relaxed synchrony: local SGD, and an asynchronous parameter server.
 
-``averaging`` lets each rank take some steps alone and then averages weights: a ``Parallel`` like
-any other. ``server`` and ``worker`` share versioned weights: workers pull them and push gradients,
-stale by no more than a bound (``ledger`` is the rule of it, without any I/O); a standby holds every
-update that was acknowledged and takes over (``following``). ``job`` is a rank of such a job, and
-``placing`` says where one that fell starts again.
+``local_sgd`` lets each rank take several steps alone and then averages weights; it is a
+``Parallel`` like any other. ``server`` and ``worker`` share versioned weights: workers pull them
+and push gradients, stale by at most a bound (``update_ledger`` is the rule, without I/O); a standby
+(``follower``) holds every acknowledged update and takes over. ``job`` is the entry point of a rank
+in such a job; ``ranks`` is the same without checkpoints, for programs that start ranks themselves.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ SERVING = 2  # ranks that compute no gradients: the server and its standby
 
 
 def is_asynchronous(settings: TrainingSettings) -> bool:
-    """Return whether ranks outlive each other: the gang does not end with one of them."""
+    """Return whether ranks may fail independently: one failure does not end the gang."""
     return settings.synchrony.kind == "parameter-server"
 
 
 def require_ranks(settings: TrainingSettings, ranks: int) -> int:
-    """Return the number of workers; raises InvalidInput for a layout that has no server."""
+    """Return the number of workers; raises InvalidInput for a layout without a server."""
     if ranks < SERVING + 1:
         raise InvalidInput(
             "too few ranks for a parameter server",
@@ -51,7 +51,7 @@ def require_ranks(settings: TrainingSettings, ranks: int) -> int:
 
 
 def replicas_of(settings: TrainingSettings) -> int:
-    """Return how many ranks have a share of each batch."""
+    """Return the number of ranks that have a share of each batch."""
     if is_asynchronous(settings):
         return require_ranks(settings, settings.ranks)
     return settings.ranks

@@ -1,6 +1,6 @@
-"""The standby's side: find who leads, take over its state, then update by update; lead if it falls.
+"""The standby of a parameter server: find the leader, copy its state, apply each update, take over.
 
-Knows sockets and the server's parts; when to follow and whom is ``ranks``' and ``job``'s business.
+``ranks`` and ``job`` decide when to follow and whom.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RETRY_S = 0.1
 
 
 class NobodyLeads(PeerLost):
-    """No server was met whose state could be taken over: it is lost, or was never there."""
+    """No leading server was found whose state could be copied: it is lost, or never existed."""
 
     exit_code = STATE_LOST_EXIT
 
@@ -37,11 +37,12 @@ def follow(
     deadline_s: float,
     on_word: Callable[[], None] = lambda: None,
 ) -> str:
-    """Follow whoever leads; return "released" where all is done, or "leads".
+    """Follow the leader; return "released" where all work is done, or "leads" after a takeover.
 
-    When the leader is lost, the next epoch is claimed and ``server`` leads; its ``serve`` may run
-    in another thread meanwhile. ``on_word`` is called at each word of the leader's. Raises
-    NobodyLeads where none was met within ``deadline_s``, PeerLost where the claim is another's.
+    When the leader is lost, this rank claims the next epoch and ``server`` leads; its ``serve`` may
+    run in another thread meanwhile. ``on_word`` is called for each frame from the leader. Raises
+    NobodyLeads where none is found within ``deadline_s``, PeerLost where another rank holds the
+    claim.
     """
     leader, state = _met(server, addresses, deadline_s)
     with leader:
@@ -70,7 +71,7 @@ def follow(
 def _met(
     server: Server, addresses: Callable[[], Sequence[Address]], deadline_s: float
 ) -> tuple[socket.socket, Frame]:
-    """Return a line to the leader, and the state that it sent."""
+    """Return a connection to the leader, and the state that it sent."""
     until = time.monotonic() + deadline_s
     said: Any = "nobody answers"
     while True:

@@ -1,10 +1,10 @@
-"""Messages of the parameter server: one frame each, a small JSON head and raw bytes behind it.
+"""Wire format of the parameter server: frames of a small JSON head and a raw body.
 
     magic "PLW1" · kind 1 byte · head length 4 bytes · body length 8 bytes · head · body
 
-Lengths are checked before anything is read for them; a body is numbers as the head says, never an
-object. Each read and write has the socket's deadline. A caller sends ``HELLO`` first, with the
-gang's key, which only its ranks know; the network they share is trusted to carry it.
+Lengths are checked before the bytes are read; a body contains numbers as the head describes, never
+an object. Each read and write has the socket's deadline. A caller first sends ``HELLO`` with the
+gang's secret key; it travels in clear text on the gang's network.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from paceline.errors import AccessDenied, InvalidFrame, PeerLost
 MAGIC = b"PLW1"
 HEADER = struct.Struct(">4sBIQ")
 MAX_HEAD_BYTES = 1024 * 1024
-MAX_HELLO_BYTES = 4096  # of what comes before the key is known to be right
-MAX_BODY_BYTES = 8 << 30  # a connection is told a smaller bound once the model's size is known
+MAX_HELLO_BYTES = 4096  # of a frame before the key is verified
+MAX_BODY_BYTES = 8 << 30  # callers pass a smaller bound that fits the model
 DTYPES = {"float32": "<f4", "float64": "<f8"}
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """Type of a frame; arrows: → to the server, ← from it."""
 
-    HELLO = 1  # → role, rank, worker (the share it would like), key
-    WELCOME = 2  # ← the share it gets, and what it may go on with
+    HELLO = 1  # → role, rank, worker (the share it requests), key
+    WELCOME = 2  # ← the assigned share, and where it continues
     PULL = 3
     WEIGHTS = 4  # ← version; body: weights
     PUSH = 5  # → sequence, base, note; body: gradient
     ANSWER = 6  # ← verdict, version
     STATE = 7  # server → standby: everything; body: safetensors
-    UPDATE = 8  # server → standby: one gradient that is applied
-    FOLLOWED = 9  # standby → server: it is applied here too
+    UPDATE = 8  # server → standby: one applied gradient
+    FOLLOWED = 9  # standby → server: it is applied there too
     BEAT = 10
-    NOT_LEADING = 11  # ask another
-    REFUSED = 12  # an error that will not pass
-    RELEASED = 13  # all is done, go
+    NOT_LEADING = 11  # try another server
+    REFUSED = 12  # a permanent error
+    RELEASED = 13  # all work is done; disconnect
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Frame:
 
 
 def send(connection: socket.socket, frame: Frame) -> None:
-    """Write ``frame``; raises PeerLost past the socket's deadline or where the peer is gone."""
+    """Write ``frame``; raises PeerLost at the socket's deadline or where the peer is gone."""
     head = json.dumps(frame.head, separators=(",", ":")).encode()
     assert len(head) <= MAX_HEAD_BYTES, "our own heads are small"
     body = memoryview(frame.body).cast("B")
@@ -79,10 +79,10 @@ def receive(
     max_head_bytes: int = MAX_HEAD_BYTES,
     within_s: float | None = None,
 ) -> Frame:
-    """Return the next frame; the whole of it must come ``within_s``, None: as long as bytes come.
+    """Return the next frame; all of it must arrive ``within_s`` (None: no total limit).
 
-    Raises PeerLost past the socket's deadline (of each read) or ``within_s``, or where the peer is
-    gone, InvalidFrame for bytes that are no frame of ours or a head or body above its limit.
+    Raises PeerLost at the socket's deadline (of each read), after ``within_s``, or where the peer
+    is gone; InvalidFrame for bytes that are no frame of ours or a head or body above its limit.
     """
     until = None if within_s is None else time.monotonic() + within_s
     start = _exactly(connection, HEADER.size, until)
@@ -114,7 +114,7 @@ def of_numbers(kind: Kind, numbers: npt.NDArray[Any], **head: Any) -> Frame:
 
 
 def numbers_of(frame: Frame, count: int, dtype: str) -> npt.NDArray[Any]:
-    """Return the numbers in a frame's body; raises InvalidFrame unless it is exactly so many."""
+    """Return the numbers in a frame's body; raises InvalidFrame for another count or dtype."""
     said = (frame.head.get("dtype"), frame.head.get("count"))
     size = np.dtype(DTYPES[dtype]).itemsize * count
     if said != (dtype, count) or len(frame.body) != size:
@@ -127,7 +127,7 @@ def numbers_of(frame: Frame, count: int, dtype: str) -> npt.NDArray[Any]:
 
 
 def whole(frame: Frame, name: str) -> int:
-    """Return the whole number ``name`` of a frame's head; raises InvalidFrame without one."""
+    """Return the non-negative integer ``name`` of a frame's head; raises InvalidFrame without."""
     value = frame.head.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InvalidFrame("frame's head lacks a number", got=repr(value)[:100], wanted=name)
@@ -137,8 +137,8 @@ def whole(frame: Frame, name: str) -> int:
 def greeting(connection: socket.socket, key: str, within_s: float) -> Frame:
     """Return the HELLO of a caller that has the gang's key.
 
-    Until it is proven, it may send ``MAX_HELLO_BYTES`` in all and take ``within_s`` in all. Raises
-    AccessDenied without the key, and what ``receive`` does.
+    Before that the caller may send at most ``MAX_HELLO_BYTES`` and take at most ``within_s``.
+    Raises AccessDenied without the key, and the errors of ``receive``.
     """
     hello = receive(connection, 0, max_head_bytes=MAX_HELLO_BYTES, within_s=within_s)
     require_key(hello, key)

@@ -1,8 +1,8 @@
-"""A rank of a training job with a parameter server: server, standby or worker, to its end.
+"""One rank of a training job with a parameter server: server, standby or worker, to its end.
 
-Ranks 0 and 1 serve (``leading``): one leads, the other holds every update that was acknowledged; a
-rank that was started again follows whoever leads by now. Workers hold nothing that is not computed
-again. Ranks join no process group: one that dies is no other's failure (``training.loose``).
+Ranks 0 and 1 serve (``leader``): one leads, the other holds every acknowledged update; a restarted
+rank follows the present leader. Workers hold no state that cannot be computed again. Ranks join no
+process group, so the failure of one is no failure of another (``launcher.independent_restart``).
 
 Exit code 76: no server holds the state any more; the job resumes from its last checkpoint.
 """
@@ -34,7 +34,7 @@ from paceline.training.strategies.worker import Gradients, Task, Worker
 
 
 def run_part(its: Loaded, place: Place, voice: Voice, stop: StopFlag) -> int:
-    """Do the part of ``place`` in an asynchronous job; return the exit code."""
+    """Run the role of ``place`` in an asynchronous job; return the exit code."""
     settings = its.job.settings
     workers = require_ranks(settings, place.world_size)
     voice.enter("joining")
@@ -92,7 +92,7 @@ def _work(its: Loaded, place: Place, voice: Voice, meeting: Meeting, terms: Term
 
 
 class _WorkerTelling:
-    """Says what a worker pushed, now and then, and that it hears the server; traces steps."""
+    """Reports a worker's pushes at intervals and its contact with the server; traces steps."""
 
     def __init__(
         self,
@@ -110,17 +110,17 @@ class _WorkerTelling:
         self._stepping = False
 
     def heard(self) -> None:
-        """Note that a server spoke: we wait for no dead one."""
+        """Record a frame from a server: a live server resets the deadline of the step."""
         if self._stepping:
             self._voice.enter("step")
 
     def compute(self, task: Task, weights: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Note]:
-        """Return gradient and note of the task; a trace of it goes on until they are applied."""
+        """Return gradient and note of the task; its trace continues until they are applied."""
         self._tracer.begin(task.sequence)
         return self._compute(task, weights)
 
     def __call__(self, task: Task) -> None:
-        """Note that the task's gradient is applied."""
+        """Record that the task's gradient is applied."""
         self._tracer.end(task.sequence)
         self._stepping = True
         self._voice.enter("step", task.sequence)

@@ -1,7 +1,7 @@
-"""A rank that serves an asynchronous job: it leads, or stands by until it does.
+"""A serving rank of an asynchronous job: it leads, or follows until it takes over.
 
-Whoever leads speaks as rank 0: it saves, evaluates, exports and says the result. The server that is
-left when the other dies goes on from the last update that was acknowledged, with the same files.
+The leader reports as rank 0: it saves, evaluates, exports and emits the result. The server that
+survives the other continues from the last acknowledged update, with the same files.
 """
 
 from __future__ import annotations
@@ -52,18 +52,17 @@ from paceline.training.strategies.saver import POSITION, JobSteward, position_of
 from paceline.training.strategies.server import Server, Serving
 from paceline.training.strategies.update_ledger import Ledger
 
-# Held-out loss of the server's weights, on a copy, while they go on changing.
-#
-# One evaluation at a time: one that is due while another runs is left out. The last one, of the
-# final weights, is waited for.
-
 log = logging.getLogger(__name__)
 
 Weights = npt.NDArray[Any]
 
 
 class Beside:
-    """Evaluates ``model``'s weights as they were when it began; None: it never does."""
+    """Evaluates held-out loss on a copy of the server's weights, while they continue to change.
+
+    One evaluation runs at a time; one that is due meanwhile is skipped. The last one, of the final
+    weights, is waited for. Without an ``evaluator`` nothing is evaluated.
+    """
 
     def __init__(self, evaluator: Evaluator | None, model: nn.Module, its: Loaded) -> None:
         self._evaluator, self._workload, self._settings = evaluator, its.workload, its.job.settings
@@ -76,10 +75,10 @@ class Beside:
             self._parameters = [each for each in scratch.parameters() if each.requires_grad]
 
     def begin(self, step: int, weights: Callable[[], Weights]) -> None:
-        """Evaluate ``weights()`` in a thread where ``step`` is one to evaluate after."""
+        """Evaluate ``weights()`` in a thread if ``step`` is due for an evaluation."""
         every = self._settings.evaluate_every_steps
         if self._evaluator is None or not every or step % every or step == self._settings.steps:
-            return  # the last one is not of this thread's
+            return  # ``last`` evaluates the final weights
         if self._thread is not None:
             return
         put(self._parameters, weights())
@@ -87,9 +86,9 @@ class Beside:
         self._thread.start()
 
     def take(self, progress: Progress) -> dict[str, float]:
-        """Return what an evaluation that ended found, once, and keep it in ``progress``.
+        """Return the metrics of an evaluation that ended, once, and store them in ``progress``.
 
-        Raises what it failed with, unless the next one may do better.
+        Raises its error, unless the error is temporary.
         """
         if self._thread is None or self._thread.is_alive():
             return {}
@@ -105,7 +104,7 @@ class Beside:
         return self._found
 
     def last(self, weights: Weights, progress: Progress) -> None:
-        """Evaluate the final weights, here; in ``progress`` when it returns."""
+        """Evaluate the final weights in this thread; the result is in ``progress``."""
         if self._evaluator is None:
             return
         if self._thread is not None:
@@ -115,7 +114,7 @@ class Beside:
         progress.held_out = self._evaluate()
 
     def close(self) -> None:
-        """Nobody waits for an evaluation that still runs: it reads and changes nothing else."""
+        """Abandon an evaluation that still runs: it changes nothing but its own copy."""
         self._thread = None
 
     def _run(self) -> None:
@@ -129,11 +128,11 @@ class Beside:
         return self._evaluator.evaluate(self._parallel, self._workload, Group(), CPU).metrics()
 
 
-MEET_AGAIN_S = 5.0  # beside three silences: for a rank started anew to find who leads
+MEET_AGAIN_S = 5.0  # plus three silences: for a restarted rank to find the leader
 
 
 class ServingRank:
-    """A rank that serves: it leads, or follows until it does."""
+    """A rank that serves: it leads, or follows until it takes over."""
 
     def __init__(
         self,
@@ -156,9 +155,9 @@ class ServingRank:
             self._learner,
             terms,
             meeting.claims,
-            f"rank-{place.rank}-{uuid.uuid4().hex}",  # never twice: a rank may be started again
+            f"rank-{place.rank}-{uuid.uuid4().hex}",  # unique: a rank may be restarted
             steward=self._steward,
-            ready=False,  # no step before there is somebody to save and to tell it
+            ready=False,  # no step before saver and reporter exist
         )
         self._state = TrainState(
             WholeModel(self._model), self._learner.optimizer, Group(), Mesh(MeshSpec())
@@ -175,7 +174,7 @@ class ServingRank:
             return self._lead(serving)
 
     def _begin(self) -> bool:
-        """Lead from the last checkpoint where nobody has led yet, and that is our part."""
+        """Lead from the last checkpoint if this is rank 0 and no server has led yet."""
         if self._place.rank != 0 or self._meeting.claims.claimed(1):
             return False
         self._voice.enter("resuming")
@@ -270,7 +269,7 @@ class ServingRank:
         return 0
 
     def _tick(self) -> bool:
-        """Show that the lock is not stuck; return whether we are asked to stop."""
+        """Report that the lock is not stuck; return whether a stop is requested."""
         with self._server.changed:
             self._voice.enter("step", self._steward.progress.step)
         return self._stop()
@@ -288,7 +287,7 @@ class ServingRank:
         return STOPPED_EXIT
 
     def _save_last(self, saver: Checkpointer, telling: _LeaderTelling) -> int:
-        """Save the state as it is; the ledger knows what of a step is done already."""
+        """Save the present state; the ledger records the finished part of a step."""
         position = position_of(self._server.ledger, self._terms.workers)
         unsaved = save_last(saver, self._steward.progress, position, self._voice)
         telling.tell_saved()
@@ -296,7 +295,7 @@ class ServingRank:
 
 
 class _Traced(Learner):
-    """A learner whose first update of a step that was asked for is profiled.
+    """A learner that profiles the first update of each requested step.
 
     Updates come from several threads, one after another; each begins and ends on its own.
     """
@@ -318,7 +317,7 @@ class _Traced(Learner):
 
 
 class _LeaderTelling:
-    """Says each step of the job, and sees to its evaluations; under the server's lock."""
+    """Reports each step of the job and starts its evaluations; called under the server's lock."""
 
     def __init__(
         self,
@@ -353,7 +352,7 @@ class _LeaderTelling:
         self._beside.begin(report.step, self._learner.weights)
 
     def tell_saved(self) -> None:
-        """Say which checkpoints are committed by now."""
+        """Report the checkpoints committed since the last call."""
         for ref in self._saver.report():
             self._exporter.saved()
             self._voice.say("checkpoint", ref.step, url=ref.url, digest=ref.digest, bytes=ref.bytes)

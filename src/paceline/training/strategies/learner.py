@@ -1,7 +1,7 @@
-"""The weights that a parameter server owns: flat gradients in, flat weights out, state as bytes.
+"""The parameter server's weights and optimizer: flat gradients in, flat weights out.
 
 The update of version v is a pure function of the state before it and one gradient: the learning
-rate comes from the version, so a standby that is fed the same gradients holds the same bits.
+rate depends on the version, so a standby with the same gradients holds the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEDGER = "ledger"  # its JSON, among the tensors
 
 
 class Learner:
-    """A model's weights and their optimiser; ``workers`` gradients make one step of a schedule."""
+    """A model's weights and optimizer; ``workers`` gradients count as one step of the schedule."""
 
     def __init__(self, model: nn.Module, settings: TrainingSettings, workers: int) -> None:
         self._settings, self._workers = settings, workers
@@ -44,18 +44,18 @@ class Learner:
         self.optimizer = new_optimizer(model, settings)
 
     def weights(self) -> npt.NDArray[Any]:
-        """Return all weights as one flat array of their own."""
+        """Return a copy of all weights as one flat array."""
         return flat(self._parameters)
 
     def rate(self, version: int) -> float:
-        """Return the learning rate of the step that makes ``version``."""
+        """Return the learning rate of the update to ``version``."""
         step = (version - 1) // self._workers
         return learning_rate(step, self._settings.steps, self._settings)
 
     def apply(self, gradient: npt.NDArray[Any], version: int, norm: float | None = None) -> float:
-        """Take the step that makes ``version`` out of the one before; return the gradient's norm.
+        """Take the step to ``version`` from the one before; return the gradient's norm.
 
-        ``norm`` is ``norm_of(gradient)`` where it is known. Raises InvalidInput, and changes
+        ``norm`` is ``norm_of(gradient)`` where the caller has it. Raises InvalidInput, and changes
         nothing, where the gradient is not finite.
         """
         norm = norm_of(gradient) if norm is None else norm
@@ -86,7 +86,7 @@ class Learner:
         return raw
 
     def from_bytes(self, raw: bytes) -> dict[str, Any]:
-        """Take over what ``to_bytes`` wrote, and return the ledger.
+        """Load what ``to_bytes`` wrote, and return the ledger.
 
         Raises CorruptData, and changes nothing, for a state of another model.
         """
@@ -116,7 +116,7 @@ class Learner:
 
 
 def norm_of(gradient: npt.NDArray[Any]) -> float:
-    """Return the gradient's norm; not finite where one of its numbers is not."""
+    """Return the gradient's norm; not finite where an element is not."""
     wide = gradient.astype(np.float64)
     return float(np.sqrt(np.dot(wide, wide)))
 
@@ -147,7 +147,7 @@ def flat_gradients(parameters: list[nn.Parameter]) -> npt.NDArray[Any]:
 
 
 def put(parameters: list[nn.Parameter], weights: npt.NDArray[Any]) -> None:
-    """Write the flat ``weights`` into ``parameters``."""
+    """Copy the flat ``weights`` into ``parameters``."""
     parts = torch.split(torch.from_numpy(np.array(weights)), [p.numel() for p in parameters])
     with torch.no_grad():
         for each, part in zip(parameters, parts, strict=True):

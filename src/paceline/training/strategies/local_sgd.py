@@ -1,11 +1,11 @@
-"""Local SGD: each rank steps alone ``local_steps`` times, then all average weights and moments.
+"""Local SGD (arXiv 1805.09767): ranks step alone ``local_steps`` times, then average their state.
 
-(arXiv 1805.09767.) The mean of what ranks did is what counts, so with one local step and plain SGD
-the weights are those of synchronous training. Between two averages ranks hold different weights; a
-checkpoint keeps one set of them, so a state is averaged when it is due to be saved, and training
-goes on from that very state: a resumed run repeats the one that was never stopped.
+Weights and moments are averaged; with one local step and plain SGD the weights are those of
+synchronous training. Between two averages ranks hold different weights, but a checkpoint has one
+set: the state is averaged when it is due to be saved, and training continues from that very state,
+so a resumed run repeats an uninterrupted one.
 
-Only for replicas: a model that is spread over ranks has no weights of its own to step alone.
+Only for replicas: a model that is sharded over ranks has no weights of its own to step alone.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from paceline.training.parallel.mesh import Mesh, MeshSpec
 
 
 class Averaged:
-    """A ``Parallel`` whose ranks step alone; ``follow`` ties it to the optimiser.
+    """A ``Parallel`` whose ranks step alone; ``follow`` attaches it to the optimizer.
 
-    ``step`` is where training stands: averages fall on multiples of ``local_steps``, whatever was
+    ``step`` is the present step: averages fall on multiples of ``local_steps``, whatever was
     resumed in between.
     """
 
@@ -48,21 +48,21 @@ class Averaged:
 
     @property
     def data_rank(self) -> int:
-        """Return which share of the global batch this rank reads."""
+        """Return the index of the share of the global batch that this rank reads."""
         return self._mesh.data_rank
 
     @property
     def data_world(self) -> int:
-        """Return how many shares there are."""
+        """Return the number of shares."""
         return self._mesh.data_world
 
     @property
     def bytes_reduced(self) -> int:
-        """Return how many bytes of weights and moments this rank gave to be averaged so far."""
+        """Return the bytes of weights and moments that this rank gave to averages so far."""
         return self._bytes
 
     def follow(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Average after each ``local_steps``-th step of ``optimizer``; training stands at ``step``.
+        """Average after each ``local_steps``-th step of ``optimizer``; ``step`` is the present one.
 
         Call it once, after a checkpoint was restored.
         """
@@ -71,14 +71,14 @@ class Averaged:
         optimizer.register_step_post_hook(self._stepped)
 
     def accumulate(self, parts: Sequence[Inputs], scale: float) -> LossSums:
-        """Run all parts; gradients are this rank's alone, as if its rows were the whole batch."""
+        """Run all parts; gradients are of this rank alone, as if its rows were the whole batch."""
         self._step += 1
         return self._inner.accumulate(parts, scale * self.data_world)
 
     def clip(self, max_norm: float, unscale: float = 1.0) -> float:
-        """Shorten this rank's gradients; return the root mean square of all ranks' norms.
+        """Clip this rank's gradients; return the root mean square of all ranks' norms.
 
-        One rank's norm that is not finite makes it so for all: every rank judges the step alike.
+        If one rank's norm is not finite, neither is the result: every rank judges the step alike.
         """
         norm = self._inner.clip(max_norm, unscale)
         square = torch.tensor(norm * norm, dtype=torch.float64)
@@ -91,7 +91,7 @@ class Averaged:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Hold the mean of all ranks' weights for the time of the ``with``, then one's own again.
+        """Within the ``with`` hold the mean of all ranks' weights; then restore this rank's own.
 
         All ranks enter it at the same step. It costs one copy of the weights, and one average.
         """
@@ -109,7 +109,7 @@ class Averaged:
                     each.copy_(before)
 
     def average(self) -> None:
-        """Give all ranks the mean of their weights and moments; all call it at the same step."""
+        """Replace weights and moments by their mean over ranks; all ranks call it together."""
         if not self._apart:
             return
         self._average(self._tensors())
@@ -155,7 +155,7 @@ def local_sgd(
 ) -> Averaged:
     """Return ``model`` as a replica that steps alone ``settings.synchrony.local_steps`` times.
 
-    Raises InvalidInput for a mesh of anything but replicas.
+    Raises InvalidInput for a mesh that is not of whole replicas only.
     """
     spec = mesh.spec
     if spec.shard * spec.tp * spec.pp > 1:
@@ -176,7 +176,7 @@ def local_sgd(
 
 
 class Savable(Protocol):
-    """What is asked of the saver that ``AveragingSaver`` stands before."""
+    """The interface of the saver that ``AveragingSaver`` wraps."""
 
     stall_s: float
 
@@ -186,7 +186,7 @@ class Savable(Protocol):
 
 
 class AveragingSaver:
-    """A saver that averages once a state is due, so that all ranks go on from what is saved."""
+    """A saver that averages when a save is due, so that all ranks continue from the saved state."""
 
     def __init__(self, saver: Any, averaged: Averaged) -> None:
         self._saver, self._averaged = saver, averaged
@@ -195,7 +195,7 @@ class AveragingSaver:
         return getattr(self._saver, name)
 
     def due(self, step: int, steps: int) -> bool:
-        """Return whether the state after ``step`` steps is to be saved; average where it is."""
+        """Return whether the state after ``step`` is to be saved; if so, average it first."""
         due = bool(self._saver.due(step, steps))
         if due:
             self._averaged.average()

@@ -1,4 +1,4 @@
-"""What server, standby and workers agree on, what comes with a gradient, and who judges it.
+"""Shared types of the parameter server: terms, a gradient's note, its judge, and shares of work.
 
 No I/O and no tensors.
 """
@@ -14,11 +14,11 @@ from paceline.errors import InvalidFrame, InvalidInput
 from paceline.training.strategies.update_ledger import Update
 
 BEAT_S = 0.5
-SILENCE_S = 3.0  # a leading server that is silent for so long is taken over from
+SILENCE_S = 3.0  # the standby takes over from a leader silent for this long
 GREET_S = 5.0
-WORKER_SILENCE_S = 600.0  # a worker computes meanwhile; a dead one's connection breaks at once
-TURN_S = 30.0  # for whoever was refused: nobody waits longer than this for it
-VACANT_S = 10.0  # that a share lies there before somebody who has finished takes it
+WORKER_SILENCE_S = 600.0  # a worker may compute for long; if it dies, its connection breaks
+TURN_S = 30.0  # longest wait of others for a worker whose gradient was refused
+VACANT_S = 10.0  # before a worker that has finished takes over a free share
 MAX_POSITION_FIELDS = 32
 
 Address = tuple[str, int]
@@ -26,11 +26,11 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Terms:
-    """What server, standby and workers have agreed on."""
+    """The parameters that server, standby and workers share."""
 
-    key: str  # the gang's, "" only in a test
-    workers: int  # into how many shares each global batch is cut
-    pushes: int  # of each share; then all is done
+    key: str  # of the gang; "" only in tests
+    workers: int  # number of shares of each global batch
+    pushes: int  # of each share; then all work is done
     max_staleness: int
     silence_s: float = SILENCE_S
     vacant_s: float = VACANT_S
@@ -38,23 +38,23 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """What a worker says of the batch that a gradient is of."""
+    """What a worker reports about the batch of a gradient."""
 
-    loss: float = 0.0  # mean nats a token; not finite where it went wrong
-    tokens: float = 1.0  # that counted; none: every sample of it is in quarantine
+    loss: float = 0.0  # mean nats a token; not finite after divergence
+    tokens: float = 1.0  # with weight; 0: every sample is in quarantine
     batch: int = 0  # number of the global batch
-    waited_s: float = 0.0  # for its data
-    position: dict[str, Any] | None = None  # of the stream, behind this batch
+    waited_s: float = 0.0  # time waited for its data
+    position: dict[str, Any] | None = None  # of the stream, after this batch
     quarantined: tuple[str, ...] = ()  # shards, so far
 
     def to_head(self) -> dict[str, Any]:
-        """Return it as JSON; a loss that is no number is None."""
+        """Return it as JSON values; a loss that is not finite becomes None."""
         said = asdict(self)
         return said | {"loss": self.loss if math.isfinite(self.loss) else None}
 
     @classmethod
     def from_head(cls, said: object) -> Note:
-        """Return what ``to_head`` gave; raises InvalidFrame where it is not that."""
+        """Return the note that ``to_head`` wrote; raises InvalidFrame for anything else."""
         try:
             if not isinstance(said, dict):
                 raise TypeError(type(said).__name__)
@@ -77,24 +77,24 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """An update that is counted."""
+    """A counted update."""
 
     update: Update
     note: Note
-    norm: float  # of its gradient; not finite where it went wrong
+    norm: float  # of its gradient; not finite after divergence
     taken: bool  # it changed the weights
-    leads: bool  # here is the server that decided it
+    leads: bool  # this server decided it
 
 
 class Steward:
-    """Judges gradients before they change weights, and hears of those that did.
+    """Judges gradients before they change weights, and is notified of those that were counted.
 
-    Called under the server's lock, in the order of versions, in server and standby alike. This one
-    only refuses numbers that are not finite; a job's own also guards, counts and saves.
+    Called under the server's lock, in the order of versions, in server and standby alike. This base
+    class only rejects values that are not finite; ``JobSteward`` also guards, counts and saves.
     """
 
-    def judge(self, note: Note, norm: float) -> bool:  # noqa: ARG002 - a job's looks at it
-        """Return whether the next update may change the weights; only the leading server asks.
+    def judge(self, note: Note, norm: float) -> bool:  # noqa: ARG002 - used by JobSteward
+        """Return whether the next update may change the weights; called by the leading server only.
 
         Raises InvalidInput to refuse the gradient, TrainingFailed to end the server.
         """
@@ -103,33 +103,31 @@ class Steward:
         return True
 
     def applied(self, applied: Applied) -> None:
-        """Learn what was counted."""
+        """Record a counted update."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a standby needs to judge alike, as JSON."""
+        """Return the JSON state with which a standby judges alike."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what ``state`` gave."""
-
-
-# Who works on which share of the batches: each rank on its own, until somebody falls out.
-#
-# A share whose rank is gone waits for that rank to come back; after ``vacant_s`` whoever has
-# finished its own takes it, so that a worker that is left out costs time and no data. Pure: no I/O,
-# the clock is the caller's. A rank has one share at a time; its newest connection counts.
+        """Load what ``state`` returned."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A rank at work on a share; ``line`` is its connection, whatever that is."""
+    """A rank at work on a share; ``line`` is its connection (any object)."""
 
     rank: int
     line: Any
 
 
 class Seats:
-    """The shares and their holders."""
+    """Assignment of shares of the batches to ranks; pure, the caller passes the clock.
+
+    The share of a lost rank waits for that rank to return; after ``vacant_s`` a worker that has
+    finished its own share takes it, so a lost worker costs time and no data. A rank has one share
+    at a time; its newest connection counts.
+    """
 
     def __init__(self, shares: int, vacant_s: float, now: float) -> None:
         self._vacant_s = vacant_s
@@ -139,9 +137,9 @@ class Seats:
     def take(
         self, rank: int, wanted: int, line: Any, unfinished: Collection[int], now: float
     ) -> tuple[int | None, Any]:
-        """Return the share that ``rank`` works on from now, and the older line to be cut.
+        """Return the share that ``rank`` works on from now, and the older connection to close.
 
-        None for a share: there is nothing to do now; ask again when something changed.
+        A share of None: there is nothing to do now; call again after a change.
         """
         for share in (wanted, *(each for each in sorted(unfinished) if each != wanted)):
             if share not in unfinished:
@@ -158,7 +156,7 @@ class Seats:
         return None, None
 
     def leave(self, share: int, line: Any, now: float) -> None:
-        """The connection ``line`` broke or finished; the share is free unless another has it."""
+        """Free the share of the connection ``line``, which ended, unless another holds it."""
         holder = self._holders.get(share)
         if holder is not None and holder.line is line:
             del self._holders[share]

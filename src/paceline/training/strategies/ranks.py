@@ -1,9 +1,9 @@
-"""The ranks of an asynchronous training on known addresses: 0 serves, 1 stands by, the others work.
+"""Asynchronous training on known addresses: rank 0 serves, 1 is the standby, others work.
 
 Each worker reads its share of the same global batches as in synchronous training, and every share
-is one update: ``steps`` steps of W workers are ``steps`` × W versions from the same tokens. Where
-rank 0 dies, rank 1 takes over and holds the final weights. For programs that start their ranks
-themselves; ``job`` is the same as a rank of a training job, with checkpoints and a result.
+is one update: ``steps`` steps of W workers are ``steps`` × W versions from the same tokens. If rank
+0 dies, rank 1 takes over and holds the final weights. For programs that start their ranks
+themselves; ``job`` runs a rank of a training job, with checkpoints and a result.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ OpenShare = Callable[[int, int, int], Iterator[Batch]]  # share, shares, first s
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank of an asynchronous training ended with."""
+    """The result of one rank of an asynchronous training."""
 
     role: Role
     led: bool  # it held the weights at the end
     version: int
     model: nn.Module | None = None  # of the server, and of a standby
-    told: Told | None = None  # of a worker
+    told: Told | None = None  # counts of a worker
 
 
 def role_of(rank: int) -> Role:
-    """Return what ``rank`` does at first."""
+    """Return the initial role of ``rank``."""
     return ("server", "standby")[rank] if rank < SERVING else "worker"
 
 
 class Telling(Steward):
-    """A steward that tells each update."""
+    """A steward that calls ``on_update`` for each update."""
 
     def __init__(self, on_update: Callable[[Update, float], None]) -> None:
         self._on_update = on_update
 
     def applied(self, applied: Applied) -> None:
-        """Tell it."""
+        """Call ``on_update`` with the update and its loss."""
         self._on_update(applied.update, applied.note.loss)
 
 
 class Iterated:
-    """A share's batches out of an iterator; it needs no position."""
+    """A ``Source`` of batches from an iterator; it has no position."""
 
     data_wait_s = 0.0
     position: dict[str, Any] | None = None
@@ -74,7 +74,7 @@ class Iterated:
         return next(self._batches)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 def run_asynchronous(
@@ -94,8 +94,8 @@ def run_asynchronous(
 ) -> Outcome:
     """Run ``rank`` of the training to its end.
 
-    ``addresses`` are where rank 0 and rank 1 listen. Raises PeerLost where no server leads any
-    longer, or another took this one's place; TrainingFailed where numbers are no longer finite.
+    ``addresses`` are those of rank 0 and rank 1. Raises PeerLost where no server leads any longer,
+    or another rank took over; TrainingFailed where values are no longer finite.
     """
     workers = require_ranks(settings, ranks)
     terms = Terms(key, workers, settings.steps, settings.synchrony.max_staleness, silence_s)

@@ -1,8 +1,8 @@
-"""Where the ranks of an asynchronous job find each other: the gang's store holds their addresses.
+"""Rendezvous of an asynchronous job: server addresses and leadership claims in the gang's store.
 
-The store lies on one node and may be lost with it. Ranks then go on with the addresses they know,
-until who leads has saved as it is told to, and all start again (``training.loose``); what needs the
-store meanwhile (a claim, a rank that joins anew) fails.
+The store is on one node and may be lost with it. Ranks then continue with the last known addresses
+until the leader has saved and all restart (``launcher.independent_restart``); operations that need
+the store meanwhile (a claim, a rank that joins anew) fail.
 """
 
 from __future__ import annotations
@@ -24,28 +24,26 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-# Who may lead: one claim an epoch, first come, so that two servers never both go on.
-#
-# The server claims epoch 1. When server and standby lose each other, neither can tell whether the
-# other is dead or only out of reach: whoever claims the next epoch first goes on, the other ends.
-
-
 class Claims(Protocol):
-    """A place where each epoch can be claimed once."""
+    """Leadership claims: each epoch can be claimed once, so that two servers never both lead.
+
+    The server claims epoch 1. When server and standby lose each other, neither can distinguish a
+    dead peer from an unreachable one: the first to claim the next epoch continues, the other ends.
+    """
 
     def claim(self, epoch: int, owner: str) -> bool:
-        """Return whether ``owner`` has ``epoch`` now (asking again is fine)."""
+        """Return whether ``owner`` holds ``epoch`` now (repeating the call is safe)."""
         ...
 
 
 class FileClaims:
-    """Claims as files of one directory: for ranks that share a disk."""
+    """Claims as files of one directory, for ranks that share a disk."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def claim(self, epoch: int, owner: str) -> bool:
-        """Return whether ``owner`` has ``epoch``: made whole elsewhere, then linked in."""
+        """Return whether ``owner`` holds ``epoch``: written whole elsewhere, then linked in."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"epoch-{epoch}"
         mine = self._directory / f"{owner}-{epoch}-{os.getpid()}"
@@ -66,14 +64,14 @@ class StoreClaims:
         self._store, self._prefix = store, prefix
 
     def claimed(self, epoch: int) -> bool:
-        """Return whether anybody has ``epoch``; raises PeerLost where the store is away."""
+        """Return whether ``epoch`` is claimed; raises PeerLost where the store is unreachable."""
         try:
             return bool(self._store.check([f"{self._prefix}/epoch-{epoch}"]))  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise PeerLost("the gang's store is away", got=str(error).splitlines()[0]) from error
 
     def claim(self, epoch: int, owner: str) -> bool:
-        """Return whether ``owner`` has ``epoch``; raises PeerLost where the store is away."""
+        """Return whether ``owner`` holds ``epoch``; raises PeerLost if the store is unreachable."""
         try:
             found = self._store.compare_set(f"{self._prefix}/epoch-{epoch}", "", owner)  # type: ignore[attr-defined]
         except RuntimeError as error:
@@ -84,14 +82,14 @@ class StoreClaims:
 log = logging.getLogger(__name__)
 
 STORE_TIMEOUT_S = 10.0
-FRESH_S = 0.25  # for so long an answer of the store's is good
+FRESH_S = 0.25  # lifetime of a cached answer of the store
 
 
 class Meeting:
-    """The store of one attempt, as a rank sees it."""
+    """A rank's client of the gang's store, for one attempt."""
 
     def __init__(self, place: Place) -> None:
-        """Raises PeerLost where the store is away, InvalidInput without the gang's key."""
+        """Raises PeerLost where the store is unreachable, InvalidInput without the gang's key."""
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         if not place.gang_key:
@@ -114,14 +112,14 @@ class Meeting:
         self._asked_at = -FRESH_S
 
     def publish(self, rank: int, address: Address) -> None:
-        """Say where ``rank`` listens; raises PeerLost where the store is away."""
+        """Publish the address of ``rank``; raises PeerLost where the store is unreachable."""
         try:
             self._store.set(f"server-{rank}", f"{address[0]} {address[1]}")
         except RuntimeError as error:
             raise PeerLost("the gang's store is away", got=str(error).splitlines()[0]) from error
 
     def servers(self) -> Sequence[Address]:
-        """Return where servers listen; the last that were known where the store is away."""
+        """Return the servers' addresses; the last known ones where the store is unreachable."""
         if time.monotonic() - self._asked_at < FRESH_S:
             return self._known
         self._asked_at = time.monotonic()

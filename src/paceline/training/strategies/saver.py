@@ -1,9 +1,9 @@
-"""What a job does about updates: guards them, counts steps, saves between two, and tells.
+"""A job's handling of updates: guards them, counts steps, saves between steps, and reports.
 
 A step is ``workers`` versions. As in the loop, a state is saved only after the next gradient has
-shown that its loss is sane, and before it changes the weights. Everything here happens under the
-server's lock, in the order of versions; the standby runs the same to judge alike, and neither saves
-nor tells.
+shown that its loss is sane, and before that gradient changes the weights. Everything runs under the
+server's lock, in the order of versions; the standby runs the same to judge alike, but neither saves
+nor reports.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POSITION = "parameter-server"  # kind of a checkpoint's position
 
 
 class Saver(Protocol):
-    """What is needed of a checkpointer."""
+    """The part of ``Checkpointer`` that is needed here."""
 
     stall_s: float
 
@@ -38,7 +38,7 @@ class Saver(Protocol):
 
 @dataclass
 class _Step:
-    """What the updates of the step under way said."""
+    """Sums over the updates of the present step."""
 
     nats: float = 0.0
     tokens: float = 0.0
@@ -49,9 +49,9 @@ class _Step:
 
 
 class JobSteward(Steward):
-    """Judges, counts and saves; ``progress`` is where the job stands.
+    """Judges, counts and saves; ``progress`` is the progress of the job.
 
-    ``led_by`` gives it a saver and somebody to tell, from then on.
+    ``led_by`` attaches a saver and a callback for steps.
     """
 
     def __init__(self, settings: TrainingSettings, workers: int, bad_before: int) -> None:
@@ -74,16 +74,16 @@ class JobSteward(Steward):
         rate: Callable[[int], float],
         on_step: Callable[[StepReport], None],
     ) -> None:
-        """Save and tell from now on; the lock is held."""
+        """Save and report from now on; the lock is held."""
         self._saver, self._ledger, self._rate, self._on_step = saver, ledger, rate, on_step
         self._stepped_at = self._began = time.perf_counter()
-        self.progress.tokens, self.progress.data_wait_s = 0, 0.0  # as of this leader
+        self.progress.tokens, self.progress.data_wait_s = 0, 0.0  # counted by this leader
         self.progress.extra.update(self._kept())
 
     # -- Steward
 
     def judge(self, note: Note, norm: float) -> bool:
-        """Return whether to take the gradient; save what is owed before it changes anything."""
+        """Return whether to apply the gradient; write a due save before it changes anything."""
         if not note.tokens:  # every sample of it is in quarantine
             return False
         verdict = self._verdict(self.progress.step, note, norm)
@@ -97,7 +97,7 @@ class JobSteward(Steward):
         return True
 
     def applied(self, applied: Applied) -> None:
-        """Count it; at the end of a step tell, and see whether its state is to be saved."""
+        """Count the update; at the end of a step report it, and check whether a save is due."""
         if not applied.leads and applied.note.tokens:
             self._follow_guard(applied)
         self._count(applied)
@@ -105,7 +105,7 @@ class JobSteward(Steward):
             self._end_step(applied.update)
 
     def state(self) -> dict[str, Any]:
-        """Return what the standby needs, as JSON."""
+        """Return the JSON state for the standby."""
         progress = self.progress
         return {
             "guard": self.guard.state,
@@ -116,14 +116,14 @@ class JobSteward(Steward):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what ``state`` gave."""
+        """Load what ``state`` returned."""
         self.guard.restore(state["guard"])
         self.quarantined = set(state["quarantined"])
         self.progress = Progress.at(int(state["step"]), state["metrics"])
         self.progress.bad_steps = int(state["skipped"])
         self._step = _Step()
 
-    # -- within
+    # -- internal
 
     def _verdict(self, step: int, note: Note, norm: float) -> Verdict:
         loss = note.loss if math.isfinite(norm) else math.nan
@@ -134,7 +134,7 @@ class JobSteward(Steward):
         try:
             self._verdict(step, applied.note, applied.norm)
         except PacelineError as error:
-            # Guards differ where bad steps were counted before this rank came: the leader's counts.
+            # Guards differ if bad steps were counted before this rank joined; the leader decides.
             log.info("the leader counted what this guard would not: %s", error)
 
     def _count(self, applied: Applied) -> None:
@@ -193,5 +193,5 @@ class JobSteward(Steward):
 
 
 def position_of(ledger: Ledger, workers: int) -> dict[str, Any]:
-    """Return what a checkpoint keeps of where shares and workers stand."""
+    """Return the position for a checkpoint: the number of workers, and the ledger."""
     return {"kind": POSITION, "workers": workers, "ledger": ledger.to_json()}

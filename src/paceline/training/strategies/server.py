@@ -1,12 +1,12 @@
-"""The parameter server and its standby: one object that follows, and leads once it may.
+"""The parameter server and its standby: one object that follows, and leads after a claim.
 
-A push is answered only after the standby (where there is one) has applied it too: what was
-acknowledged survives the server. When the standby is lost, the server goes on alone if it gets the
-next epoch's claim, and ends where the standby was faster; see ``claims``. A standby that joins
-later is sent the whole state first. ``following`` is the standby's side.
+A push is answered only after the standby (if there is one) has applied it too, so every
+acknowledged update survives the server. When the standby is lost, the server continues alone if it
+gets the claim of the next epoch, and ends where the standby was faster (``rendezvous``). A standby
+that joins later first receives the whole state. ``follower`` is the standby's side.
 
-Threads: one for each connection, at most twice as many as there are shares and 8; one lock over
-ledger, seats and weights. Every socket has a deadline. Whoever leads beats (``BEAT_S``).
+Threads: one per connection, at most 2 × shares + 8; one lock over ledger, seats and weights. Every
+socket has a deadline. The leader sends a heartbeat every ``BEAT_S``.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from paceline.training.strategies.update_ledger import Ledger, Update, Verdict
 
 log = logging.getLogger(__name__)
 
-# A caller that vanished without a word is noticed after about 25 s (seconds, seconds, tries).
+# Keepalive detects a vanished caller after about 25 s (seconds, seconds, tries).
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
 class Server:
-    """Serves weights while it leads; else it follows the leader and tells callers to ask there.
+    """Serves weights while it leads; otherwise it answers NOT_LEADING and follows the leader.
 
-    ``changed`` is the lock over all that a server holds.
+    ``changed`` is the lock over all of the server's state.
     """
 
     def __init__(
@@ -70,17 +70,17 @@ class Server:
         steward: Steward | None = None,
         ready: bool = True,
     ) -> None:
-        """``owner`` claims epochs: no two processes may have the same.
+        """``owner`` claims epochs; it must be unique among processes.
 
-        Not ``ready``, it serves nobody, leading or not, until ``open`` is called.
+        Without ``ready`` it answers no caller, leading or not, until ``open`` is called.
         """
         self.learner, self.terms = learner, terms
         self.steward = steward or Steward()
         self.ledger = Ledger(terms.max_staleness)
         self.epoch = 0  # 0: it does not lead
-        self.done = threading.Event()  # every share was pushed to its end
-        self.released = threading.Event()  # and nothing is left to be done with the weights
-        self.ended: PacelineError | None = None  # why it gave up
+        self.done = threading.Event()  # every share is complete
+        self.released = threading.Event()  # and the weights are no longer needed
+        self.ended: PacelineError | None = None  # the error that ended it
         self.changed = threading.Condition()
         self.body_bytes = learner.count * 8 + (1 << 20)
         self.state_bytes = learner.count * 8 * 4 + (16 << 20)
@@ -92,7 +92,7 @@ class Server:
     # -------------------------------------------------------------------------------- leading
 
     def lead(self, epoch: int = 1) -> None:
-        """Begin to serve. Raises PeerLost where another has claimed ``epoch``."""
+        """Start to serve. Raises PeerLost where another server has claimed ``epoch``."""
         if not self._claims.claim(epoch, self._owner):
             raise PeerLost("another parameter server leads", got=f"epoch {epoch}", do="End.")
         with self.changed:
@@ -104,23 +104,24 @@ class Server:
                     self.ledger.version)  # fmt: skip
 
     def open(self) -> None:
-        """Whoever leads here is ready for callers."""
+        """Start to answer callers."""
         self._ready = True
 
     def release(self) -> None:
-        """All is done with the weights, too: the standby may go, and ``serve`` ends."""
+        """Mark all work as done: the standby is released, and ``serve`` ends."""
         with self.changed:
             self.released.set()
             self.changed.notify_all()
 
     def end(self, why: PacelineError) -> None:
-        """Give up; whoever is served hears nothing any more."""
+        """End with the error ``why``; connected callers get no further answer."""
         with self.changed:
             self.ended = self.ended or why
             self.changed.notify_all()
 
     def serve(self, listener: socket.socket, deadline_s: float) -> None:
-        """Answer callers until released; raises what ended it, or PeerLost past ``deadline_s``."""
+        """Serve connections until released; raises the error that ended it, or PeerLost past
+        ``deadline_s``."""
         listener.settimeout(0.1)
         until = time.monotonic() + deadline_s
         threads: list[threading.Thread] = []
@@ -179,7 +180,7 @@ class Server:
                 raise
             except PacelineError as error:
                 if not isinstance(error, TemporaryError):
-                    self.end(error)  # the steward will not go on
+                    self.end(error)  # the steward ended the job
                 raise
             finally:
                 with self.changed:
@@ -189,7 +190,7 @@ class Server:
         send(connection, Frame(Kind.RELEASED))
 
     def _seat(self, connection: socket.socket, rank: int, wanted: int) -> int | None:
-        """Wait until there is something to do for ``rank``; None once all is done."""
+        """Wait until there is work for ``rank`` and return its share; None once all is done."""
         while True:
             with self.changed:
                 self._require_leading()
@@ -199,7 +200,7 @@ class Server:
                 left = {s for s in range(self.terms.workers) if applied.get(s, 0) < pushes}
                 now = time.monotonic()
                 worker, older = self._seats.take(rank, wanted, connection, left, now)
-                if older is not None:  # the same rank, started anew before its end was noticed
+                if older is not None:  # the same rank, restarted before its end was detected
                     with contextlib.suppress(OSError):
                         older.shutdown(socket.SHUT_RDWR)
                 if worker is not None:
@@ -253,11 +254,11 @@ class Server:
                 if not self.changed.wait(BEAT_S):
                     send(connection, Frame(Kind.BEAT))
                 if time.monotonic() > until:
-                    self.ledger.give_up_turn()  # who is next does not come: the others go on
+                    self.ledger.give_up_turn()  # that worker is late: the others continue
             if verdict is Verdict.APPLY:
                 update = Update(worker, sequence, base, self.ledger.version + 1)
                 taken = self.steward.judge(note, norm)
-                # The lock is held throughout, so nobody sees what is only half so.
+                # The lock is held throughout, so no thread sees a partial update.
                 self._replicate(update, gradient, note, taken)
                 self.take(update, gradient, note, norm, taken)
                 self._check_done()
@@ -269,7 +270,7 @@ class Server:
     def take(
         self, update: Update, gradient: npt.NDArray[Any], note: Note, norm: float, taken: bool
     ) -> None:
-        """Count ``update``, change the weights where it is ``taken``; the lock is held."""
+        """Count ``update``, and change the weights if ``taken``; the lock is held."""
         self.ledger.follow(update, note.position)
         if taken:
             self.learner.apply(gradient, update.version, norm)
@@ -304,14 +305,14 @@ class Server:
             self._lose_standby(error)
 
     def _expect_followed(self, standby: socket.socket, version: int) -> None:
-        # Under the lock: a standby that sends byte by byte must not hold it.
+        # Under the lock: a standby that sends byte by byte must not hold it for long.
         frame = receive(standby, 0, within_s=self.terms.silence_s)
         standby.settimeout(self.terms.silence_s)
         if frame.kind is not Kind.FOLLOWED or whole(frame, "version") != version:
             raise InvalidFrame("standby did not follow", got=frame.kind.name, wanted=version)
 
     def _lose_standby(self, error: PacelineError) -> None:
-        """Go on alone, unless the standby has taken over; the lock is held."""
+        """Continue alone, unless the standby has taken over; the lock is held."""
         self._standby = None
         log.warning("standby lost: %s", error)
         if not self._claims.claim(self.epoch + 1, self._owner):
@@ -322,7 +323,7 @@ class Server:
         self.epoch += 1
 
     def _keep_standby(self, connection: socket.socket) -> None:
-        """Send the whole state, then a beat whenever no update says that we live."""
+        """Send the whole state, then heartbeats between updates."""
         with self.changed:
             if self._standby is not None:
                 raise PeerLost("there is a standby already")
@@ -358,17 +359,13 @@ def listen(host: str, port: int = 0) -> socket.socket:
     return socket.create_server((host, port), backlog=64)
 
 
-# ``Server.serve`` beside a rank's main thread: begun, waited for, and ended with it.
-#
-# Knows no training.
-
-LAST_WORDS_S = 30.0  # for callers to be told that all is done
+LAST_WORDS_S = 30.0  # for callers to receive RELEASED
 
 
 class Serving:
-    """``server.serve`` in a thread for the time of a ``with``; its end is waited for.
+    """Runs ``server.serve`` in a thread for the duration of a ``with``, and waits for its end.
 
-    It answers from the start, so that workers are told at once that it does not lead.
+    It answers from the start, so that workers learn at once that it does not lead.
     """
 
     def __init__(self, server: Server, address: Address, deadline_s: float) -> None:
@@ -393,9 +390,9 @@ class Serving:
             raise self._failed[0]
 
     def until_done(self, tick_s: float = 0.2, on_tick: Callable[[], bool] | None = None) -> bool:
-        """Return True once every share was pushed to its end; raises what ended the server.
+        """Return True once every share is complete; raises the error that ended the server.
 
-        ``on_tick`` is called all the while; where it returns True, stop waiting and return False.
+        ``on_tick`` is called every ``tick_s``; if it returns True, stop waiting and return False.
         """
         while not self.server.done.wait(tick_s):
             if self._failed:
@@ -405,7 +402,7 @@ class Serving:
         return True
 
     def abandon(self, why: PacelineError) -> None:
-        """Stop serving at once, whoever is served: the standby takes over."""
+        """Stop serving at once and drop all callers; the standby takes over."""
         self._abandoned = True
         self.server.end(why)
 
@@ -414,5 +411,5 @@ class Serving:
             self.server.serve(self._listener, self._deadline_s)
         except PacelineError as error:
             self._failed.append(error)
-        except OSError as error:  # the listener was closed under it: the rank is on its way out
+        except OSError as error:  # the listener was closed: the rank is ending
             self._failed.append(PeerLost("parameter server stopped listening", got=error))

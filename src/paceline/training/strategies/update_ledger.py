@@ -1,15 +1,15 @@
-"""Which gradient is applied to which version of the weights: the parameter server's rule, pure.
+"""Bounded staleness: which gradient is applied to which version of the weights. Pure.
 
 No I/O, no clock, no tensors. A worker pulls version v, computes, and pushes (sequence, v); a
 sequence counts its own gradients from 1. Applied at version c, a gradient is stale by c - v.
 
 - Stale by more than the bound: refused. The worker pulls again and computes it anew.
 - A sequence that was applied already (its answer was lost): confirmed, not applied twice.
-- Who was refused is next: until its gradient came, a push of somebody else that would make it stale
-  again has to wait. One worker at a time, in the order of refusals, so that slow workers come to
-  their turn and nobody waits for two.
+- A refused worker has the next turn: until its gradient arrives, a push of another worker that
+  would make it stale again has to wait. One worker at a time, in the order of refusals, so that
+  slow workers get their turn and no push waits for two of them.
 
-The same ledger, fed by the server's log, runs in its standby.
+The standby runs the same ledger, fed by the server's updates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.errors import CorruptData, InvalidInput
 
 
 class Verdict(Enum):
-    """What becomes of a pushed gradient."""
+    """The decision about a pushed gradient."""
 
     APPLY = "apply"
     KNOWN = "known"  # applied before
@@ -33,32 +33,32 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Update:
-    """One gradient that was applied: the ``version``-th."""
+    """One applied gradient: the ``version``-th."""
 
     worker: int
     sequence: int
     base: int  # the version it was computed from
-    version: int  # the version it made
+    version: int  # the version it produced
 
 
 @dataclass
 class Ledger:
-    """Versions, who pushed what, and whose turn it is."""
+    """Versions, the last push of each worker, and the order of turns."""
 
     max_staleness: int
     version: int = 0
     applied: dict[int, int] = field(default_factory=dict)  # worker → its last sequence
-    positions: dict[int, dict[str, Any]] = field(default_factory=dict)  # worker → of its stream
-    _turns: list[int] = field(default_factory=list)  # refused, and to be waited for
+    positions: dict[int, dict[str, Any]] = field(default_factory=dict)  # worker → stream position
+    _turns: list[int] = field(default_factory=list)  # refused workers, in order
     _pulled: dict[int, int] = field(default_factory=dict)  # worker → version it has
 
     def pull(self, worker: int) -> int:
-        """Note that ``worker`` takes the weights as they are; return their version."""
+        """Record that ``worker`` pulls the present weights; return their version."""
         self._pulled[worker] = self.version
         return self.version
 
     def judge(self, worker: int, sequence: int, base: int) -> Verdict:
-        """Return what is to become of a push, and remember refusals.
+        """Return the decision about a push, and record a refusal.
 
         Raises InvalidInput for a version that does not exist or a sequence that skips some.
         """
@@ -78,7 +78,7 @@ class Ledger:
         return Verdict.APPLY
 
     def apply(self, worker: int, sequence: int, base: int) -> Update:
-        """Record the gradient as the next version; only after ``judge`` said APPLY."""
+        """Record the gradient as the next version; only after ``judge`` returned APPLY."""
         update = Update(worker, sequence, base, self.version + 1)
         self.follow(update)
         return update
@@ -86,7 +86,7 @@ class Ledger:
     def follow(self, update: Update, position: Mapping[str, Any] | None = None) -> None:
         """Record an update that the leading server applied; raises CorruptData for a gap.
 
-        ``position`` is where its worker's data go on.
+        ``position`` is where its worker's data stream continues.
         """
         done = self.applied.get(update.worker, 0)
         if update.version != self.version + 1 or update.sequence != done + 1:
@@ -102,18 +102,18 @@ class Ledger:
         self.release(update.worker)
 
     def release(self, worker: int) -> None:
-        """Nobody waits for ``worker`` any longer: it had its turn, or it is gone."""
+        """End the turn of ``worker``: it was used, or the worker is gone."""
         if worker in self._turns:
             self._turns.remove(worker)
         self._pulled.pop(worker, None)
 
     def give_up_turn(self) -> None:
-        """Who is next did not come in time: nobody waits for it any longer."""
+        """Skip the next turn: that worker did not push in time."""
         if self._turns:
             self.release(self._turns[0])
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a standby, or a resumed job, needs to go on."""
+        """Return the state from which a standby, or a resumed job, continues."""
         return {
             "version": self.version,
             "applied": {str(worker): count for worker, count in sorted(self.applied.items())},
@@ -122,9 +122,9 @@ class Ledger:
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any], max_staleness: int) -> Ledger:
-        """Return the ledger that ``to_json`` wrote; turns begin anew, pulls too.
+        """Return the ledger that ``to_json`` wrote; turns and pulls start empty.
 
-        Raises CorruptData where it is not that.
+        Raises CorruptData for anything else.
         """
         try:
             applied = {int(worker): int(count) for worker, count in said["applied"].items()}
@@ -136,8 +136,8 @@ class Ledger:
     def of_workers(self, before: int, workers: int) -> Ledger:
         """Return the ledger for another number of workers than the ``before`` that wrote it.
 
-        Shares are cut anew, so all go on where the slowest stood: what faster ones had read beyond
-        that is read again. The schedule of the learning rate goes on at that step.
+        Shares are cut anew, so all continue from the slowest worker: data that faster ones had read
+        beyond it are read again. The learning rate schedule continues at that step.
         """
         if workers == before:
             return self
@@ -155,5 +155,5 @@ class Ledger:
         if not self._turns or self._turns[0] == worker:
             return False
         base = self._pulled.get(self._turns[0])
-        # Who is next and has not pulled again yet cannot be made stale; its pull will be fresh.
+        # A worker with the turn that has not pulled again cannot become stale: its pull is fresh.
         return base is not None and self.version + 1 - base > self.max_staleness

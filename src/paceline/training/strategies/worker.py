@@ -1,9 +1,8 @@
-"""A worker of the parameter server: pull, compute, push, and again; it finds whoever leads.
+"""A worker of the parameter server: pull, compute, push, repeat; it finds the leading server.
 
-An answer that did not come is asked for again with the same sequence, so a gradient whose
-acknowledgement was lost with a server is not applied twice. Who has finished its own share asks for
-another that nobody works on any more, and ends when all are done. Where servers are all away for
-longer than ``away_s``, PeerLost.
+A push without an answer is repeated with the same sequence, so a gradient whose acknowledgement was
+lost with a server is not applied twice. A worker that has finished its own share requests a free
+one, and ends when all are done. Raises PeerLost where no server answers for longer than ``away_s``.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from paceline.training.strategies.learner import flat_gradients, put
 from paceline.training.strategies.protocol import BEAT_S, TURN_S, Address, Note, Terms
 
 RETRY_S = 0.05
-SILENCES = 2  # of a server, before a worker looks for another
+SILENCES = 2  # times ``silence_s``, before a worker looks for another server
 ANSWER_S = TURN_S + 15.0  # a push may wait for another worker's turn first
 
 
@@ -49,8 +48,8 @@ ANSWER_S = TURN_S + 15.0  # a push may wait for another worker's turn first
 class Task:
     """The batch to compute: the ``sequence``-th (from 1) of a share.
 
-    ``position`` is where the stream of the share's data goes on; None: at its beginning, or right
-    behind the task before.
+    ``position`` is where the share's data stream continues; None: at its beginning, or directly
+    after the task before.
     """
 
     worker: int
@@ -63,23 +62,23 @@ Compute = Callable[[Task, npt.NDArray[Any]], tuple[npt.NDArray[Any], Note]]
 
 @dataclass
 class Told:
-    """What happened to one worker."""
+    """Counts of one worker."""
 
     pushed: int = 0
     refused: int = 0  # too stale: computed anew
-    known: int = 0  # applied before its answer was lost
+    known: int = 0  # already applied; the first answer was lost
     lost: int = 0  # connections
-    adopted: int = 0  # shares of others that it went on with
+    adopted: int = 0  # shares of other workers that it took over
     waited_s: float = 0.0
     staleness: list[int] = field(default_factory=list)
 
 
 class _Moved(Exception):
-    """Another has our share by now; we were given ``task``'s, or none (all is done)."""
+    """Another worker has our share now; we were assigned another task, or none (all is done)."""
 
 
 class Worker:
-    """The line of ``rank`` to the servers at ``addresses()``; its own share is ``worker``."""
+    """The connection of ``rank`` to the servers at ``addresses()``; its own share is ``worker``."""
 
     def __init__(
         self,
@@ -93,17 +92,17 @@ class Worker:
         away_s: float = 30.0,
         on_word: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_word`` is called whenever a server said something, a beat at least."""
+        """``on_word`` is called for each frame from a server, at least for each heartbeat."""
         self._own, self._rank = worker, rank
         self._addresses, self._terms = addresses, terms
         self._count, self._dtype, self._away_s = count, dtype, away_s
         self._on_word = on_word
         self._connection: socket.socket | None = None
-        self._task: Task | None = None  # what the server gave us last
+        self._task: Task | None = None  # the task assigned last
         self.told = Told()
 
     def run(self, compute: Compute, on_push: Callable[[Task], None] | None = None) -> Told:
-        """Push gradients until every share has ``terms.pushes`` of them; return how it went.
+        """Push gradients until every share has ``terms.pushes`` of them; return the counts.
 
         ``compute(task, weights)`` returns gradient and note of the task's batch.
         """
@@ -162,7 +161,7 @@ class Worker:
         return whole(frame, "version"), numbers_of(frame, self._count, self._dtype)
 
     def _again(self, ask: Callable[[socket.socket], Any]) -> Any:
-        """Return what ``ask`` gives, on a new connection as often as one breaks."""
+        """Return the result of ``ask``, on a new connection whenever one breaks."""
         until: float | None = None
         while True:
             try:
@@ -206,9 +205,9 @@ class Worker:
         raise PeerLost("no parameter server leads", got=said)
 
     def _greet(self, connection: socket.socket) -> Task | None:
-        """Return what we are to go on with; None where all is done."""
+        """Return the assigned task; None where all is done."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A server that lives beats while we wait for our turn; one that is frozen does not.
+        # A live server sends heartbeats while we wait for our turn; a frozen one does not.
         connection.settimeout(max(SILENCES * self._terms.silence_s, 2 * BEAT_S))
         wanted = self._own if self._task is None else self._task.worker
         hello = {"role": "worker", "rank": self._rank, "worker": wanted, "key": self._terms.key}
@@ -216,7 +215,7 @@ class Worker:
         return self._given(connection)
 
     def _ask_on(self, connection: socket.socket) -> Task | None:
-        """This share is done: return another that nobody works on, once there is one."""
+        """End this share and return a task of a free one, once there is one."""
         send(connection, Frame(Kind.RELEASED))
         return self._given(connection)
 
@@ -255,14 +254,8 @@ class Worker:
             self._connection = None
 
 
-# A worker's part of the work: the gradient of a share's next batch under the weights it was given.
-#
-# What is computed anew because it was too stale is computed from the same batch, and from the state
-# that a recurrent model had before it.
-
-
 class Source(Protocol):
-    """A share's batches, one after another."""
+    """The batches of a share, in order."""
 
     @property
     def data_wait_s(self) -> float: ...
@@ -276,7 +269,7 @@ class Source(Protocol):
 
 @dataclass
 class _Held:
-    """The batch at hand."""
+    """The present batch."""
 
     worker: int
     sequence: int
@@ -286,9 +279,11 @@ class _Held:
 
 
 class Gradients:
-    """Computes what ``Worker.run`` pushes; ``open_share`` gives the data of a share from a task on.
+    """Computes the gradients that ``Worker.run`` pushes; ``open_share`` opens a share's data.
 
-    ``model`` is this rank's own and is overwritten with each task's weights.
+    A gradient that was too stale is computed again from the same batch, and from the state that a
+    recurrent model had before it. ``model`` belongs to this rank and is overwritten with each
+    task's weights.
     """
 
     def __init__(
@@ -319,11 +314,11 @@ class Gradients:
         held = self._take(task)
         put(self._parameters, weights)
         seed_step(self._settings.seed, task.sequence, task.worker, self._device)
-        # Workers' gradients are steps of their own: each is the mean over its share.
+        # A worker's gradient is a step of its own, so it is the mean over its share.
         share_tokens = max(held.batch.global_tokens / self._workers, 1.0)
         sums = self._parallel.accumulate(held.parts, 1.0 / share_tokens)
         loss = float(sums.loss) / sums.weight if sums.weight else 0.0
-        if not math.isfinite(loss):  # the server will not take it
+        if not math.isfinite(loss):  # the server will not apply it
             let_go(self._keeps)
         self.note = Note(loss=loss, tokens=sums.weight, **held.note)
         return flat_gradients(self._parameters), self.note

@@ -1,21 +1,21 @@
-"""A user's own task: ``training.code_ref`` names a function that returns a ``Workload``.
+"""User code: ``training.code_ref`` names a function that returns a ``Workload``.
 
-    paceline.training.recurrent:byte_gru                        ours: the release is the pin
+    paceline.training.recurrent:byte_gru                        ours: pinned by the release
     my_package.task:make@sha256:<digest>                        an installed module
     file:///srv/tasks@sha256:<digest>#task:make                 a directory
     git+https://host/repository.git@<40 hex digits>#task:make   a commit
 
-Every reference is pinned and its source must stand in ``security.code_sources``; both are checked
-before anything of it runs. The function is called with a ``Task`` and returns the workload.
+Every reference is pinned and its source must be listed in ``security.code_sources``; both are
+checked before any of it runs. The function is called with a ``Task`` and returns the workload.
 ``training.guard.preemption`` may be a reference of the same kinds.
 
-What is guarded: which code runs (allow-list and pin), that it changes unseen (the digest is checked
-at each load), and what it finds in its environment (an allow-list of variables, no credentials).
-What is NOT guarded: the code runs in the rank's process and as its user. It can read the files that
-user can read, the state directory's runtime.json with the S3 credentials of the ranks among them,
-open connections, this process's memory, and /proc/PID/environ of what was started with more. A
-source that is not trusted with the bucket does not belong on the allow-list; ranks that must not
-read more get credentials of their own.
+What is guarded: which code runs (allow-list and pin), changes to it (the digest is checked at each
+load), and its environment (an allow-list of variables, no credentials). What is NOT guarded: the
+code runs in the rank's process and as its user. It can read that user's files, including the state
+directory's runtime.json with the S3 credentials of the ranks; open connections; this process's
+memory; and /proc/PID/environ of processes that were started with more. A source that is not trusted
+with the bucket does not belong on the allow-list; ranks that must not read more get credentials of
+their own.
 """
 
 from paceline.config.settings import scrub

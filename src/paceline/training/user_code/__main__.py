@@ -1,4 +1,4 @@
-"""The process that tries user code out; see ``checking``."""
+"""Entry point of the process that checks user code; ``checking`` starts it."""
 
 from __future__ import annotations
 

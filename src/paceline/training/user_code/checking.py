@@ -1,8 +1,8 @@
-"""User code tried out in a process of its own, before any rank starts.
+"""Check of user code in a process of its own, before any rank starts.
 
-``python -m paceline.training.user_code`` is that process: it imports, calls and builds what the
-line on its standard input names, gives it a first batch of the job's data, and its last line of
-output says what is wrong. A preemption watcher is only made.
+``python -m paceline.training.user_code`` is that process: it reads one line of JSON on standard
+input, imports, calls and builds the reference, and runs a first batch of the job's data through it.
+On failure its last line of output is the error as JSON. A preemption watcher is only opened.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def check(
     deadline_s: float = CHECK_S,
 ) -> None:
     """Load the reference and build its model in a process of its own, before any rank starts; with
-    a ``job``, try it on a first batch of that job's data.
+    a ``job``, run it on a first batch of that job's data.
 
     Raises what ``load`` and ``try_batch`` raise, with the same fields. The process gets no ambient
     credentials.
@@ -71,7 +71,7 @@ def check(
 def check_watcher(
     text: str, sources: Sequence[str], cache: Path, deadline_s: float = CHECK_S
 ) -> None:
-    """Open the preemption watcher ``text`` in a process of its own; raises what that raises."""
+    """Open the preemption watcher ``text`` in a process of its own; raises that process's error."""
     from paceline.training.loop.preemption import require_allowed_watcher
 
     ref = require_allowed_watcher(text, sources)
@@ -82,7 +82,7 @@ def check_watcher(
 def _try_apart(
     ref: CodeRef, sources: Sequence[str], cache: Path, more: dict[str, Any], deadline_s: float
 ) -> None:
-    """Run ``main`` in a process without ambient credentials; raise what it says."""
+    """Run ``main`` in a process without ambient credentials; raise the error that it reports."""
     require_allowed(ref, sources)
     environment = dict(os.environ)
     scrub(environment)
@@ -123,7 +123,7 @@ def _try_apart(
 
 
 def require_code(job: TrainJob, runtime: Runtime, vocabulary: int) -> None:
-    """Check the job's own code, on its own data, before any rank is started; see ``check``."""
+    """Check the job's user code on the job's data before any rank starts; see ``check``."""
     if not job.settings.code_ref:
         return
     size = size_of(job, runtime.profile)
@@ -145,7 +145,7 @@ _KINDS: dict[str, type[PacelineError]] = {
 
 
 def main() -> int:
-    """Check the reference on standard input; the last line of output says what is wrong."""
+    """Check the reference on standard input; on failure the last line of output is the error."""
     from paceline.training.loop.preemption import open_watcher
 
     asked = json.loads(sys.stdin.readline())
@@ -198,17 +198,15 @@ def _build(workload: Workload, ref: CodeRef) -> nn.Module:
     return model
 
 
-# User code's first batch, before any rank starts: collation, forward pass and loss.
-#
-# Runs in the process that tries the reference out (``checking``). The batch is a real one, of two
-# rows at most, from the job's own snapshot: right code could refuse one that was made up. Where
-# trying would cost more than it tells (large shards, a large model, a model on the meta device),
-# less is tried, and ranks find the rest.
+# Trial of a first batch: collation, forward pass, loss, backward pass. The batch is real, of two
+# rows at most, from the job's own snapshot: correct code could reject an invented one. Where the
+# trial would cost too much (large shards, a large model, a model on the meta device), less is
+# tried, and errors show only in the ranks.
 
-ROWS = 2  # some layers (batch norm) refuse a single one
-MOST_SHARD_BYTES = 64 * 1024 * 1024  # one shard is fetched for it
+ROWS = 2  # some layers (batch norm) reject a single row
+MOST_SHARD_BYTES = 64 * 1024 * 1024  # the trial fetches one shard
 MOST_PARAMETERS = 30_000_000  # a forward and a backward pass within seconds on one core
-SCRATCH_TRIES, SCRATCH_WAIT_S = 100, 0.05  # to remove what a last fetch still writes to
+SCRATCH_TRIES, SCRATCH_WAIT_S = 100, 0.05  # to remove a directory that a last fetch still writes to
 CPU = torch.device("cpu")
 
 
@@ -247,8 +245,8 @@ def first_rows(job: TrainJob, task: Task) -> Batch | None:
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """Yield a directory that is gone afterwards, though a shard that is being fetched ahead may
-    still come to it for a moment after the cache was closed.
+    """Yield a temporary directory; on exit retry its removal, because a shard that is fetched ahead
+    may still be written for a moment after the cache was closed.
     """
     directory = Path(mkdtemp(prefix="paceline-first-batch-"))
     try:
@@ -262,7 +260,7 @@ def _scratch() -> Iterator[Path]:
 
 
 def try_batch(workload: Workload, model: nn.Module, batch: Batch, ref: CodeRef) -> None:
-    """Raise TrainingFailed for what user code raises on ``batch``, InvalidInput for what it returns
+    """Raise TrainingFailed for an exception of user code on ``batch``, InvalidInput for a result
     that training cannot use."""
     found = _called("collation (inputs)", ref, lambda: workload.inputs(batch, CPU))
     _require_inputs(found, ref)

@@ -1,4 +1,4 @@
-"""The pinned code on this node: a commit or a directory, copied once and checked at each use."""
+"""Fetch of pinned code to this node: a commit or a directory, copied once, verified at each use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FETCH_S = 120.0  # one git command
 
 
 def fetch(ref: CodeRef, cache: Path) -> Path | None:
-    """Return the directory to import ``ref`` from, its content checked; None: it is installed.
+    """Return the directory from which to import ``ref``, verified; None for an installed module.
 
-    A commit, or a directory, is copied into ``cache`` once, whole or not at all, and is checked
+    A commit, or a directory, is copied into ``cache`` once, whole or not at all, and verified
     against its digest each time.
     """
     if ref.kind == "module":
@@ -30,7 +30,7 @@ def fetch(ref: CodeRef, cache: Path) -> Path | None:
     tree, seal = cache / name, cache / f"{name}.sha256"
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"{name}.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks of one node fetch once; git has a deadline
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks of one node fetch once; git has a timeout
         if not seal.exists():
             shutil.rmtree(tree, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=cache, prefix="fetch-") as scratch:
@@ -68,7 +68,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _clone(ref: CodeRef, target: Path) -> None:
-    """Put the commit's files into ``target``: no credentials, hooks, submodules or helpers."""
+    """Write the commit's files into ``target``: no credentials, hooks, submodules or helpers."""
     if shutil.which("git") is None:
         raise MissingTool("git is not installed", wanted="git", do="Install it on every node.")
     target.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""User code in this process: its environment scrubbed, then imported from its tree and called."""
+"""Load user code in this process: scrub the environment, import it from its tree, call it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SAID_CHARACTERS = 2000
 
 @dataclass(frozen=True)
 class Task:
-    """What the entrypoint is told."""
+    """The arguments of a user's task function."""
 
     seed: int = 0
     context: int = 256  # tokens of a row
     vocabulary: int = 256
-    parameters: int = 100_000  # a wish: the profile's dial
+    parameters: int = 100_000  # a target: the profile's setting
 
 
 def load(
@@ -39,8 +39,9 @@ def load(
 ) -> Workload:
     """Return the workload that ``text`` names, in this process and without ambient credentials.
 
-    Raises InvalidInput (malformed, unpinned, no workload), AccessDenied (not allowed), CorruptData
-    (other content than the pin), ServiceUnavailable (cannot be fetched), TrainingFailed (raised).
+    Raises InvalidInput (malformed, unpinned, not a workload), AccessDenied (source not allowed),
+    CorruptData (content differs from the pin), ServiceUnavailable (cannot be fetched),
+    TrainingFailed (the code raised).
     """
     ref = parse(text)
     return require_workload(
@@ -55,8 +56,8 @@ def call(
     *arguments: object,
     scrub_environment: bool = True,
 ) -> Any:
-    """Return what the function that ``ref`` names returns, in this process and without ambient
-    credentials; raises what ``load`` does.
+    """Return the result of the function that ``ref`` names, called in this process without ambient
+    credentials; raises the errors of ``load``.
     """
     require_allowed(ref, sources)
     tree = fetch(ref, cache)
@@ -70,7 +71,7 @@ def call(
 
 
 def require_workload(found: Any, ref: CodeRef) -> Workload:
-    """Return ``found`` where it is a workload; raises InvalidInput where it is not."""
+    """Return ``found`` if it is a workload; raises InvalidInput otherwise."""
     from paceline.training.loop.workload import Workload
 
     if isinstance(found, type) or not isinstance(found, Workload):
@@ -89,7 +90,7 @@ def require_workload(found: Any, ref: CodeRef) -> Workload:
 
 
 def raised(what: str, ref: CodeRef, error: Exception) -> TrainingFailed:
-    """Return the error that says what user code raised."""
+    """Return the error that describes an exception of user code."""
     said = f"{type(error).__name__}: {error}"[:SAID_CHARACTERS]
     return TrainingFailed(
         what,
@@ -100,7 +101,7 @@ def raised(what: str, ref: CodeRef, error: Exception) -> TrainingFailed:
 
 
 def _line_of(error: Exception) -> str:
-    """Return the innermost line of the traceback that is the user's own; "": none is."""
+    """Return the innermost line of the traceback in user code; "" for none."""
     ours = str(Path(__file__).parents[2])
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = frame.filename
@@ -113,7 +114,7 @@ def _entry(ref: CodeRef, tree: Path | None) -> Any:
     if tree is not None:
         _require_own_name(ref, tree)
         if str(tree) not in sys.path:
-            sys.path.append(str(tree))  # at the end: it hides nothing that is installed
+            sys.path.append(str(tree))  # last, so that it hides no installed module
         importlib.invalidate_caches()
     try:
         with _no_bytecode():
@@ -141,7 +142,7 @@ def _entry(ref: CodeRef, tree: Path | None) -> Any:
 
 
 def _require_own_name(ref: CodeRef, tree: Path) -> None:
-    """Refuse a name that is taken before anything of that name is run."""
+    """Raise InvalidInput for a module name that is taken, before any code of that name runs."""
     taken = ref.top in sys.stdlib_module_names
     if not taken and ref.top in sys.modules:
         file = getattr(sys.modules[ref.top], "__file__", None) or ""

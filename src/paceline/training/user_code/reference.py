@@ -1,4 +1,7 @@
-"""A code reference taken apart, and whether its source is allowed. Reads and runs nothing."""
+"""Parse a code reference, check its source against the allow-list, and compute its digest.
+
+Imports and runs none of the referenced code.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Literal
 from paceline.config.settings import module_allowed
 from paceline.errors import AccessDenied, InvalidInput
 
-DIAL = "training.code_ref"  # where a reference stands, unless said otherwise
+DIAL = "training.code_ref"  # the setting that holds a reference, by default
 OURS = "paceline"  # the release is the pin; ``code_version`` is in every checkpoint
 
 _NAME = r"[A-Za-z_]\w*"
@@ -33,7 +36,7 @@ class CodeRef:
     function: str
     url: str = ""
     pin: str = ""  # a commit or a digest; "" only for our own modules
-    dial: str = DIAL  # of the profile
+    dial: str = DIAL  # name of the profile's setting
 
     @property
     def top(self) -> str:
@@ -42,7 +45,7 @@ class CodeRef:
 
     @property
     def where(self) -> str:
-        """Return how an error names it."""
+        """Return the reference as an error message names it."""
         return where(self.text, self.dial)
 
     @property
@@ -52,7 +55,7 @@ class CodeRef:
 
 
 def parse(text: str, dial: str = DIAL) -> CodeRef:
-    """Return ``text``, as it stands in the profile's ``dial``, taken apart.
+    """Return the parsed reference ``text`` of the profile's setting ``dial``.
 
     Raises InvalidInput where it is malformed or not pinned.
     """
@@ -92,7 +95,7 @@ def parse(text: str, dial: str = DIAL) -> CodeRef:
 
 
 def require_allowed(ref: CodeRef, sources: Sequence[str]) -> None:
-    """Raise AccessDenied where ``ref`` is from none of ``sources``."""
+    """Raise AccessDenied unless one of ``sources`` covers ``ref``."""
     if any(_covers(each, ref) for each in sources):
         return
     raise AccessDenied(
@@ -116,7 +119,7 @@ def _covers(source: str, ref: CodeRef) -> bool:
 
 
 def where(text: str, dial: str = DIAL) -> str:
-    """Return how an error names the reference ``text``."""
+    """Return the reference ``text`` as an error message names it."""
     return f"{dial} {text[:300]}"
 
 
@@ -135,13 +138,13 @@ def _unpinned(text: str, got: str, wanted: str, dial: str) -> InvalidInput:
     )
 
 
-# Digests that pin code: of a directory's files, or of an installed module. Imports none of it.
+# Digests that pin code: of a directory's files, or of an installed module.
 
 MAX_FILES, MAX_BYTES = 10_000, 256 * 1024 * 1024  # of a tree
 
 
 def tree_digest(directory: Path) -> str:
-    """Return the SHA-256 over names and bytes of all files below ``directory``, caches apart."""
+    """Return the SHA-256 over names and bytes of all files below ``directory``, without caches."""
     found = hashlib.sha256()
     for path in files_of(directory):
         data = path.read_bytes()
@@ -151,9 +154,9 @@ def tree_digest(directory: Path) -> str:
 
 
 def module_digest(module: str) -> str:
-    """Return the digest of the installed package (or single file) that ``module`` is part of.
+    """Return the digest of the installed package (or single file) that contains ``module``.
 
-    Nothing of it is imported. Raises InvalidInput where it is not installed as plain files.
+    Imports none of it. Raises InvalidInput where it is not installed as plain files.
     """
     top = module.partition(".")[0]
     spec = importlib.util.find_spec(top)
@@ -170,8 +173,8 @@ def module_digest(module: str) -> str:
 
 
 def files_of(directory: Path) -> Iterator[Path]:
-    """Yield the files below ``directory`` in order, caches apart; raises InvalidInput for links,
-    devices, and more than anybody's code is."""
+    """Yield the files below ``directory`` in order, without caches; raises InvalidInput for links,
+    devices, and more than MAX_FILES files or MAX_BYTES bytes."""
     count = size = 0
     for path in sorted(directory.rglob("*")):
         if "__pycache__" in path.parts or (path.is_dir() and not path.is_symlink()):

@@ -1,7 +1,7 @@
-"""Calls to an etcd cluster: each has a deadline, and goes to another member where one fails.
+"""Calls to an etcd cluster, each with a deadline and failover to another member.
 
-It knows the wire and nothing of what is kept. A call that is repeated may have been carried out the
-first time; transactions are written so that this does no harm (``coordination``).
+It does not depend on what is stored. A repeated call may have taken effect the first time;
+``coordination`` writes its transactions so that this does no harm.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from paceline.errors import AccessDenied, InvalidProfile, PacelineError, ServiceUnavailable
 
-# The messages of etcd's v3 API that are used here, made when this module is imported.
-#
-# Only names, numbers and types of fields matter on the wire. They are written down in one table, of
-# which protobuf makes classes at import: no generated file, no compiler, and a pool of descriptors
-# of its own, so that another etcd client in the same process does not collide with it.
+# The messages of etcd's v3 API that are used here. Only names, numbers and types of fields matter
+# on the wire. One table lists them, and protobuf builds the classes at import: no generated file,
+# no compiler, and a separate descriptor pool, so that another etcd client in the same process does
+# not collide with it.
 
 _PACKAGE = "paceline.etcd"
 _TABLE = """
@@ -65,9 +64,9 @@ _SCALARS = {
     "int64": descriptor_pb2.FieldDescriptorProto.TYPE_INT64,
     "uint64": descriptor_pb2.FieldDescriptorProto.TYPE_UINT64,
 }
-COMPARE_CREATE, COMPARE_MOD = 1, 2  # what of a key is compared
+COMPARE_CREATE, COMPARE_MOD = 1, 2  # what the comparison uses
 EQUAL, GREATER = 0, 1
-DELETED = 1  # a watch event's type
+DELETED = 1  # type of a watch event
 
 
 def _make() -> dict[str, Any]:
@@ -143,7 +142,7 @@ def get(key: bytes, revision: int = 0) -> Any:
 
 
 def created_at(key: bytes, revision: int) -> Any:
-    """Return the condition that a key was created at ``revision``; 0: that there is none."""
+    """Return the condition that a key was created at ``revision``; 0: that it does not exist."""
     return request(
         "Compare", result=EQUAL, target=COMPARE_CREATE, key=key, create_revision=revision
     )
@@ -155,7 +154,7 @@ def changed_at(key: bytes, revision: int) -> Any:
 
 
 def exists(key: bytes) -> Any:
-    """Return the condition that there is such a key."""
+    """Return the condition that a key exists."""
     return request("Compare", result=GREATER, target=COMPARE_CREATE, key=key, create_revision=0)
 
 
@@ -166,17 +165,17 @@ def after_prefix(prefix: bytes) -> bytes:
 
 log = logging.getLogger(__name__)
 
-ATTEMPT_S = 1.0  # one member's time to answer, before the next is asked
+ATTEMPT_S = 1.0  # one member's time to answer, before the next one is tried
 CALL_S = 3.0  # all attempts of one call
-PAUSE_S = 0.1  # after every member failed at once
+PAUSE_S = 0.1  # after every member failed in turn
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_retries", 0),  # this module decides what comes next
+    ("grpc.enable_retries", 0),  # this module decides about retries
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.keepalive_time_ms", 10_000),  # etcd closes on clients that ping every 5 s or less
+    ("grpc.keepalive_time_ms", 10_000),  # etcd closes connections that ping every 5 s or less
     ("grpc.keepalive_timeout_ms", 3_000),
 )
 _Code = grpc.StatusCode
@@ -185,12 +184,12 @@ _OLD_TOKEN = ("invalid auth token", "auth store is old", "user name is empty")
 
 
 class Compacted(Exception):
-    """A read named a revision that etcd keeps no more; read again at the newest."""
+    """A read asked for a revision that etcd has compacted; read again at the newest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """How to reach a cluster; certificates and keys as PEM bytes."""
+    """Endpoints and credentials of a cluster; certificates and keys as PEM bytes."""
 
     endpoints: tuple[str, ...]
     ca: bytes | None = None
@@ -211,7 +210,7 @@ class EtcdClient:
         self.where = ", ".join(access.endpoints)
         self._lock = threading.Lock()
         self._token: str | None = None
-        self._current = 0  # the member that is asked first
+        self._current = 0  # the member that is tried first
         self._closed = False
         targets = [_target(each) for each in access.endpoints]
         if not targets or len({secure for _, secure in targets}) > 1:
@@ -231,7 +230,7 @@ class EtcdClient:
         return grpc.secure_channel(target, credentials, options=_OPTIONS)
 
     def close(self) -> None:
-        """Close every connection; calls under way fail."""
+        """Close every connection; calls in progress fail."""
         self._closed = True
         for each in self._channels:
             each.close()
@@ -239,13 +238,13 @@ class EtcdClient:
     def call(self, name: str, message: Any, *, within_s: float = CALL_S) -> Any:
         """Return the answer of the first member that gives one.
 
-        Raises ServiceUnavailable where none does in time: whether a member carried the call out is
-        then unknown. Raises AccessDenied and Compacted.
+        Raises ServiceUnavailable where none answers in time: whether the call took effect is then
+        unknown. Raises AccessDenied and Compacted.
         """
         return self.send(name, message, within_s=within_s)[0]
 
     def send(self, name: str, message: Any, *, within_s: float = CALL_S) -> tuple[Any, bool]:
-        """Do as ``call``, and return too whether the message was sent only once."""
+        """Do as ``call``, and also return whether the message was sent only once."""
         path, _, answer = CALLS[name]
         unary = name != "LeaseKeepAlive"
 
@@ -262,16 +261,16 @@ class EtcdClient:
             try:
                 return next(stream)
             except StopIteration:
-                return answer()  # ended without a word
+                return answer()  # the stream ended without an answer
             finally:
                 stream.cancel()
 
         return self._attempts(once, within_s)
 
     def stream(self, name: str, message: Any) -> tuple[grpc.Channel, Any]:
-        """Open a stream that says ``message`` and return it; it has no deadline of its own.
+        """Open a stream with the request ``message`` and return it; it has no deadline.
 
-        Whoever iterates gets grpc.RpcError, and calls ``elsewhere`` then.
+        Its iterator raises grpc.RpcError; the caller then calls ``elsewhere``.
         """
         path, _, answer = CALLS[name]
         with self._lock:
@@ -287,13 +286,13 @@ class EtcdClient:
         return channel, stream
 
     def elsewhere(self, failed: grpc.Channel) -> None:
-        """Ask another member first from now on, if ``failed`` is the one asked first."""
+        """Try another member first from now on, if ``failed`` is the one tried first."""
         with self._lock:
             if self._channels[self._current] is failed:
                 self._current = (self._current + 1) % len(self._channels)
 
     def version(self) -> str:
-        """Return the version of the member that answers."""
+        """Return the version of the first member that answers."""
         return str(self.call("Status", request("StatusRequest")).version)
 
     def _attempts(self, once: Any, within_s: float) -> tuple[Any, bool]:
@@ -313,12 +312,12 @@ class EtcdClient:
                             time.sleep(min(PAUSE_S, left_s))
                         continue
                 raise self._translated(error) from error
-            except ValueError as error:  # gRPC's word for a channel that was closed
+            except ValueError as error:  # gRPC's error for a closed channel
                 raise self._away(f"closed: {error}") from error
         raise AssertionError
 
     def _again(self, error: Any, channel: grpc.Channel) -> bool:
-        """Return whether the same call may work elsewhere, or with a new token."""
+        """Return whether the same call may work at another member, or with a new token."""
         if error.code() in _ELSEWHERE:
             self.elsewhere(channel)
             return True
@@ -377,7 +376,7 @@ class EtcdClient:
 
 
 class _Once:
-    """A request stream that says one thing and then holds the line until the call ends."""
+    """A request stream of one message that stays open until the call ends."""
 
     def __init__(self, message: Any) -> None:
         self._messages = [message]
@@ -393,7 +392,7 @@ class _Once:
         raise StopIteration
 
     def end(self) -> None:
-        """Let gRPC's sending thread go."""
+        """Release gRPC's sending thread."""
         self._ended.set()
 
 

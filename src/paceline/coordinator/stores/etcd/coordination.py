@@ -1,10 +1,10 @@
-"""Coordination in etcd: one leader by lease, and every commit one transaction that proves it leads.
+"""The coordination store in etcd: one leader by lease; each commit is one fenced transaction.
 
-A commit compares two keys: the leader's, which goes with its lease, and the tip, which every commit
-changes. So a leader of an older term writes nothing, and a commit of which no answer came can be
-sent again or barred: it happened once, or it never will. What does not fit into one of etcd's
-transactions is written beforehand as blobs that nothing names, and takes effect with the one that
-names them.
+A commit compares two keys: the leader's, which expires with its lease, and the tip, which every
+commit changes. So the leader of an older term cannot write, and a commit without an answer can be
+sent again or ruled out: it took effect once, or never will. What does not fit into one etcd
+transaction is written beforehand as unreferenced blobs, and takes effect with the transaction that
+refers to them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from paceline.errors import PacelineError, ServiceUnavailable, StaleEpoch
 from paceline.schemas.events import Event
 from paceline.schemas.records import StageRecord
 
-# Long values, on their own keys: put before anything names them, collected once nothing does.
+# Long values on keys of their own: put before anything refers to them, deleted once nothing does.
 
 log = logging.getLogger(__name__)
 
@@ -72,14 +72,14 @@ NAMES_A_PAGE = 1_000
 
 
 class Blobs:
-    """The blobs of one installation, as the leader of one term puts and collects them."""
+    """The blobs of one installation, written and collected by the leader of one term."""
 
     def __init__(self, client: EtcdClient, layout: Layout, mirror: Mirror) -> None:
         self._client, self._layout, self._mirror = client, layout, mirror
         self._written: set[str] = set()  # in this term, since the last collection
 
     def begin(self) -> None:
-        """Begin a term: what others wrote may have been collected."""
+        """Begin a term: another leader may have deleted blobs."""
         self._written = set()
 
     @property
@@ -88,7 +88,7 @@ class Blobs:
         return len(self._written)
 
     def put(self, blob: Blob, fenced: Callable[[Sequence[Any]], None]) -> None:
-        """Put a blob's parts, each in a transaction that ``fenced`` carries out."""
+        """Put a blob's parts, each in a transaction that ``fenced`` runs."""
         if blob.digest in self._written:
             return
         for number, part in enumerate(blob.parts):
@@ -96,7 +96,7 @@ class Blobs:
         self._written.add(blob.digest)
 
     def unnamed(self) -> list[Delete]:
-        """Return what to delete: every blob that is there and that nothing names now."""
+        """Return the deletions of every stored blob that nothing refers to now."""
         named = self._mirror.blobs()
         start, end = self._layout.below("blobs")
         there: set[str] = set()
@@ -117,13 +117,13 @@ class Blobs:
         return [Delete(*self._layout.below("blobs", digest)) for digest in gone]
 
 
-COLLECT_EVERY = 32  # blobs written, before those that nothing names are looked for
+COLLECT_EVERY = 32  # written blobs, before unreferenced ones are collected
 EVENT_KEYS = 50  # read at once
 LEDGER_KEYS = 200
 
 
 class EtcdCoordination:
-    """A cluster, as the Coordination contract wants it."""
+    """Implements the Coordination contract with an etcd cluster."""
 
     standbys = True
 
@@ -159,19 +159,19 @@ class EtcdCoordination:
         self._look(within_s=2.0)
 
     def close(self) -> None:
-        """End the streams and connections; a lease that is held runs out."""
+        """Close the streams and connections; a held lease expires."""
         held = self._held
         if held is not None:
             held.lease.end(revoke=False)
         self._watcher.close()
         self._client.close()
 
-    # --- who leads -------------------------------------------------------------------------------
+    # --- leadership ------------------------------------------------------------------------------
 
     def campaign(self, candidate: Candidate, give_up: Callable[[], bool]) -> Term | None:
-        """Wait until nobody leads, and be the first to say so."""
+        """Wait until there is no leader, and claim leadership."""
         if self._held is not None:
-            self.resign(self._held.term)  # else it would wait for itself
+            self.resign(self._held.term)  # otherwise it would wait for its own lease
         held = self._election.stand(candidate, give_up, self._take)
         return None if held is None else held.term
 
@@ -183,7 +183,7 @@ class EtcdCoordination:
             self._blobs.begin()
 
     def resign(self, term: Term) -> None:
-        """Give the lease back, which takes the leader's key along."""
+        """Revoke the lease, which deletes the leader's key."""
         with self._lock:
             held = self._held
             if held is None or held.term != term:
@@ -192,18 +192,18 @@ class EtcdCoordination:
         held.lease.end(revoke=True)
 
     def is_leading(self, term: Term) -> bool:
-        """Return whether the lease surely holds by the local clock."""
+        """Return whether the lease certainly holds by the local clock."""
         held = self._held
         return held is not None and held.term == term and not self._lost and held.lease.holds
 
     def leader(self) -> Term | None:
-        """Return who holds the leader's key."""
+        """Return the term in the leader's key, or None."""
         return self._election.standing().term()
 
     # --- state -----------------------------------------------------------------------------------
 
     def commit(self, term: Term, effects: Iterable[Effect]) -> list[Event]:
-        """Keep all of ``effects`` in one transaction, or nothing."""
+        """Commit all of ``effects`` atomically, or none."""
         kept = [each for each in effects if not isinstance(each, Answer)]
         if not kept:
             return []
@@ -235,7 +235,7 @@ class EtcdCoordination:
         return self._watcher.note(self._look())
 
     def wait(self, after: int, timeout_s: float) -> int:
-        """Block until a watch tells of a change."""
+        """Block until the watch reports a change."""
         return self._watcher.wait(after, timeout_s)
 
     # --- the ledger of stages --------------------------------------------------------------------
@@ -247,7 +247,7 @@ class EtcdCoordination:
         return StageRecord.model_validate_json(unpack(found[0].value)) if found else None
 
     def ledger(self) -> Iterator[LedgerLine]:
-        """Yield a line for each record of the ledger."""
+        """Yield the size and age of each ledger record."""
         start, end = self._layout.below("ledger")
         more = True
         while more:
@@ -259,7 +259,7 @@ class EtcdCoordination:
             more = answer.more
 
     def keep_stage(self, term: Term, record: StageRecord, told: Observed) -> list[Event]:
-        """Put ``record`` into the ledger and return what to tell."""
+        """Put ``record`` into the ledger and return the numbered event."""
         value = pack(record.model_dump_json())
         change = Put(self._layout.key("ledger", record.stage, record.input_digest), value)
         with self._lock:
@@ -268,7 +268,7 @@ class EtcdCoordination:
     # --- the outbox of events --------------------------------------------------------------------
 
     def outbox(self) -> Outbox:
-        """Return the numbers between which events wait."""
+        """Return the range of event numbers that wait for the audit store."""
         tip, shipped = self._read_tip()
         return Outbox(shipped, tip.last)
 
@@ -288,9 +288,9 @@ class EtcdCoordination:
         return found[:limit]
 
     def trim_events(self, term: Term, seq: int) -> None:
-        """Note what was shipped, and drop what is neither waiting nor recent.
+        """Record what was shipped, and delete events that are shipped and not recent.
 
-        Nothing depends on its outcome, so it does not touch the tip.
+        Nothing depends on its outcome, so it does not change the tip.
         """
         held = self._leading(term, sure=False)
         last = self._tip.last
@@ -302,7 +302,7 @@ class EtcdCoordination:
         self._shipped = max(self._shipped, shipped)
 
     def number_after(self, term: Term, seq: int) -> None:
-        """Leave the numbers up to ``seq`` out."""
+        """Continue the numbering above ``seq``."""
         with self._lock:
             held = self._leading(term)
             if seq <= self._tip.last:
@@ -327,7 +327,7 @@ class EtcdCoordination:
     def _decide(
         self, held: Held, changes: Sequence[Change], told: Sequence[Observed], **fields: int
     ) -> list[Event]:
-        """Commit ``changes`` and what ``told`` tells; after an error the outcome is unknown."""
+        """Commit ``changes`` and the events in ``told``; after an error the outcome is unknown."""
         try:
             self._carry_out(held)
             waiting = self._tip.last - self._shipped
@@ -353,7 +353,7 @@ class EtcdCoordination:
         return events
 
     def _move_tip(self, held: Held, tip: Tip, ops: Sequence[Any] = ()) -> None:
-        """Carry ``ops`` out together with the step from the known tip to ``tip``."""
+        """Run ``ops`` in one transaction with the change from the known tip to ``tip``."""
         layout = self._layout
         message = request(
             "TxnRequest",
@@ -369,8 +369,8 @@ class EtcdCoordination:
             self._tip = replace(tip, revision=answer.header.revision)
         else:
             found = Tip.read(answer.responses[0].response_range.kvs)
-            if found.commit != tip.commit:  # else: it was carried out when it was sent before
-                if sent_once:  # else it may have been, before somebody else went on from there
+            if found.commit != tip.commit:  # equal: an earlier attempt took effect
+                if sent_once:  # an earlier attempt may have won first
                     self._require_leading(held)
                 raise ServiceUnavailable(
                     "somebody else wrote meanwhile, or an earlier write came late",
@@ -381,17 +381,17 @@ class EtcdCoordination:
         self._watcher.note(self._tip.revision)
 
     def _bar(self, held: Held) -> None:
-        """Move the tip, so that whatever was sent before has come to pass or never will."""
+        """Move the tip, so that every earlier request has taken effect or never will."""
         while True:
             self._tip, self._shipped = self._read_tip()
             try:
                 return self._move_tip(held, self._tip.next())
             except ServiceUnavailable:
                 if self._read_tip()[0].revision == self._tip.revision:
-                    raise  # it was not a late one that moved the tip: etcd is away
+                    raise  # no late request moved the tip: etcd is unavailable
 
     def _carry_out(self, held: Held) -> None:
-        """Do what a pending journal says; doing it twice does no harm."""
+        """Apply a pending journal; applying it twice does no harm."""
         if self._tip.pending is None:
             return
         for some in batches(read_journal(self._mirror.blob(self._tip.pending))):
@@ -399,7 +399,7 @@ class EtcdCoordination:
         self._move_tip(held, self._tip.next(pending=None))
 
     def _tidy(self, held: Held) -> None:
-        """Finish what a commit left to do; it is committed whatever happens here."""
+        """Run the follow-up work of a commit; the commit is done whatever happens here."""
         try:
             self._carry_out(held)
             if self._blobs.written >= COLLECT_EVERY:
@@ -409,7 +409,7 @@ class EtcdCoordination:
             log.warning("to be done later: %s", error)
 
     def _collect(self, held: Held) -> None:
-        """Delete blobs that nothing names; with the tip, so that a late deletion is barred too."""
+        """Delete unreferenced blobs; with the tip, so that a late deletion is ruled out too."""
         for some in batches(self._blobs.unnamed()):
             self._move_tip(held, self._tip.next(), ops_of(some))
 

@@ -1,8 +1,8 @@
-"""Who leads, in etcd: the leader's key stands under a lease, and epochs are counted beside it.
+"""Leader election in etcd: the leader's key is bound to a lease, beside the epoch counter.
 
 A candidate waits until there is no such key and puts it, together with the next epoch, in one
-transaction. The key's creation revision is what a term's writes prove themselves with: no other
-term has it, and with the lease it is gone.
+transaction. Each write of a term compares the key's creation revision: no other term has the same
+one, and the key is deleted with the lease.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from paceline.coordinator.stores.etcd.layout import Layout
 from paceline.coordinator.stores.etcd.mirror import Watcher
 from paceline.errors import PacelineError
 
-# A lease that a thread keeps alive, and the local clock's word on how long it surely holds.
+# A lease that a thread keeps alive, with a local estimate of how long it certainly holds.
 
 log = logging.getLogger(__name__)
 
-MARGIN = 0.1  # of the lease: this much earlier than etcd, its holder believes that it ran out
+MARGIN = 0.1  # of the lease: the holder stops this much earlier than etcd
 
 
 def lease_clock() -> float:
-    """Return seconds that go on while the machine is suspended and know no wall time."""
+    """Return seconds of a clock that runs during suspend and ignores wall-time changes."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Lease:
-    """One lease of etcd's; kept alive from ``keep`` until ``end``."""
+    """One etcd lease; kept alive from ``keep`` until ``end``."""
 
     def __init__(self, client: EtcdClient, lease_s: float) -> None:
-        """Ask for a lease; raises ServiceUnavailable."""
+        """Request a lease; raises ServiceUnavailable."""
         self._client = client
         asked_s = lease_clock()
         granted = client.call("LeaseGrant", request("LeaseGrantRequest", TTL=round(lease_s)))
@@ -55,16 +55,16 @@ class Lease:
         self._thread = threading.Thread(target=self._keep_on, name="etcd-lease", daemon=True)
 
     def keep(self) -> None:
-        """Begin to keep it alive."""
+        """Start the keep-alive thread."""
         self._thread.start()
 
     @property
     def holds(self) -> bool:
-        """Return whether it surely has not run out yet."""
+        """Return whether it certainly has not expired yet."""
         return not self._ended.is_set() and lease_clock() < self._valid_until_s
 
     def end(self, *, revoke: bool) -> None:
-        """Stop keeping it alive and, where ``revoke``, give it back now; never raises."""
+        """Stop keeping it alive and, where ``revoke``, revoke it now; never raises."""
         self._ended.set()
         if revoke:
             try:
@@ -91,7 +91,7 @@ class Lease:
             self._valid_until_s = asked_s + float(answer.TTL) * (1 - MARGIN)
 
 
-ASK_S = 0.2  # a candidate looks this often whether it should give up
+ASK_S = 0.2  # interval at which a candidate checks whether to give up
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,23 +105,23 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The keys that say who leads and which epoch was the newest, as etcd has them."""
+    """The leader's key and the epoch's key, as read from etcd."""
 
     leader: Any | None
     epoch: Any | None
 
     @property
     def newest(self) -> int:
-        """Return the newest epoch ever given, 0 before the first."""
+        """Return the newest epoch ever used, 0 before the first."""
         return int(self.epoch.value) if self.epoch is not None else 0
 
     def term(self) -> Term | None:
-        """Return the term of whoever leads."""
+        """Return the leader's term, or None."""
         return None if self.leader is None else Term(**json.loads(self.leader.value))
 
 
 class Election:
-    """Stands for election; one candidate at a time."""
+    """Campaigns for leadership; one candidate at a time."""
 
     def __init__(
         self, client: EtcdClient, layout: Layout, watcher: Watcher, lease_s: float
@@ -130,7 +130,7 @@ class Election:
         self._watcher, self._lease_s = watcher, lease_s
 
     def standing(self) -> Standing:
-        """Return who leads now."""
+        """Return the leader's and the epoch's key as they are now."""
         gets = [get(self._layout.leader), get(self._layout.epoch)]
         answer = self._client.call("Txn", request("TxnRequest", success=gets))
         leader, epoch = (each.response_range.kvs for each in answer.responses)
@@ -139,9 +139,9 @@ class Election:
     def stand(
         self, candidate: Candidate, give_up: Callable[[], bool], take: Callable[[Held], None]
     ) -> Held | None:
-        """Wait until nobody leads and be the first to say so; ``take`` is called once it is so.
+        """Wait until there is no leader, and claim leadership; ``take`` is called after success.
 
-        Whatever fails, also in ``take``, is tried again until ``give_up()``.
+        Any PacelineError, also in ``take``, is retried until ``give_up()``.
         """
         lease: Lease | None = None
         trouble = ""
@@ -150,12 +150,12 @@ class Election:
                 try:
                     seen = self._watcher.note(0)
                     if lease is not None and not lease.holds:
-                        lease = None  # ran out while etcd was away
+                        lease = None  # expired while etcd was unavailable
                     found = self.standing()
                     if found.leader is None:
                         lease = lease or Lease(self._client, self._lease_s)
                         self._claim(candidate, lease, found)
-                        found = self.standing()  # whoever won: an answer may have been lost
+                        found = self.standing()  # read it back: the claim's answer may be lost
                     leader, term = found.leader, found.term()
                     if lease is not None and leader is not None and term is not None:
                         if leader.lease == lease.lease_id:
@@ -165,7 +165,7 @@ class Election:
                             lease = None
                             self._watcher.note(leader.mod_revision)
                             return held
-                        lease.end(revoke=True)  # another was first: the next claim needs a new one
+                        lease.end(revoke=True)  # another won; a new claim needs a new lease
                         lease = None
                     trouble = ""
                     self._watcher.wait(seen, ASK_S)

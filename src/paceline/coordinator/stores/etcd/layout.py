@@ -1,16 +1,17 @@
-"""What stands where in etcd: effects as changes of keys, and keys as what is loaded. No I/O.
+"""The key layout in etcd, and effects and journals as changes of keys. No I/O.
 
 Below the installation's prefix::
 
-    meta/leader            who leads; under a lease, so it goes when the leader does
-    meta/epoch             the newest epoch ever given; never goes down, never goes away
-    meta/tip               changed by every commit: its id, the newest event number, what is pending
+    meta/leader            the leader's term; under a lease, with which it expires
+    meta/epoch             the newest epoch ever used; never decreases, never deleted
+    meta/tip               changed by every commit: its id, newest event number, pending journal
     meta/shipped           the newest event number that the audit store has
     state/deployments/ID/{record,made,manifest}   state/plans/ID/EPOCH   state/receipts/ID/WORKER
     state/workers/ID       state/tokens/ID       state/keys/DEPLOYMENT/KEY
     ledger/STAGE/DIGEST    events/LAST-NUMBER    blobs/DIGEST/PART
 
-A value is plain JSON where it is short, else zlib; a long one is a blob, and the value names it.
+A short value is plain JSON, a longer one is compressed with zlib; a very long one is a blob, and
+the key's value is a reference to it.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ from paceline.errors import CorruptData
 from paceline.schemas.events import Event
 
 KEPT_PLANS = 3  # of each deployment, the newest
-SHORT_BYTES = 512  # as they are, readable with etcdctl; longer ones compressed
-INLINE_BYTES = 64 * 1024  # compressed; longer ones become blobs
-PART_BYTES = 512 * 1024  # of a blob: etcd takes requests of 1.5 MiB
+SHORT_BYTES = 512  # uncompressed, readable with etcdctl; longer values are compressed
+INLINE_BYTES = 64 * 1024  # compressed; longer values become blobs
+PART_BYTES = 512 * 1024  # of a blob: etcd accepts requests of 1.5 MiB
 EVENTS_A_KEY = 200
 _PACKED, _BLOB = b"z", b"@"
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A key gets a value."""
+    """Sets a key's value."""
 
     key: bytes
     value: bytes
@@ -61,7 +62,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """The keys in [start, end) go."""
+    """Deletes the keys in [start, end)."""
 
     start: bytes
     end: bytes
@@ -72,25 +73,25 @@ Change = Put | Delete
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A long value, cut into parts that etcd takes; its digest is over all of them."""
+    """A long value, cut into parts that etcd accepts; its digest covers all parts."""
 
     digest: str
     parts: tuple[bytes, ...]
 
     @classmethod
     def of(cls, packed: bytes) -> Blob:
-        """Return ``packed`` in parts."""
+        """Return ``packed`` cut into parts."""
         parts = tuple(packed[at : at + PART_BYTES] for at in range(0, len(packed), PART_BYTES))
         return cls(hashlib.sha256(packed).hexdigest(), parts)
 
     @property
     def name(self) -> bytes:
-        """Return the value that stands for the blob."""
+        """Return the value that refers to the blob."""
         return _BLOB + f"{self.digest} {len(self.parts)}".encode()
 
 
 def blob_named(value: bytes) -> tuple[str, int] | None:
-    """Return the digest and the number of parts of the blob that ``value`` names, if it does."""
+    """Return the digest and part count of the blob that ``value`` refers to, or None."""
     if value[:1] != _BLOB:
         return None
     digest, _, parts = value[1:].decode().partition(" ")
@@ -98,7 +99,7 @@ def blob_named(value: bytes) -> tuple[str, int] | None:
 
 
 def joined(digest: str, parts: Sequence[bytes]) -> bytes:
-    """Return the blob's bytes; raises CorruptData where they are not what was put."""
+    """Return the blob's bytes; raises CorruptData where the digest does not match."""
     packed = b"".join(parts)
     if hashlib.sha256(packed).hexdigest() != digest:
         raise CorruptData("a blob in etcd is not what was written", wanted=digest)
@@ -106,13 +107,13 @@ def joined(digest: str, parts: Sequence[bytes]) -> bytes:
 
 
 def pack(text: str | bytes) -> bytes:
-    """Return ``text`` as a value: as it is where it is short, else compressed."""
+    """Return ``text`` as a value: unchanged where it is short JSON, else compressed."""
     raw = text.encode() if isinstance(text, str) else text
     return raw if len(raw) <= SHORT_BYTES and raw[:1] in b"{[" else _PACKED + zlib.compress(raw, 3)
 
 
 def unpack(value: bytes) -> bytes:
-    """Return what ``pack`` was given."""
+    """Return the bytes that ``pack`` was given."""
     return zlib.decompress(value[1:]) if value[:1] == _PACKED else value
 
 
@@ -125,16 +126,16 @@ class Layout:
         self.tip, self.shipped = self.key("meta", "tip"), self.key("meta", "shipped")
 
     def key(self, *parts: str) -> bytes:
-        """Return a key; names in it are quoted, the first two parts are ours."""
+        """Return a key; each part is URL-quoted."""
         return (self.prefix + "/".join(quote(part, safe="") for part in parts)).encode()
 
     def below(self, *parts: str) -> tuple[bytes, bytes]:
-        """Return the range of everything below a key."""
+        """Return the range of all keys below a key."""
         start = self.key(*parts) + b"/"
         return start, after_prefix(start)
 
     def parts_of(self, key: bytes) -> list[str]:
-        """Return what ``key`` was given."""
+        """Return the parts that ``key`` was built from."""
         return [unquote(part) for part in key.decode()[len(self.prefix) :].split("/")]
 
     def part(self, digest: str, number: int) -> bytes:
@@ -148,9 +149,9 @@ class Layout:
     def changes(
         self, effects: Iterable[Effect], boot: str, made: Iterator[int]
     ) -> Iterator[Change]:
-        """Return the keys that ``effects`` (without Answer and Observed) change, in order.
+        """Return the key changes of ``effects`` (without Answer and Observed), in order.
 
-        ``made`` numbers created deployments. Long values come whole; see ``settle`` for blobs.
+        ``made`` numbers new deployments. Long values are not split here; see ``settle``.
         """
         for effect in effects:
             match effect:
@@ -191,7 +192,7 @@ class Layout:
                     raise AssertionError(f"nothing to keep in {effect}")
 
     def told(self, events: Sequence[Event]) -> Iterator[Put]:
-        """Return the keys that hold ``events``, some hundred in each."""
+        """Yield the keys that hold ``events``, up to EVENTS_A_KEY in each."""
         for at in range(0, len(events), EVENTS_A_KEY):
             some = events[at : at + EVENTS_A_KEY]
             text = "[" + ",".join(each.model_dump_json() for each in some) + "]"
@@ -206,9 +207,10 @@ class Layout:
 
 
 def settle(changes: Iterable[Change]) -> tuple[list[Change], list[Blob]]:
-    """Return changes that no two of which touch the same key, to the same end, and their blobs.
+    """Return equivalent changes that touch each key at most once, and the blobs of long values.
 
-    etcd refuses a transaction that touches a key twice; deletions come first and spare what is put.
+    etcd refuses a transaction that touches a key twice; deletions come first and exclude the keys
+    that are put.
     """
     puts: dict[bytes, bytes] = {}
     gone: list[Delete] = []
@@ -252,7 +254,7 @@ _LENGTHS = struct.Struct(">BII")
 
 
 def write_journal(changes: Iterable[Change]) -> bytes:
-    """Return ``changes`` as one value: a commit too large for one transaction."""
+    """Return ``changes`` as one value, for a commit too large for one transaction."""
     rows = []
     for each in changes:
         put = isinstance(each, Put)
@@ -262,7 +264,7 @@ def write_journal(changes: Iterable[Change]) -> bytes:
 
 
 def read_journal(value: bytes) -> list[Change]:
-    """Return what ``write_journal`` was given."""
+    """Return the changes that ``write_journal`` was given."""
     raw, at = unpack(value), 0
     changes: list[Change] = []
     while at < len(raw):
@@ -274,10 +276,10 @@ def read_journal(value: bytes) -> list[Change]:
     return changes
 
 
-# How much goes into one of etcd's transactions, and changes as the operations of one.
+# Sizes of etcd's transactions, and changes as their operations.
 
-OPS = 100  # of one transaction: etcd takes 128
-BYTES = 1_000_000  # of one transaction: etcd takes 1.5 MiB
+OPS = 100  # of one transaction: etcd accepts 128
+BYTES = 1_000_000  # of one transaction: etcd accepts 1.5 MiB
 
 
 def _size(change: Change) -> int:
@@ -287,12 +289,12 @@ def _size(change: Change) -> int:
 
 
 def fits(changes: Sequence[Change]) -> bool:
-    """Return whether ``changes`` go into one transaction, beside the tip."""
+    """Return whether ``changes`` fit into one transaction, together with the tip."""
     return len(changes) < OPS and sum(map(_size, changes)) < BYTES
 
 
 def batches(changes: Iterable[Change]) -> Iterable[list[Change]]:
-    """Yield ``changes`` in order, as many at once as fit."""
+    """Yield ``changes`` in order, in batches that fit into one transaction."""
     batch: list[Change] = []
     for each in changes:
         if not fits([*batch, each]):
@@ -304,33 +306,33 @@ def batches(changes: Iterable[Change]) -> Iterable[list[Change]]:
 
 
 def ops_of(changes: Iterable[Change]) -> list[Any]:
-    """Return ``changes`` as operations."""
+    """Return ``changes`` as etcd operations."""
     return [
         put(each.key, each.value) if isinstance(each, Put) else delete(each.start, each.end)
         for each in changes
     ]
 
 
-# The one key that every commit changes: what makes a commit happen once or never.
+# The one key that every commit changes, so that a commit takes effect at most once.
 
 
 @dataclass(frozen=True, slots=True)
 class Tip:
-    """What the newest commit left behind.
+    """The newest commit's result.
 
-    ``commit`` names it, so that a commit that was sent twice is recognised as one's own. A commit
-    requires the tip it knows: once another one is there, an older one cannot come to pass.
+    ``commit`` identifies it, so that a commit that was sent twice is recognised. A commit requires
+    the tip that its sender read: after another commit, an older one can no longer take effect.
     """
 
-    revision: int = 0  # of etcd, when it was written; 0: there is none yet
+    revision: int = 0  # of etcd, when it was written; 0: none yet
     commit: str = ""
     last: int = 0  # the newest event's number
-    made: int = 0  # deployments so far
-    pending: tuple[str, int] | None = None  # the journal of a commit that is not carried out yet
+    made: int = 0  # deployments created so far
+    pending: tuple[str, int] | None = None  # the journal of a commit that is not applied yet
 
     @classmethod
     def read(cls, kvs: Sequence[Any]) -> Tip:
-        """Return the tip in what a read of its key found."""
+        """Return the tip from a read of its key."""
         if not kvs:
             return cls()
         raw = json.loads(kvs[0].value)
@@ -348,6 +350,6 @@ class Tip:
         return replace(self, commit=secrets.token_hex(8), **changes)
 
     def value(self) -> bytes:
-        """Return what is put."""
+        """Return the key's value."""
         fields = {"commit": self.commit, "last": self.last, "made": self.made}
         return json.dumps({**fields, "pending": self.pending}).encode()

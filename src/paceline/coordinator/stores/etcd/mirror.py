@@ -1,7 +1,7 @@
-"""The state in etcd, read at one revision; a second reading fetches only what changed.
+"""A local copy of the state in etcd, read at one revision; and a watch on changes.
 
-It asks for the names and revisions of all keys, which is cheap, and then for the values that it
-lacks. Parsed records are kept with their revision, so a standby that follows parses them once.
+A refresh lists the keys with their revisions, which is cheap, and then reads only the values that
+changed. Parsed records are cached by revision, so a standby parses each of them once.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from paceline.schemas.records import Deployment, Receipt, Worker
 NAMES_A_PAGE = 5_000
 VALUES_A_PAGE = 300  # of at most 64 KiB each
 GETS_AT_ONCE = 100
-TRIES = 5  # a blob may be collected, a revision compacted, while they are read
+TRIES = 5  # a blob may be deleted, or a revision compacted, during a read
 
 Parsed = TypeVar("Parsed")
 
 
 class Moved(ServiceUnavailable):
-    """What a value named is gone meanwhile: begin again."""
+    """A referenced value was deleted during the read: read again."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """A key's value, and what it was parsed to."""
+    """A key's value with its parsed form."""
 
     revision: int
     value: bytes
@@ -56,7 +56,7 @@ class Entry:
 
 
 class Mirror:
-    """Not thread-safe; its owner sees to that."""
+    """The copy; not thread-safe, so its owner locks."""
 
     def __init__(self, client: EtcdClient, layout: Layout, boot: str) -> None:
         self._client, self._layout, self._boot = client, layout, boot
@@ -75,7 +75,7 @@ class Mirror:
         )
 
     def blobs(self) -> set[str]:
-        """Return the digests of all blobs that the state names now."""
+        """Return the digests of all blobs that the state refers to now."""
         for _ in range(TRIES):
             try:
                 tip = self._refresh()
@@ -144,7 +144,7 @@ class Mirror:
                 yield from response.response_range.kvs
 
     def _overlaid(self, tip: Tip) -> dict[bytes, Entry]:
-        """Return the entries as they are once the pending commit, if any, is carried out."""
+        """Return the entries with the pending commit, if any, applied."""
         if tip.pending is None:
             return self._entries
         entries = dict(self._entries)
@@ -213,10 +213,9 @@ class Mirror:
         return parsed
 
 
-# Follows a range of keys: the revision of its newest change, and waiting for a newer one.
-#
-# A stream tells of changes at once. Whoever waits also looks once a second, so that a member that
-# froze with the stream open, or a gap between two streams, costs a second and no change.
+# Watches a range of keys for its newest revision. A stream delivers changes at once. A waiting
+# caller also polls once a second, so that a member that froze with an open stream, or a gap between
+# two streams, delays a change by a second and loses none.
 
 log = logging.getLogger(__name__)
 
@@ -225,12 +224,12 @@ PAUSE_S = 0.2  # before a stream that ended is opened again
 
 
 class Watcher:
-    """The newest revision in [start, end); the stream is opened by the first wait."""
+    """The newest revision in [start, end); the first ``wait`` opens the stream."""
 
     def __init__(
         self, client: EtcdClient, start: bytes, end: bytes, look: Callable[[], int]
     ) -> None:
-        """``look`` asks etcd for the newest revision there; it may raise ServiceUnavailable."""
+        """``look`` reads the newest revision from etcd; it may raise ServiceUnavailable."""
         self._client, self._look = client, look
         self._message = request(
             "WatchRequest",
@@ -244,7 +243,7 @@ class Watcher:
         self._thread: threading.Thread | None = None
 
     def note(self, revision: int) -> int:
-        """Take notice of a change and return the newest revision known."""
+        """Record a change and return the newest revision seen."""
         with self._changed:
             if revision > self._revision:
                 self._revision = revision
@@ -252,7 +251,7 @@ class Watcher:
             return self._revision
 
     def wait(self, after: int, timeout_s: float) -> int:
-        """Return the newest revision once it is above ``after``, or when the time is up."""
+        """Return the newest revision once it is above ``after``, or after ``timeout_s``."""
         until_s = time.monotonic() + timeout_s
         self._begin()
         while True:
@@ -267,7 +266,7 @@ class Watcher:
             self.note(self._look())
 
     def close(self) -> None:
-        """End the stream."""
+        """Close the stream."""
         self._closing.set()
         with self._changed:
             call = self._call
@@ -294,7 +293,7 @@ class Watcher:
                     if answer.canceled or self._closing.is_set():
                         break
                     if answer.created:
-                        self.note(self._look())  # what changed before the stream stood
+                        self.note(self._look())  # changes from before the stream was open
                     for event in answer.events:
                         self.note(event.kv.mod_revision)
                 call.cancel()
