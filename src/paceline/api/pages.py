@@ -19,7 +19,7 @@ from paceline.telemetry.metrics import CONTENT_TYPE
 from paceline.telemetry.page import PAGE_HEADERS
 
 STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {}}, "description": "Items of wire.stream."}
+    200: {"content": {"text/event-stream": {}}, "description": "Items of paceline.schemas.events."}
 }
 
 

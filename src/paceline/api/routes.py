@@ -139,7 +139,7 @@ def require_declared(app: FastAPI) -> None:
         raise InvalidInput(
             "routes without a declared scope",
             got=", ".join(f"{method} {path}" for method, path in unknown),
-            wanted="a line for each in service/routes.py",
+            wanted="a line for each in api/routes.py",
         )
 
 
