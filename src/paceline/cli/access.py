@@ -1,4 +1,8 @@
-"""`paceline tokens` and `paceline audit`: who may call the coordinator, and who changed what."""
+"""`paceline tokens`, `audit`, `init` and `keys`: access to the coordinator, and its audit log.
+
+`tokens` manages who may call the coordinator, `audit` shows who changed what, `init` creates a
+state directory for a fleet whose servers run elsewhere, `keys` handles manifest signing keys.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,7 @@ class Duration(click.ParamType[float]):
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Return the seconds, or fail naming what is wanted."""
+        """Return the seconds, or fail with the expected format."""
         if isinstance(value, float):
             return value
         text = str(value)
@@ -258,9 +262,7 @@ def _line(event: Event) -> str:
     return f"{event.seq:>7} {when} {event.name.value} {told}"
 
 
-# `paceline init`: a state directory for a fleet whose servers somebody else starts.
-
-# What `init` or a join writes, and what `up` writes: secrets that are nowhere else.
+# Written by `init` or a join, and by `up`: each holds secrets that have no other copy.
 MADE = (RUNTIME_FILE, SECRETS_FILE)
 
 
@@ -325,7 +327,7 @@ def init(
         ),
         secrets=Secrets(coordinator_token=secrets.token_urlsafe(32)),
     )
-    save_runtime(runtime)  # last: it makes the directory an installation
+    save_runtime(runtime)  # last: this file makes the directory an installation
     made = FleetInitialised(
         state=str(directory),
         coordinators=urls,
@@ -392,8 +394,6 @@ def _next_steps(made: FleetInitialised, *, kept: bool) -> str:
     ]
     return "\n".join(lines)
 
-
-# `paceline keys`: the pairs of keys that sign manifests.
 
 path_argument = click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
 

@@ -1,7 +1,7 @@
-"""What a terminal shows of the event stream: one deployment's figures, workers × chunks, events.
+"""Terminal display of one deployment's event stream: figures, map of workers × chunks, events.
 
-``Board`` lays the stream's items over each other; ``render`` draws it for the width and height
-there are. It knows no connection and decides nothing.
+``Board`` merges the stream's items; ``render`` draws the board for a given width and height. This
+module opens no connection.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paceline.schemas.records import WorkerStatus
 from paceline.text import printable
 
 SHOWN_EVENTS = 6
-HEAD_ROWS = 8  # lines of a terminal that are not workers
+HEAD_ROWS = 8  # terminal rows that show no workers
 SHADES = "·░▒▓█"
 FAILED = (WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
 BAD = (
@@ -51,7 +51,7 @@ COLOURS = {"complete": "green", "failed": "red", "cancelled": "yellow", "stalled
 
 @dataclass
 class Board:
-    """Everything that was heard of one deployment."""
+    """The merged state of one deployment, from the items received so far."""
 
     deployment: DeploymentMoment | None = None
     parts: dict[str, PartMoment] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Board:
     heard_s: float = 0.0
 
     def take(self, item: Item) -> None:
-        """Lay ``item`` over what is known."""
+        """Merge ``item`` into the board."""
         self.heard_s = time.monotonic()
         match item:
             case Moment():
@@ -91,7 +91,7 @@ class Board:
 
 @dataclass
 class View:
-    """Draws a board anew each time it is asked, for the terminal as it is then."""
+    """A rich renderable that draws the board at the terminal's present size."""
 
     board: Board
 
@@ -100,7 +100,7 @@ class View:
 
 
 def render(board: Board, width: int, height: int) -> RenderableType:
-    """Return the board as it stands."""
+    """Return a drawing of the board's present state."""
     shown = board.deployment
     if shown is None:
         return Text(_connection(board), style="dim")
@@ -119,7 +119,7 @@ def render(board: Board, width: int, height: int) -> RenderableType:
 
 
 def figures(shown: DeploymentMoment) -> str:
-    """Return a deployment's figures on one line, for where there is no terminal."""
+    """Return a deployment's figures on one line, for output without a terminal."""
     parts = [
         f"{shown.status.value} {shown.progress:.0%}",
         f"{shown.workers_complete} of {shown.workers} workers complete",
@@ -145,7 +145,7 @@ def told(event: Event) -> str:
 
 
 def plain(text: str) -> str:
-    """Return ``text`` on one line, and without what would steer the terminal: workers chose it."""
+    """Return ``text``, which workers chose, on one line without terminal control sequences."""
     return printable(text)
 
 
@@ -155,7 +155,7 @@ def is_bad(event: Event) -> bool:
 
 
 def size(count: float) -> str:
-    """Return bytes as people read them."""
+    """Return a count of bytes with a decimal unit, such as 1.5 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.0f} {unit}" if count >= 9.95 or unit == "B" else f"{count:.1f} {unit}"
@@ -164,7 +164,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as people read them."""
+    """Return seconds with a unit, such as 9.5 s or 1:30 min."""
     if seconds < 99.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -174,9 +174,9 @@ def duration(seconds: float) -> str:
 
 
 def cells(runs: Iterable[Run], chunks: int, width: int, coming: float = 0.0) -> str:
-    """Return which of ``chunks`` are held, in at most ``width`` cells from empty to full.
+    """Return a bar of at most ``width`` cells that shows which of ``chunks`` are held.
 
-    ``coming`` chunks more are on their way; they are drawn behind what is held from the start.
+    ``coming`` further chunks are in transfer; they are drawn after the chunks held from the start.
     """
     count = max(1, min(chunks, width))
     filled = [0.0] * count
@@ -248,7 +248,7 @@ def _figures(shown: DeploymentMoment, width: int) -> Text:
 
 
 def _map(board: Board, shown: DeploymentMoment, width: int, rows: int) -> Table:
-    """One row a worker, as many as fit: who needs to be looked at stays, in the fleet's order."""
+    """Return one row per worker in natural order; where rows are short, the most urgent."""
     parts = sorted(board.parts.values(), key=lambda each: _natural(each.worker_id))
     hidden: list[PartMoment] = []
     if len(parts) > rows:
@@ -292,7 +292,7 @@ def _sum(parts: list[PartMoment], shown: DeploymentMoment) -> str:
 
 
 def _need(part: PartMoment) -> int:
-    """Return how late a part may be shown: those that failed first, those that are done last."""
+    """Return a part's display priority: 0 for failed or lost ones, 3 for complete ones."""
     if part.verified:
         return 3
     if part.status in FAILED or not part.alive:

@@ -1,7 +1,7 @@
 """`paceline demo`: start everything, run the lifecycle, show one screen, stop everything.
 
-The supervisor holds the other end of a pipe of this process: when the demo dies, however it dies,
-the servers stop, and the state stays. The next `paceline demo` goes on from there.
+The supervisor holds the other end of a pipe of this process: however the demo process ends, the
+servers stop and the state stays. The next `paceline demo` continues from there.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def demo(
     try:
         ready_s = time.monotonic() - began
         bars.say(f"ready in {ready_s:.1f} s: {runtime.endpoints.prefect_ui_url}")
-        with bars:  # they end before the summary begins: both write to the same screen
+        with bars:  # ends before the summary begins: both write to the same screen
             summary = _run(runtime, data, bars)
         summary["ready_seconds"] = round(ready_s, 3)
         summary["total_seconds"] = round(time.monotonic() - began, 3)
@@ -105,7 +105,7 @@ def _run(runtime: Runtime, data: Path | None, listener: Any) -> dict[str, Any]:
         summary = run_lifecycle(data=source, state_dir=str(runtime.state_dir), run_id=run_id)
     finally:
         end()
-        # Prefect sends its log in batches; told too late, it tries for a minute.
+        # Prefect sends its log in batches; once its server has stopped it would retry for a minute.
         APILogHandler().flush()
     _mark(runtime.state_dir, run_id=run_id, data=source, finished=True)
     assert isinstance(summary, dict)
@@ -144,7 +144,7 @@ def _interruptible() -> Iterator[threading.Event]:
 
 
 def _keep_open(directory: Path, stopped: threading.Event) -> None:
-    """Wait until somebody stops us; raise NotReady where the installation ends by itself."""
+    """Wait until ``stopped`` is set; raise NotReady where the installation ends by itself."""
     from paceline import cluster as fleet
 
     click.echo("Ctrl-C stops everything.", err=True)
@@ -163,9 +163,6 @@ def _report(runtime: Runtime, summary: dict[str, Any], as_json: bool, keep: bool
         return
 
     show_summary(runtime, summary, pages_open=keep)
-
-
-# The one screen at the end of a run.
 
 
 def show_summary(runtime: Runtime, summary: dict[str, Any], *, pages_open: bool) -> None:

@@ -1,7 +1,7 @@
 """`paceline publish` and `paceline distribute`: a model to object storage, and to workers.
 
-Each has two forms. Given a place (an S3 URL, a directory) it works right here, in this process,
-without any server of ours; without one it runs as a flow of the installation that is up.
+Each has two forms. Given a location (an S3 URL, a directory) it runs in this process, without any
+Paceline server; without one it runs as a flow of the running installation.
 """
 
 from __future__ import annotations
@@ -155,14 +155,14 @@ def publish(
 
 
 def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore]:
-    """Return the object store of the installation that is up, else the one the profile names."""
+    """Return the running installation's profile and store, else those of ``profile``."""
     from paceline.config import object_access
     from paceline.storage import ObjectStore
 
     try:
         runtime = load_runtime(state_directory(state))
     except NotReady:
-        if state is not None:  # named, and nothing runs there: that is not what was asked for
+        if state is not None:  # the user named an installation that does not exist
             raise
         return profile, ObjectStore.from_access(object_access(profile))
     return runtime.profile, ObjectStore.from_runtime(runtime)
@@ -312,16 +312,15 @@ def _told(done: Distribution) -> str:
 
 
 def _there(done: Distribution) -> int:
-    """Return how many bytes of what the workers show now did not have to come."""
+    """Return how many of the workers' bytes did not have to be transferred."""
     moved = (
         done.origin_bytes - done.origin_before_bytes + done.received_bytes - done.refetched_bytes
     )
     return max(0, done.workers_complete * done.total_bytes - moved)
 
 
-# How far `publish` and `distribute --into` are: bars on a terminal, else a line every few seconds.
-#
-# On standard error only, so that what is printed at the end stands alone.
+# Progress of `publish` and `distribute --into`: bars on a terminal, else a line every few seconds.
+# On standard error only, so that standard output holds nothing but the result.
 
 RATE_OVER_S = 10.0
 
@@ -329,8 +328,8 @@ RATE_OVER_S = 10.0
 class PatientBars:
     """Shows stages; use it as a context manager.
 
-    Where nobody looks on (no terminal) a stage's first line comes after LINE_EVERY_S: what is done
-    sooner says so itself.
+    Without a terminal a stage's first line comes after LINE_EVERY_S, and shorter stages print
+    nothing: the command's result covers them.
     """
 
     def __init__(self) -> None:
@@ -362,28 +361,28 @@ class PatientBars:
 
 
 class PublishBars(PatientBars):
-    """Shows what ``publish_model`` tells: call it."""
+    """Progress callback for ``publish_model``."""
 
     def __init__(self) -> None:
         super().__init__()
         self._pace = Pace()
 
     def __call__(self, moved: Moved) -> None:
-        """Show how far it is."""
+        """Show the progress."""
         now_s = time.monotonic()
         said = self._pace.said(moved, now_s)
         self._show(moved.stage, moved.share, said, now_s, is_over=moved.is_over)
 
 
 class RelayBars(PatientBars):
-    """Shows what ``distribute`` tells of pieces on all workers: call it."""
+    """Progress callback for ``distribute``: pieces on all workers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._past: deque[tuple[float, int]] = deque()  # (when, pieces held) of the last seconds
+        self._past: deque[tuple[float, int]] = deque()  # (time, pieces held), last RATE_OVER_S
 
     def __call__(self, held: int, wanted: int) -> None:
-        """Show how far it is, and how long it will be."""
+        """Show the progress and the remaining time."""
         now_s = time.monotonic()
         self._past.append((now_s, held))
         while len(self._past) > 2 and now_s - self._past[0][0] > RATE_OVER_S:

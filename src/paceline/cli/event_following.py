@@ -1,8 +1,8 @@
-"""The event stream from the reader's side: items over reconnects, failovers and pauses.
+"""Client of the coordinator's event stream, with reconnects, failover and retries.
 
-It asks one replica after the other, says which event it heard last, and gives up once nobody has
-answered for ``patience_s``. Which replica answers does not matter: standbys stream too. It knows
-the items of ``wire.stream`` and nothing of what is shown.
+``Follower`` tries one replica after the other, sends the number of the last event that it received,
+and fails once no replica has answered for ``patience_s``. Any replica will do: standbys stream,
+too. It reads the items of ``schemas.events`` and does not depend on how they are shown.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from paceline.schemas.calls import Problem
 from paceline.schemas.events import Dropped, Happened, Missed, Moment, StreamItem
 
 CONNECT_S = 3.0
-SILENCE_S = 10.0  # a stream says something every few seconds: a quieter one is lost
-PAUSE_S = 0.25  # before the next replica is asked; doubled up to PAUSE_MAX_S, jittered
+SILENCE_S = 10.0  # a stream sends something every few seconds: a longer silence means it is lost
+PAUSE_S = 0.25  # after all replicas failed; doubled up to PAUSE_MAX_S, jittered
 PAUSE_MAX_S = 3.0
 LONGEST_LINE = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The stream broke, and is being found again."""
+    """The stream broke; the follower reconnects."""
 
     reason: str
     since_s: float  # monotonic
@@ -61,8 +61,8 @@ class Follower:
         self._heard = after
         self._patience_s = patience_s
         self._tls = trusting(ca) if ca else None
-        self._met = False  # somebody answered once: a replica that knows less is only behind
-        self.url = urls[0]  # of the replica that is read
+        self._met = False  # a replica answered before: NotFound now means a replica that is behind
+        self.url = urls[0]  # of the replica that streams
 
     @classmethod
     def of(
@@ -85,9 +85,10 @@ class Follower:
         )
 
     def items(self) -> Iterator[Item]:
-        """Yield items for ever, with a Lost at each break.
+        """Yield items without end, with a Lost at each break.
 
-        Raises AccessDenied, NotFound, and ServiceUnavailable once nobody has answered for long.
+        Raises AccessDenied, NotFound, and ServiceUnavailable once no replica has answered for
+        ``patience_s``.
         """
         turn, pause_s = 0, PAUSE_S
         lost_since_s: float | None = None
@@ -156,7 +157,7 @@ class Follower:
                 if number is not None and fresh:
                     self._heard = number
                 number, data = None, []
-                if fresh:  # a replica that was behind may say again what was heard
+                if fresh:  # a replica that was behind may repeat events
                     yield item
                 if isinstance(item, Dropped):
                     return

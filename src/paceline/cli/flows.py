@@ -1,4 +1,4 @@
-"""One command a flow: each runs it here, against the installation that is up."""
+"""Commands that run one flow each, in this process, against the running installation."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ DEPLOYMENT_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # a UU
 
 
 def start_flow(state: Path | None, run_id: str | None) -> dict[str, Any]:
-    """Point Prefect at the installation and return what every flow is told."""
+    """Point Prefect at the installation and return the parameters common to all flows."""
     runtime = load_runtime(state_directory(state))
     point_prefect_at(runtime)
     return {"state_dir": str(runtime.state_dir), "run_id": run_id or new_run_id()}
 
 
 def run_flow(flow: Any, as_json: bool, *, cancels: bool = False, **parameters: Any) -> int:
-    """Run ``flow`` here and print its result. Interrupted, it says what goes on without it, or with
-    ``cancels`` ends that too."""
+    """Run ``flow`` in this process and print its result.
+
+    When interrupted, it reports the deployments that continue, or with ``cancels`` cancels them.
+    """
     from paceline.cli.progress import StageBars
     from paceline.tasks.run import Run, listen
 
-    run = Run.open(parameters["state_dir"], parameters["run_id"])  # the flow opens the same one
+    run = Run.open(parameters["state_dir"], parameters["run_id"])  # the flow opens the same run
     with StageBars() as bars:
         end = listen(bars)
         try:
@@ -56,7 +58,7 @@ def run_flow(flow: Any, as_json: bool, *, cancels: bool = False, **parameters: A
 
 
 def _left_behind(client: CoordinatorClient, deployment_id: str, *, cancels: bool) -> str:
-    """Return what becomes of a deployment whose flow was interrupted; never raises an error."""
+    """Return a line on a deployment whose flow was interrupted; never raises PacelineError."""
     try:
         if client.deployment(deployment_id).status.is_final:
             return f"deployment {deployment_id} had ended"
@@ -149,7 +151,7 @@ def snapshot(
 
 
 def _placed(name: str) -> str:
-    """Return a path as the flow's process will find it; objects and 'stdlib' stay as they are."""
+    """Return a path made absolute for the flow's process; S3 URLs and 'stdlib' unchanged."""
     return name if name.startswith("s3://") or name == "stdlib" else str(Path(name).absolute())
 
 
@@ -268,7 +270,7 @@ def rollback(
 
 
 def _digest_of(given: str, field: str, command: str) -> str:
-    """Return the digest that ``given`` is, or that the JSON file of this name has as ``field``."""
+    """Return ``given`` where it is a digest, else ``field`` of the JSON file with that name."""
     if re.fullmatch(SHA256_HEX, given):
         return given
     try:
@@ -280,7 +282,7 @@ def _digest_of(given: str, field: str, command: str) -> str:
             got=given,
             wanted=f"JSON of `paceline {command} --json`, or its {field}",
         ) from error
-    except (ValueError, RecursionError) as error:  # not JSON, not even UTF-8, or endless brackets
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or too deeply nested
         raise InvalidInput("not JSON", got=error, wanted="a JSON object", where=given) from error
     if not isinstance(value, dict):
         raise InvalidInput(

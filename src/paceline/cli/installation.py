@@ -1,4 +1,8 @@
-"""`paceline up`, `down` and `where`: the embedded installation from outside."""
+"""`paceline up`, `down`, `where`, `agent` and `coordinator`.
+
+The first three start, stop and describe the embedded installation; the others are its long-running
+processes.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +74,7 @@ def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
         from paceline.tasks.run import Run
 
         run = Run.open(runtime.state_dir, run_id)
-        run.registry.find_run(run_id)  # or NotFound: asking for links must not make a run
+        run.registry.find_run(run_id)  # raises NotFound: `where` must not create a run
         found |= links(run)
     if as_json:
         click.echo(json.dumps(found))
@@ -81,7 +85,7 @@ def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
 
 
 def pages(runtime: Runtime) -> dict[str, str]:
-    """Return the installation's pages and where its credentials are kept."""
+    """Return the URLs of the installation's pages and the paths of its logs and credentials."""
     return {
         "prefect": runtime.endpoints.prefect_ui_url,
         "mlflow": runtime.endpoints.mlflow_url,
@@ -101,8 +105,6 @@ def _show(runtime: Runtime, as_json: bool, state: str) -> None:
         click.echo(f"{name:<14} {target}")
     click.echo("Stop it with `paceline down`.")
 
-
-# `paceline agent` and `paceline coordinator`: the long-running processes of an installation.
 
 STATE = click.option(
     "--state",
@@ -183,7 +185,7 @@ def agent(
     from paceline.relay.agent import run_agent
     from paceline.relay.process import AgentConfig
 
-    config = AgentConfig(  # first: a mistake should not spend the one-time token
+    config = AgentConfig(  # first: a configuration error must not use up the one-time token
         state_dir=state.absolute(),
         worker_id=worker_id,
         host=host,

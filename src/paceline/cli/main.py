@@ -1,8 +1,8 @@
-"""`paceline`: the command line. Each command's module is imported only when it is called, so that
-`--help` and the agent start fast.
+"""`paceline`: the command line.
 
-An error of ours is one line on standard error and its own exit code; with --json it is one JSON
-object on standard output as well.
+Each command's module is imported only when it is called, so that `--help` and the agent start fast.
+A PacelineError becomes one line on standard error and its own exit code; with --json also one JSON
+object on standard output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import click
 from paceline.errors import InvalidInput, PacelineError, ServiceUnavailable
 from paceline.text import OneLine, quoted
 
-# name → (module, function, help): the help is here so that `--help` imports nothing.
+# name → (module, function, help); the help is stored here so that `--help` imports nothing
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "demo": ("demo", "demo", "Run the whole lifecycle on this machine and show a summary."),
     "up": ("installation", "up", "Start the embedded installation and leave it running."),
@@ -108,9 +108,9 @@ def cli() -> None:
 
 
 def run() -> None:
-    """Run the command line; the console script and ``python -m paceline.cli.main`` come here."""
+    """Run the command line; entry point of the console script and of ``python -m``."""
     wants_json = "--json" in sys.argv
-    if logging.lastResort is not None:  # of commands that configure no log of their own
+    if logging.lastResort is not None:  # used by commands that configure no logging
         logging.lastResort.setFormatter(OneLine())
     try:
         code = cli.main(prog_name="paceline", standalone_mode=False)
@@ -120,17 +120,17 @@ def run() -> None:
     except click.ClickException as error:
         _fail(_misused(error), wants_json)
     except (click.Abort, KeyboardInterrupt) as error:
-        # click makes an Abort of every KeyboardInterrupt; ``ending`` has one of its own
+        # click turns every KeyboardInterrupt into Abort; ``Terminated`` is one
         terminated = type(error.__cause__ or error).__name__ == "Terminated"
         click.echo("terminated" if terminated else "interrupted", err=True)
         sys.exit(143 if terminated else 130)
     except PacelineError as error:
         _fail(error, wants_json)
     except BrokenPipeError:
-        # the reader of our output went away (`paceline … | head`): not an error of ours
+        # the reader of standard output closed it (`paceline … | head`): no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except Exception as error:  # noqa: BLE001 - the last line of defence: one line, an exit code
+    except Exception as error:  # noqa: BLE001 - last resort: one line, an exit code
         _fail(_translated(error), wants_json)
     except BaseException as error:
         if type(error).__name__ != "TerminationSignal":  # Prefect's, for SIGTERM inside a flow
@@ -148,17 +148,17 @@ def _fail(error: PacelineError, wants_json: bool) -> None:
 
 
 def _misused(error: click.ClickException) -> PacelineError:
-    """Return what click says of options and arguments as an error of ours, on one line."""
+    """Return click's usage error as a PacelineError, on one line."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "paceline"
     what, do = error.format_message(), f"See `{path} --help`."
-    if what.endswith("?"):  # a question is no sentence to go on from
+    if what.endswith("?"):  # a question cannot be joined with the next sentence by a period
         return InvalidInput(f"{what} {do}")
     return InvalidInput(what.rstrip("."), do=do)
 
 
 def _translated(error: Exception) -> PacelineError:
-    """Return an error that nobody translated: Prefect's server is away, or a defect of ours."""
+    """Return an untranslated error as a PacelineError: Prefect is unreachable, or a defect."""
     first = (str(error).splitlines() or [""])[0][:500]
     library = type(error).__module__.partition(".")[0]
     if library in ("httpx", "httpcore") or first.startswith("Failed to reach API"):
@@ -177,7 +177,7 @@ def _translated(error: Exception) -> PacelineError:
 
 
 def problem(error: PacelineError) -> dict[str, Any]:
-    """Return ``error`` as the JSON that every command prints for it."""
+    """Return ``error`` as the JSON object that every command prints."""
     return {
         "code": error.code,
         "message": error.one_line(),

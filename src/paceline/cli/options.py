@@ -1,4 +1,4 @@
-"""Options and environment that several commands share."""
+"""Shared by several commands: options, Prefect's environment, signals, sizes and speeds."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def state_directory(state: Path | None) -> Path:
 def point_prefect_at(runtime: Runtime) -> None:
     """Set what Prefect reads at import: its server, and a home inside the state directory.
 
-    Prefect is configured only by the environment, so this must come before its import. Its
-    tracebacks stay in its own log, on the run's page: here an error is one line.
+    Prefect is configured only by the environment, so call this before importing it. Its tracebacks
+    stay in its own log, on the run's page; on the command line an error is one line.
     """
     os.environ.update(runtime.prefect_environment())
     os.environ.setdefault("PREFECT_HOME", str(runtime.state_dir / "prefect-client"))
@@ -77,19 +77,19 @@ def point_prefect_at(runtime: Runtime) -> None:
     os.environ["PACELINE_STATE"] = str(runtime.state_dir)
 
 
-# How a command that moves bytes ends early: SIGTERM and SIGHUP as Ctrl-C, so that what is open is
-# closed and what is verified is kept; and what the relay logs stays out of a terminal.
+# Commands that transfer bytes: SIGTERM and SIGHUP act like Ctrl-C, so that open files are closed
+# and verified pieces are kept; and the relay's log stays out of the terminal.
 
 LAST = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Terminated(KeyboardInterrupt):
-    """This process was told to end."""
+    """This process received SIGTERM or SIGHUP."""
 
 
 @contextmanager
 def ends_in_order() -> Iterator[None]:
-    """Within it, SIGTERM and SIGHUP raise ``Terminated``; one that is ignored stays ignored."""
+    """Within the ``with``, SIGTERM and SIGHUP raise ``Terminated`` unless they are ignored."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
         raise Terminated
@@ -107,20 +107,15 @@ def ends_in_order() -> Iterator[None]:
 
 
 def say_only_defects() -> None:
-    """Log nothing but tracebacks: what else there is to say, the command's result or error says."""
+    """Log only records with a traceback; the command's result or error covers the rest."""
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine())
     handler.addFilter(lambda record: bool(record.exc_info))
     logging.getLogger("paceline").addHandler(handler)
 
 
-# What the embedded installation runs besides its servers: the registration of our deployments.
-#
-# The supervisor knows no flows; they are handed to it as a command line.
-
-
 def extra_services(state_dir: Path) -> list[ServiceSpec]:
-    """Return the one-shot that registers prefect.yaml; the installation is ready without it."""
+    """Return the one-shot service that registers prefect.yaml; readiness does not wait for it."""
     return [
         ServiceSpec(
             name="prefect-deployments",
@@ -132,7 +127,7 @@ def extra_services(state_dir: Path) -> list[ServiceSpec]:
     ]
 
 
-# Sizes and speeds as people write them: ``500GB``, ``64MiB``, ``10Gbps``, ``100Mbit``, ``2GB/s``.
+# Sizes and speeds: ``500GB``, ``64MiB``, ``10Gbps``, ``100Mbit``, ``2GB/s``.
 #
 # Decimal prefixes are powers of 1000, ``Ki``, ``Mi``, ``Gi`` powers of 1024; a plain number is
 # bytes, or Mbit/s. A speed with a capital B is bytes, with a small b bits, as on disks and
@@ -140,11 +135,11 @@ def extra_services(state_dir: Path) -> list[ServiceSpec]:
 
 T = TypeVar("T")
 
-# Possessive: each character is looked at once (plain, 128 KB of digits would take minutes).
+# Possessive: each character is matched once (without, 128 KB of digits would take minutes).
 _NUMBER = re.compile(
     r"\s*+((?:[0-9]++(?:\.[0-9]++)?|\.[0-9]++)(?:[eE][+-]?[0-9]++)?)\s*+([A-Za-z/]*+)\s*+"
 )
-MOST_MBIT = 1e12  # as a number; what is too fast to plan with is refused there
+MOST_MBIT = 1e12  # limit of the parser; `plan` and `simulate` have lower ones
 _PREFIX = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50}
 _BITS = re.compile(r"([kmgt]?)(?:bit|bits|bit/s|bps|b/s)?")
@@ -152,7 +147,7 @@ _BYTES = re.compile(r"([kKMGT]?i?)B(?:/s|ps)")
 
 
 def size_bytes(text: str) -> int:
-    """Return the bytes that ``text`` says; raises InvalidInput."""
+    """Return the size ``text`` in bytes; raises InvalidInput."""
     match = _NUMBER.fullmatch(text)
     unit = match[2].lower().removesuffix("b") if match else "?"
     factor = {**_PREFIX, **_BINARY}.get(unit)
@@ -163,7 +158,7 @@ def size_bytes(text: str) -> int:
 
 
 def link_mbit(text: str) -> float:
-    """Return the Mbit/s that ``text`` says; raises InvalidInput."""
+    """Return the speed ``text`` in Mbit/s; raises InvalidInput."""
     match = _NUMBER.fullmatch(text)
     if match and not 0 < float(match[1]) <= MOST_MBIT:
         match = None
@@ -181,7 +176,7 @@ def link_mbit(text: str) -> float:
 
 
 def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str], T | None]:
-    """Return a callback for click's options: ``parse`` of what is given, None where nothing is."""
+    """Return a callback for click's options: ``parse`` of the value, None where it is None."""
 
     def callback(_: click.Context, parameter: click.Parameter, value: str | None) -> T | None:
         if value is None:

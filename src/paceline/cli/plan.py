@@ -1,4 +1,4 @@
-"""`paceline plan`: what each topology would take for a fleet and a model, before a byte moves."""
+"""`paceline plan`: the predicted duration of each topology for a fleet and a model."""
 
 from __future__ import annotations
 

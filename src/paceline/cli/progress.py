@@ -1,4 +1,4 @@
-"""Stages as they happen: bars on a terminal, lines elsewhere. Writes to standard error only."""
+"""Progress of stages on standard error: bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline simulate`: one deployment under a virtual clock and network, failures included."""
+"""`paceline simulate`: one deployment under a virtual clock and network, with failures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`paceline watch`, `status`, `activate`, `cancel`: a deployment and the fleet, from outside.
+"""`paceline watch`, `status`, `activate`, `cancel`: observe and control deployments and the fleet.
 
-Each talks to the coordinator alone, whichever replica leads; none needs Prefect or Dask.
+Each command calls the coordinator only, whichever replica leads; none needs Prefect or Dask.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paceline.schemas.command_results import Changed, ReplicaStatus, StatusRepor
 from paceline.schemas.events import DeploymentMoment, Happened, Missed, Moment, Outcome
 from paceline.schemas.records import DeploymentStatus
 
-LINE_EVERY_S = 5.0  # where there is no terminal
+LINE_EVERY_S = 5.0  # without a terminal
 POLL_S = 0.2
 NAMED = 10
 
@@ -125,7 +125,7 @@ def activate(
 
 
 def roll_back(deployment_id: str, deadline: float, state: Path | None, as_json: bool) -> int:
-    """Have the fleet return from deployment ID's version to the one before; `paceline rollback`."""
+    """Switch the fleet from deployment ID's version back to the one before it."""
     client = CoordinatorClient.of(load_runtime(state_directory(state)))
     began = time.monotonic()
     client.rollback(deployment_id)
@@ -164,7 +164,7 @@ def _newest(runtime: Runtime) -> str:
 
 
 def _until_ended(follower: Follower, board: Board) -> Iterator[Item]:
-    """Yield items up to the one that shows the end."""
+    """Yield items up to the one in which the deployment has ended."""
     for item in follower.items():
         board.take(item)
         yield item
@@ -177,7 +177,7 @@ def _lines_of_json(follower: Follower, board: Board) -> DeploymentMoment:
     last = ""
     for item in _until_ended(follower, board):
         if isinstance(item, Lost):
-            continue  # it is found again, or the error says that it is not
+            continue  # the follower reconnects, or raises
         if isinstance(item, Moment) and not (item.full or item.deployments or item.workers):
             continue
         line = item.model_dump_json()
@@ -188,7 +188,7 @@ def _lines_of_json(follower: Follower, board: Board) -> DeploymentMoment:
 
 
 def _lines(follower: Follower, board: Board) -> DeploymentMoment:
-    """Print what changes: each event that matters, the figures at intervals."""
+    """Print each event, and changed figures at most every LINE_EVERY_S."""
     said, said_s, lost = "", -LINE_EVERY_S, False
     for item in _until_ended(follower, board):
         now_s = time.monotonic()
@@ -214,7 +214,7 @@ def _live(follower: Follower, board: Board, console: Console) -> DeploymentMomen
     with Live(View(board), console=console, refresh_per_second=4, transient=True):
         for _ in _until_ended(follower, board):
             pass
-    # The end stays on the screen, with every worker that there is room for.
+    # The final state stays on the screen, with as many workers as fit.
     console.print(render(board, console.width, max(console.height, 40)))
     console.print(_said(_shown(board)), highlight=False, markup=False)
     return _shown(board)
@@ -262,7 +262,7 @@ def _said(ended: DeploymentMoment) -> str:
 def _switched(
     client: CoordinatorClient, deployment_id: str, began: float, deadline_s: float, as_json: bool
 ) -> None:
-    """Wait for the switch that was asked for and say how it went."""
+    """Wait for the requested switch and print its outcome; raises where it did not happen."""
     view = _await_switch(client, deployment_id, began + deadline_s)
     waiting = tuple(
         each.worker_id for each in view.workers if each.state not in ("switched", "other")
@@ -313,7 +313,7 @@ def _await_switch(client: CoordinatorClient, deployment_id: str, until_s: float)
 
 
 def _report(found: StatusReport, runtime: Runtime) -> StatusReport:
-    """Return ``found`` with what each replica says; the leader's word counts for the fleet."""
+    """Return ``found`` with each replica's status; the fleet's state comes from the leader."""
     known = runtime.endpoints
     replicas, moments = [], []
     for url in known.coordinator_urls or (known.coordinator_url,):
@@ -349,7 +349,7 @@ def _report(found: StatusReport, runtime: Runtime) -> StatusReport:
 
 
 def _moment(runtime: Runtime, url: str) -> Moment:
-    """Return how everything stands by ``url``'s word."""
+    """Return the fleet's present state as the replica at ``url`` reports it."""
     token, ca = runtime.secrets.coordinator_token, runtime.coordinator_ca
     follower = Follower([url], token, patience_s=0.0, ca=ca)
     for item in follower.items():

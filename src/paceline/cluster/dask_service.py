@@ -35,9 +35,8 @@ WATCH_S = 1.0
 def dask_settings() -> dict[str, Any]:
     """Return the Dask configuration that a fleet needs, for scheduler, workers and clients."""
     return {
-        "distributed.worker.preload": [
-            "paceline.cluster.agents"
-        ],  # a new worker restarts its agent
+        # a new worker restarts its agent
+        "distributed.worker.preload": ["paceline.cluster.agents"],
         "distributed.worker.daemon": False,  # ranks are children of workers
         "distributed.worker.multiprocessing-method": "spawn",
         "distributed.scheduler.allowed-failures": 0,  # a pinned task must fail with its worker

@@ -312,9 +312,7 @@ def ensure_secrets(state_dir: Path) -> Secrets:
         tls_key=str(directory / "node-key.pem"),
     )
     _write_certificates(Path(made.tls_ca), Path(made.tls_cert), Path(made.tls_key))
-    write_private(
-        path, made.model_dump_json(indent=2).encode()
-    )  # last: once it exists the certificates exist, too
+    write_private(path, made.model_dump_json(indent=2).encode())  # last: the certificates exist
     return made
 
 

@@ -71,9 +71,8 @@ def kill_descendants(keep: frozenset[int] = frozenset()) -> bool:
             return True
         _kill_below(left)
         for pid in left:
-            with contextlib.suppress(
-                ChildProcessError
-            ):  # a grandchild: once its parent dies, it becomes this process's child
+            # An error means a grandchild: once its parent dies, it becomes this process's child.
+            with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         if time.monotonic() > patience:
             return False
@@ -131,9 +130,7 @@ class _Guard:
         """Run the child until it or its owner ends, and return the child's wait status."""
         become_subreaper()
         for fd in _inherited_descriptors():
-            os.set_inheritable(
-                fd, False
-            )  # the child must inherit neither the liveness socket nor a lock
+            os.set_inheritable(fd, False)  # the child must inherit no liveness socket and no lock
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)

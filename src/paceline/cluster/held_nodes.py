@@ -144,9 +144,7 @@ class HeldNodes:
         self._members: dict[str, Member] = {}
         self._following = Crew(fleet, [])  # all of them: one request a node at a time
         self._count = 0
-        self._endings: list[
-            tuple[Calls, float]
-        ] = []  # of dropped processes, with the time to give up at
+        self._endings: list[tuple[Calls, float]] = []  # of dropped processes, with a deadline
 
     def tell(self, worker_id: str, order: Mapping[str, Any]) -> None:
         """Write ``order`` as a JSON line to the node's process; raises WorkerLost."""

@@ -31,9 +31,8 @@ from paceline.system.files import ensure_private, own_directory
 from paceline.system.processes import holder_of
 
 STOP_DEADLINE_S = 40.0
-STOP_MARGIN_S = (
-    60.0  # on top of the profile's readiness deadline: imports, stopping after a failure
-)
+# On top of the profile's readiness deadline: imports, stopping after a failure.
+STOP_MARGIN_S = 60.0
 
 _liveness: list[int] = []  # writing ends of liveness pipes: open as long as this process lives
 

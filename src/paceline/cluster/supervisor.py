@@ -89,9 +89,7 @@ class Supervisor:
             signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         self._poller.register(self._wake_read, select.POLLIN)
-        self._poller.register(
-            self.report_fd, 0
-        )  # hang-up only: the process that waits for readiness has ended
+        self._poller.register(self.report_fd, 0)  # hang-up only: the starting process has ended
         if self.liveness_fd is not None:
             self._poller.register(self.liveness_fd, select.POLLIN)
 

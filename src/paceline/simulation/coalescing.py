@@ -16,9 +16,8 @@ from paceline.relay.protocol.limits import PieceMap
 from paceline.simulation.hosts import Flow, Host
 from paceline.simulation.network import Clock, Network
 
-AWAY_EXTENTS = (
-    128  # on a spare source, extents are this part of the longest: failback is judged by pieces
-)
+# On a spare source extents are this part of the longest, because failback is judged by pieces.
+AWAY_EXTENTS = 128
 LEAST_EXTENTS = 8  # extents shrink as a host nears completion, to this part of the longest
 EARLIEST, LATEST = 0.1, 0.65  # corrupt runs lie in this part of their extent
 MARKS = 8  # of an extent: corrupt runs end at them, at the same pieces on every host

@@ -53,9 +53,7 @@ class Control:
         self._random = Random(f"{scenario.seed}/beats")
         self._numbers = {name: number for number, name in enumerate(streams.hosts)}
         self._receipts: dict[str, Receipt] = {}
-        self._rounds: dict[
-            str, int
-        ] = {}  # generation of each agent's heartbeat loop; loops of older generations end
+        self._rounds: dict[str, int] = {}  # generation of each agent's loop; older loops end
         self._beaten: dict[str, float] = {}  # time of each agent's last heartbeat
         self.calls = 0
         streams.disk.on_published = self._published
@@ -71,9 +69,7 @@ class Control:
         scenario, hosts = self._scenario, self._streams.hosts
         for host in hosts.values():
             self._register(host)
-        for (
-            host
-        ) in hosts.values():  # they have run for a while: the coordinator has the whole fleet
+        for host in hosts.values():  # they have run for a while: the whole fleet has reported
             self._ask(Beat(beat=self._beat_of(host)))
         call = CreateDeployment(
             model_id=self._manifest.model_id,
@@ -207,9 +203,7 @@ class Control:
             return
         try:
             lanes = self._ask(FetchLanes(deployment_id=DEPLOYMENT, worker_id=host.name))
-        except (
-            PacelineError
-        ):  # cancelled, failed or not planned for: the next heartbeat's answer decides
+        except PacelineError:  # cancelled, failed or not planned for: see the next beat's answer
             return
         assert isinstance(lanes, WorkerLanes)
         if host.session is not None:

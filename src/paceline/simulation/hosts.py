@@ -45,27 +45,19 @@ class Host:
     lanes: WorkerLanes | None = None
     have: Extents = field(default_factory=Extents)  # verified
     durable: Extents = field(default_factory=Extents)
-    paid: Extents = field(
-        default_factory=Extents
-    )  # arrived corrupt; requested again as paid repairs
+    paid: Extents = field(default_factory=Extents)  # arrived corrupt; repaired as paid repairs
     # What it pulls, by source key and lane: a stream that serves two lanes alternates.
     feeds: dict[tuple[str, int], Flow] = field(default_factory=dict)
     lane_starts: list[int] = field(default_factory=list)  # first piece of each lane,
-    lane_sources: list[str] = field(
-        default_factory=list
-    )  # and the source that the plan names for it
+    lane_sources: list[str] = field(default_factory=list)  # and its source in the plan
     readers: dict[Flow, None] = field(default_factory=dict)  # flows that pull from it
-    waiting: dict[Flow, None] = field(
-        default_factory=dict
-    )  # of these, those for which it has no piece yet
+    waiting: dict[Flow, None] = field(default_factory=dict)  # of these, those without pieces
     edges: dict[tuple[str, str], Tally] = field(default_factory=dict)
     alive: bool = True
     frozen: bool = False
     frozen_s: float = 0.0  # since when
     slept: bool = False  # True after a long freeze, until the coordinator confirmed its lanes
-    missed: list[SessionEvent] = field(
-        default_factory=list
-    )  # events that arrived while it was frozen
+    missed: list[SessionEvent] = field(default_factory=list)  # events while it was frozen
     corrupts: float = 0.0  # share of the pieces it sends
     incarnation: int = 1
     origin_bytes: float = 0.0

@@ -118,9 +118,7 @@ class Network:
     edge: Floats  # next position to report to the caller
     rate: Floats
     lag: Floats
-    carried: (
-        Floats  # bytes carried, and the time with something to send: the counts of edge tallies
-    )
+    carried: Floats  # bytes, and the time with something to send: the counts of edge tallies
     busy_s: Floats
     moved_s: Floats  # when it last moved
     over: Floats  # bytes that it could have carried in this step beyond the end of its run
@@ -141,9 +139,7 @@ class Network:
         self.idle: Flags = np.zeros(self._size, np.bool_)
         self._unused = list(range(self._size - 1, -1, -1))
         self._dirty = True
-        self._slots: Ints = np.zeros(
-            0, np.int64
-        )  # of the flows that move, as of the last ``_share_out``
+        self._slots: Ints = np.zeros(0, np.int64)  # of moving flows, as of ``_share_out``
         self._potential: Floats = np.zeros(0)  # what each flow's connection could carry
         self._state: NDArray[np.int8] = np.zeros(0, np.int8)
 

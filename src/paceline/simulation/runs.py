@@ -196,9 +196,8 @@ class Runs:
             return
         if not source.serves or not flow.reader.serves:
             return
-        found: tuple[int, int, int] | None = (
-            None  # first, stop of what the source has, stop of the run
-        )
+        # First piece, stop of what the source has, stop of the run.
+        found: tuple[int, int, int] | None = None
         for run in flow.wanted:
             there = next(source.have.common(run), None)
             if there is not None:
@@ -316,9 +315,7 @@ class Runs:
             if ended or flow.late or not flow.owed.count or not whole:
                 self.report(flow)
             else:
-                flow.late = (
-                    True  # until the skipped pieces have arrived as well: one run, not three
-                )
+                flow.late = True  # until the skipped pieces arrive as well: one run, not three
             self._settled()
             if not flow.moving:
                 return

@@ -63,9 +63,7 @@ class Streams:
         self.hosts: dict[str, Host] = {}
         self.origin: Host | None = None
         self.events = 0  # sent to sessions
-        self.on_news: Callable[[Host], None] = lambda _host: (
-            None
-        )  # a host's agent must report at once
+        self.on_news: Callable[[Host], None] = lambda _host: None  # its agent reports at once
         self._asked_twice: list[str] = []
         self._pieces = PieceMap(manifest)
         self._limits = limits

@@ -1,8 +1,8 @@
-"""`paceline checkpoints`: list and verify generations, and go to and fro between them and DCP.
+"""`paceline checkpoints`: list and verify generations, and convert them to and from DCP.
 
-PLACE is a directory or s3:// URL: what `paceline train` was given as --output or --checkpoints, the
-directory of one of its jobs, or that of a single checkpoint. S3's endpoint and credentials are the
-profile's ([objects]) or the environment's, as for `paceline publish`.
+PLACE is a directory or s3:// URL: the --output or --checkpoints of `paceline train`, the directory
+of one of its jobs, or that of a single checkpoint. S3's endpoint and credentials come from the
+profile ([objects]) or the environment, as for `paceline publish`.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def import_checkpoint(
 def _look(
     generations: Generations, generation: Generation, verify: bool
 ) -> tuple[CheckpointShown, str | None]:
-    """Return a committed generation as it is shown, and whose it is."""
+    """Return a committed generation as shown to the user, and the id of its job."""
     try:
         if verify:
             with tempfile.TemporaryDirectory(prefix="paceline-verify-") as scratch:
@@ -221,8 +221,9 @@ def _shown(
 
 
 def _config_of(place: str, generations: Generations) -> bytes:
-    """Return the model's config.json: a finished job's export has one, and the output directory of
-    a training on this machine; b"" where nobody knows.
+    """Return the model's config.json, or b"" where there is none.
+
+    It is in a finished job's export, and in the output directory of a training on this machine.
     """
     from paceline.storage import join_url
 

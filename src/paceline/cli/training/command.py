@@ -1,7 +1,7 @@
-"""`paceline train`: fine-tune what an installation's nodes hold, or train here without any server.
+"""`paceline train`: fine-tune a model that an installation's nodes hold, or train without a server.
 
-With MODEL_ID and VERSION it is the flow `train-model` on a running installation. Without, it trains
-on this machine alone: text in, model out, and the same command again goes on where it stopped.
+With MODEL_ID and VERSION it runs the flow `train-model` on a running installation. Without, it
+trains on this machine alone: text in, model out; the same command again resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def train_here(
     checkpoints: str | None = None,
     mlflow: str | None = None,
 ) -> int:
-    """Train on this machine and print what came of it."""
+    """Train on this machine and print the result."""
     from paceline.training import single
 
     if text is not None and snapshot is not None:
@@ -221,7 +221,7 @@ def train_here(
         labels="shuffled" if labels == "shuffled" else "true",
     )
     if mlflow is not None:
-        location(mlflow)  # before any data are read
+        location(mlflow)  # raises before any data are read
     cancel = SignalEvent()
     with warnings_told() as told, single.held(output), _stopping_gently(cancel) as signals:
         with preparing(output):
@@ -267,7 +267,7 @@ def train_here(
 
 
 def _to_all(followers: list[Callable[[RankEvent], None]]) -> Callable[[RankEvent], None]:
-    """Return what gives each event to every follower."""
+    """Return a callback that passes each event to every follower."""
 
     def on_event(event: RankEvent) -> None:
         for each in followers:
@@ -277,10 +277,10 @@ def _to_all(followers: list[Callable[[RankEvent], None]]) -> Callable[[RankEvent
 
 
 class _stopping_gently:  # noqa: N801 - reads as what it does
-    """Within the ``with``, the first SIGINT, SIGTERM or SIGHUP asks training to save its state and
-    end; before it is ``running``, and the second time, it ends at once.
+    """Within the ``with``, the first SIGINT, SIGTERM or SIGHUP makes training save and end.
 
-    A signal that is ignored (``nohup``) stays ignored.
+    Before ``running`` is set, and on a second signal, training ends at once. A signal that is
+    ignored (``nohup``) stays ignored.
     """
 
     def __init__(self, cancel: threading.Event) -> None:
@@ -302,6 +302,7 @@ class _stopping_gently:  # noqa: N801 - reads as what it does
     def _asked(self, _number: int, _frame: FrameType | None) -> None:
         if self._cancel.is_set() or not self.running:
             raise KeyboardInterrupt
-        with contextlib.suppress(OSError):  # not a write of Python's: the signal may be inside one
+        # os.write and not sys.stderr.write: the signal may have interrupted one of those.
+        with contextlib.suppress(OSError):
             os.write(2, b"! stopping: every rank saves its state (once more: at once, unsaved)\n")
         self._cancel.set()

@@ -1,4 +1,4 @@
-"""What a training is about to learn from what, and the screen that ends it. Prints nothing."""
+"""Text for `paceline train`: the facts at its start and the summary at its end. No printing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from paceline.schemas.training import TrainJob, TrainResult
 
 JOB_FILE, METRICS_FILE = "job.json", "metrics.jsonl"  # beside a job's checkpoints
-REASONS = 3  # of what is in quarantine, on the last screen
+REASONS = 3  # quarantine reasons in the summary
 
 
 def facts(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> list[str]:
-    """Return what is learned from what, for a reader who wants to see that it is what was meant."""
+    """Return lines on model and data, for the user to check before training."""
     record = snapshot.record
     train, aside = snapshot.of_split("train"), snapshot.of_split("held-out")
     lines = [
@@ -71,7 +71,7 @@ def beside(job: TrainJob, checkpoints: Path) -> str | None:
 
 
 def summary(job: TrainJob, result: TrainResult) -> list[str]:
-    """Return the one screen that ends a run."""
+    """Return the summary that is printed at the end of a run."""
     from paceline.training.single import checkpoints_of, record_of, shown
 
     record = record_of(job)
@@ -117,13 +117,13 @@ def summary(job: TrainJob, result: TrainResult) -> list[str]:
 
 
 def held_out(figures: dict[str, float] | dict[str, object]) -> str:
-    """Return an evaluation's figures as people read them."""
+    """Return an evaluation's figures as text."""
     nats, bits = (number(figures.get(each)) for each in ("held_out_loss", "held_out_bits_per_byte"))
     return f"{nats:.4f} nats a token" + ("" if math.isnan(bits) else f", {bits:.3f} bits a byte")
 
 
 def _saved_step(directory: Path) -> int:
-    """Return the newest step that a job's directory has a generation of; 0: none."""
+    """Return the newest step with a checkpoint generation in a job's directory, or 0."""
     names = [each.name.split("-") for each in directory.glob("step-*")]
     return max((int(each[1]) for each in names if each[1].isdecimal()), default=0)
 
@@ -137,5 +137,5 @@ def _shown(value: float | None) -> str:
 
 
 def number(value: object) -> float:
-    """Return ``value``, which came as JSON, as a number; NaN where it is none."""
+    """Return the JSON value ``value`` as a float, NaN where it is not a number."""
     return float(value) if isinstance(value, int | float) else float("nan")

@@ -1,10 +1,10 @@
-"""What `paceline train` without an installation logs to an MLflow server, file or database.
+"""Logs a `paceline train` without an installation to an MLflow server, file or database.
 
-The same parameters, metrics, tags and artifacts as an installation's run has, from rank 0's words,
-under an explicit run: that of the training's own run id, found again by its tag, so that a training
-that goes on, here or on another machine, goes on in the same run. A server that is away stops
-nothing: figures wait, and whatever did not arrive (``metrics.jsonl`` has each step) is sent by the
-next start of the same command.
+It logs the same parameters, metrics, tags and artifacts as an installation's run, from rank 0's
+events, under the run of the training's own run id. That run is found by its tag, so a training that
+is resumed, here or on another machine, continues the same run. An unreachable server does not stop
+training: figures are queued, and the next start of the same command sends those that did not arrive
+(``metrics.jsonl`` has each step).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "
 
 
 def location(uri: str) -> tuple[str, str]:
-    """Return ``uri`` without what is secret in it, and that ("user:password", or "").
+    """Return ``uri`` without credentials, and the credentials ("user:password" or "").
 
-    Raises InvalidInput for what MLflow could not be.
+    Raises InvalidInput for an address that cannot be MLflow's.
     """
     parts = urlsplit(uri)
     if parts.scheme.partition("+")[0] not in _SCHEMES:
@@ -50,10 +50,10 @@ def location(uri: str) -> tuple[str, str]:
 
 
 class TrainingLog:
-    """Logs one training; use it in a ``with``, whose end sends what waits and closes the run.
+    """Logs one training; use it in a ``with``, whose end sends queued figures and closes the run.
 
-    Opening refuses what will never work (AccessDenied, InvalidInput); where a server does not
-    answer it is tried again with each delivery. ``tell`` takes a line for people.
+    Opening raises errors that a retry cannot resolve (AccessDenied, InvalidInput); where a server
+    does not answer, each delivery tries again. ``tell`` prints a line.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class TrainingLog:
         tell: Callable[[str], None],
         registry: Registry | None = None,
     ) -> None:
-        """``record``: the directory of the job's metrics.jsonl."""
+        """``record`` is the directory of the job's metrics.jsonl."""
         from paceline.registry import Registry
 
         self.uri, auth = location(uri)
-        self.run_id = ""  # MLflow's own, once it is known
+        self.run_id = ""  # MLflow's own id; empty until the run is open
         self._job, self._experiment, self._record, self._tell = job, experiment, record, tell
         self._registry = registry or Registry(self.uri, auth)
         self._opening = threading.Lock()
@@ -84,7 +84,7 @@ class TrainingLog:
             self._tell(f"  figures go to MLflow at {self.uri}, run {self.run_id}")
         except TemporaryError:
             self._away()
-        # What it would log of each failed delivery is told here, once.
+        # Figures would log each failed delivery; this class prints the failure once instead.
         logging.getLogger(Figures.__module__).addHandler(logging.NullHandler())
         self._figures.__enter__()
         return self
@@ -105,7 +105,7 @@ class TrainingLog:
             )
 
     def __call__(self, event: RankEvent) -> None:
-        """Take in one event; never waits."""
+        """Queue the figures of one event; never blocks."""
         from paceline.registry import MetricPoint
 
         if event.event != "step" or event.rank != 0:
@@ -118,7 +118,7 @@ class TrainingLog:
         self._figures.take(points, event.step / max(1, self._job.settings.steps))
 
     def done(self, result: TrainResult) -> None:
-        """Take the result, to be logged at the end."""
+        """Store the result, which is logged at the end."""
         self._result = result
 
     def _send(self, points: Sequence[MetricPoint]) -> None:
@@ -141,7 +141,7 @@ class TrainingLog:
             self._tell(f"! MLflow at {self.uri} does not answer: training goes on, figures wait")
 
     def _open(self) -> None:
-        """Find or make the run and say what it is about; once."""
+        """Find or create the run and log its parameters and tags; only once."""
         from paceline.registry import lineage
         from paceline.training import code_version, config_digest
         from paceline.training import reproducibility as environment
@@ -151,7 +151,8 @@ class TrainingLog:
                 return
             job = self._job
             try:
-                logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # of tables
+                # Hides messages about tables.
+                logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
                 run = self._registry.ensure_run(
                     job.run_id, experiment=self._experiment, name=job.job_id
                 )
@@ -175,7 +176,7 @@ class TrainingLog:
             self.run_id = run
 
     def _catch_up(self, run: str) -> None:
-        """Send each step's figures that are here and not there."""
+        """Send the figures of steps that metrics.jsonl has and the run lacks."""
         from paceline.registry import MetricPoint, lineage
 
         path = self._record / METRICS_FILE
@@ -202,13 +203,13 @@ class TrainingLog:
             self._registry.log_artifact_text(self.run_id, text, lineage.RESULT_FILE)
         stopped = kind is not None and issubclass(kind, Cancelled | KeyboardInterrupt)
         status: RunStatus = "FINISHED" if result else "KILLED" if stopped else "FAILED"
-        self._catch_up(self.run_id)  # what was given up on, the server having been away for long
+        self._catch_up(self.run_id)  # figures dropped while the server was unreachable
         self._registry.finish_run(self.run_id, status)
         if result is not None:
             self._name_missing(result.steps)
 
     def _name_missing(self, steps: int) -> None:
-        """Tell which steps the run lacks: another machine was killed before it sent them."""
+        """Report steps that the run lacks: another machine was killed before it sent them."""
         from paceline.registry import lineage
 
         there = self._registry.history(self.run_id, lineage.LOSS)
@@ -221,7 +222,7 @@ class TrainingLog:
 
 
 def _figures_in(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """Yield each step that metrics.jsonl tells of; a line that was cut is no step."""
+    """Yield each step of metrics.jsonl; truncated lines are skipped."""
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             figures = json.loads(line)
@@ -232,7 +233,7 @@ def _figures_in(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
 
 
 def ranges_of(numbers: Sequence[int]) -> str:
-    """Return ascending ``numbers`` as people write them: "3, 7-9", some ten of the stretches."""
+    """Return ascending ``numbers`` as ranges such as "3, 7-9", the first ten of them."""
     stretches: list[list[int]] = []
     for each in numbers:
         if stretches and stretches[-1][1] == each - 1:
@@ -244,7 +245,7 @@ def ranges_of(numbers: Sequence[int]) -> str:
 
 
 def _hear_again() -> None:
-    """Let our warnings be heard: a database's migrations set logging up anew, and silence them."""
+    """Enable Paceline's loggers again, which MLflow's database migrations disable."""
     for name in list(logging.root.manager.loggerDict):
         if name.partition(".")[0] == "paceline":
             logging.getLogger(name).disabled = False

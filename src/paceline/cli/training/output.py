@@ -1,8 +1,8 @@
-"""What `paceline train` says while it goes.
+"""Progress output of `paceline train`.
 
-Progress goes to standard error. Each step's figures are also kept, a JSON object a line, in
-``metrics.jsonl`` beside the job's checkpoints: with the job itself (``job.json``) that is what
-`paceline reproduce DIRECTORY` compares. Starts and decides nothing.
+Progress goes to standard error. Each step's figures are also written, one JSON object per line, to
+``metrics.jsonl`` beside the job's checkpoints; together with the job itself (``job.json``) this is
+the input of `paceline reproduce DIRECTORY`. This module starts and controls nothing.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from paceline.text import OneLine
 if TYPE_CHECKING:
     from paceline.schemas.training import RankEvent, TrainJob
 
-LINES = 40  # of steps, at least, in one training
-SILENCE_S = 10.0  # at most, while steps are made or data are prepared
+LINES = 40  # step lines per training, at least
+SILENCE_S = 10.0  # greatest pause between lines while steps run or data are prepared
 MB = 1_000_000
 
 _KEPT = ("loss", "grad_norm", "lr", "tokens_per_second", "step_seconds", "step_skipped")
 
 
 def say(line: str) -> None:
-    """Write a line for whoever watches, on standard error."""
+    """Write a line to standard error."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
 
 @contextmanager
 def warnings_told() -> Iterator[logging.Handler]:
-    """Write what the engine warns of among the other lines; yields what may be given filters."""
+    """Print the engine's warnings among the other lines; yield the handler, for filters."""
     handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger("paceline")
     handler.setLevel(logging.WARNING)
     handler.setFormatter(OneLine("! %(message)s"))
@@ -53,7 +53,7 @@ def warnings_told() -> Iterator[logging.Handler]:
 
 @contextmanager
 def preparing(output: Path) -> Iterator[None]:
-    """Say that data and model are being prepared, and now and then that they still are."""
+    """Report that data and model are being prepared, again every SILENCE_S."""
     say(f"preparing data and model below {output}")
     over, began = threading.Event(), time.monotonic()
 
@@ -74,7 +74,7 @@ def preparing(output: Path) -> Iterator[None]:
 
 
 class Lines:
-    """Tells on standard error how training goes; keeps what a summary should mention."""
+    """Prints training progress on standard error; collects notes for the summary."""
 
     def __init__(
         self,
@@ -82,23 +82,23 @@ class Lines:
         kept: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.heard = False  # whether any rank said a word
+        self.heard = False  # whether any event has arrived
         self.step = 0
-        self.saved = 0  # the newest step of which there is a checkpoint
+        self.saved = 0  # the newest step that has a checkpoint
         self.notes: list[str] = []
         self._job = job
         self._kept = kept  # directory for the job and each step's figures
         self._clock = clock
-        self._failures: set[str] = set()  # that ranks of this attempt told
+        self._failures: set[str] = set()  # messages of failed ranks in this attempt
         self._every = max(1, job.settings.steps // LINES)
         self._attempt = 0
         self._heard_at, self._patience = clock(), SILENCE_S
         self._told_at = 0.0
-        self._saved_at: float | None = None  # when a checkpoint was told last
-        self._from: tuple[int, float] | None = None  # the attempt's first step, and when
+        self._saved_at: float | None = None  # when a checkpoint was last printed
+        self._from: tuple[int, float] | None = None  # the attempt's first step and its time
 
     def begin(self, output: Path) -> None:
-        """Say what starts."""
+        """Print the job and its settings."""
         settings = self._job.settings
         say(
             f"training {self._job.job_id}: {settings.steps} steps on {settings.ranks} ranks, "
@@ -107,7 +107,7 @@ class Lines:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within the ``with``, say when nothing was heard for long: after 10 s, 20, 40, …"""
+        """Within the ``with``, report when no event arrives for long: after 10 s, 20, 40, …"""
         over = threading.Event()
 
         def watch() -> None:
@@ -122,7 +122,7 @@ class Lines:
             over.set()
 
     def look(self) -> None:
-        """Say so where nothing was heard for long; called about once a second."""
+        """Report where no event arrived for long; called about once a second."""
         silent = self._clock() - self._heard_at
         if silent < self._patience:
             return
@@ -134,7 +134,7 @@ class Lines:
         )
 
     def __call__(self, event: RankEvent) -> None:
-        """Take in one event."""
+        """Process one event."""
         self._heard_at, self._patience = self._clock(), SILENCE_S
         if not self.heard:
             self.heard = True
@@ -166,17 +166,17 @@ class Lines:
             self._step(event)
 
     def is_news(self, record: logging.LogRecord) -> bool:
-        """Return whether a warning says more than was told: why a gang ended, its ranks told."""
+        """Return False for "gang ended" warnings whose cause a rank has already reported."""
         return not (self._failures and record.getMessage().startswith("gang ended"))
 
     def _failed(self, rank: int, message: str) -> None:
-        """Tell a failure once, whichever ranks share it."""
+        """Print a failure once, even if several ranks report it."""
         if message not in self._failures:
             self._failures.add(message)
             self._note(f"rank {rank} failed: {message}")
 
     def _saved(self, event: RankEvent) -> None:
-        """Tell the first checkpoint of an attempt, the last one, and now and then one."""
+        """Print an attempt's first and newest checkpoint, others at most every SILENCE_S."""
         self.saved, now = event.step, self._clock()
         late = self._saved_at is None or now - self._saved_at >= SILENCE_S
         if late or event.step >= self.step:
@@ -196,7 +196,7 @@ class Lines:
             if isinstance(alert, dict) and alert.get("raised"):
                 self._note(str(alert.get("message")))
         for message in _list(event.data.get("checkpoint_alerts")):
-            if str(message) not in self.notes:  # a store that is too slow is so again and again
+            if str(message) not in self.notes:  # a slow store repeats its alert
                 self._note(str(message))
         now, last = self._clock(), self._job.settings.steps
         if self._from is None:
@@ -221,7 +221,7 @@ class Lines:
         return f"  {_span(seconds)} left" if seconds >= SILENCE_S else ""
 
     def stopped(self, checkpoints: object) -> Cancelled:
-        """Return the error that says what is saved of a training that was asked to stop."""
+        """Return the error of a stopped training; it names the last saved step."""
         reached = f"step {self.step} of {self._job.settings.steps}"
         if self.saved and self.saved >= self.step:
             what, got, do = (
@@ -237,7 +237,7 @@ class Lines:
         return Cancelled(what, got=got, where=checkpoints, do=f"The same command {do}.")
 
     def _keep(self, name: str, text: str, mode: str = "a") -> None:
-        """Write into a file beside the checkpoints; where that cannot be, training goes on."""
+        """Write into a file beside the checkpoints; a failed write does not stop training."""
         if self._kept is None:
             return
         try:

@@ -1,6 +1,6 @@
-"""`paceline reproduce`: train a run again, and say whether the same bits come out.
+"""`paceline reproduce`: train a run again and report whether the result is bit-identical.
 
-What was recorded is read from MLflow for an installation's run, and from the output directory for a
+The recorded run is read from MLflow for an installation's run, and from the output directory for a
 training without a server.
 """
 
@@ -92,13 +92,15 @@ def _installation(state: Path | None) -> Runtime:
 
 
 def is_directory(run: str) -> bool:
-    """Return whether ``run`` is a place on this disk; a run's id has no separator."""
+    """Return whether ``run`` is a directory path; run ids contain no separator."""
     return Path(run).is_dir() or "/" in run
 
 
 def recorded_here(place: Path) -> tuple[Runtime, Recorded]:
-    """Return what a training without a server recorded in its output directory ``place``, or in the
-    directory of one of its jobs; raises NotFound where none is finished there.
+    """Return the record of a training without a server.
+
+    ``place`` is its output directory or the directory of one of its jobs. Raises NotFound where it
+    has no finished training, InvalidInput where it has several, CorruptData for an unreadable one.
     """
     from pydantic import ValidationError
 
@@ -140,18 +142,18 @@ def recorded_here(place: Path) -> tuple[Runtime, Recorded]:
 
 
 def _losses(path: Path) -> dict[int, float]:
-    """Return each step's loss as last made; a line that was cut, its writer killed, is no step."""
+    """Return each step's last recorded loss; truncated lines are skipped."""
     losses = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, KeyError, TypeError):
             figures = json.loads(line)
-            loss = figures["loss"]  # null: it was no number
+            loss = figures["loss"]  # null: it was not finite
             losses[int(figures["step"])] = math.nan if loss is None else float(loss)
     return losses
 
 
 def recorded_run(runtime: Runtime, run_id: str) -> Recorded:
-    """Return what ``run_id`` recorded of its training; raises NotFound where it trained nothing."""
+    """Return the record of ``run_id``'s training; raises NotFound where it trained nothing."""
     from pydantic import ValidationError
 
     from paceline.registry import Registry, lineage
@@ -181,7 +183,7 @@ def recorded_run(runtime: Runtime, run_id: str) -> Recorded:
 
 
 def show(found: Reproduction) -> None:
-    """Print ``found`` for people."""
+    """Print ``found`` as text."""
     for each in found.differences:
         mark = "!" if each.decisive else " "
         click.echo(f"{mark} {each.what}: then {each.then}, now {each.now}")
@@ -211,7 +213,7 @@ def show(found: Reproduction) -> None:
 
 
 class _Teller:
-    """Says some forty of the steps."""
+    """Prints about forty of the steps."""
 
     def __init__(self, steps: int) -> None:
         self._steps, self._every = steps, max(1, steps // 40)
