@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race.case import MODEL_ID, VERSION, Case, Outcome, verify_copies
+from benchmarks.race.case import BUCKET, MODEL_ID, VERSION, Case, Outcome, verify_copies
 from benchmarks.race.faults import Injector
 from benchmarks.race.usage import Machine, Usage, anonymous_mb, cpu_s
 from benchmarks.testbed import S3Origin
@@ -140,7 +140,7 @@ class _Race:
                 "name": "link-bound",
                 "cluster": {"link_mbit": self.link_mbit},
                 "relay": {"deadline_s": 3600.0, **settings.get("relay", {})},
-                "security": self._security(),
+                "security": {**self._security(), "source_buckets": [BUCKET]},
             }
         )
         runtime = Runtime(

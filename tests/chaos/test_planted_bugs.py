@@ -7,6 +7,7 @@ production classes, and the first few dozen worlds have to break a promise becau
 from __future__ import annotations
 
 import difflib
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -201,9 +202,10 @@ def mutate(module: str, function: str, before: str, after: str) -> tuple[str, st
     return tree.code, mutated.code
 
 
-def load(name: str, source: str) -> types.ModuleType:
-    """Run ``source`` as a module that nobody else imports."""
+def load(name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """Run ``source`` as the module ``name``, which only this test imports."""
     made = types.ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, made)  # dataclasses look their module up
     exec(compile(source, f"<mutant of {name}>", "exec"), made.__dict__)
     return made
 
@@ -215,7 +217,7 @@ def test_a_mutant_of_the_session_is_caught(
     module: str, function: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, mutated = mutate(module, function, before, after)
-    changed = load(f"paceline.relay.protocol.{module}", mutated)
+    changed = load(f"mutant_of_{module}", mutated, monkeypatch)
     if module == "asking":
         monkeypatch.setattr(pulling, "Asking", changed.Asking)
     elif module == "flights":

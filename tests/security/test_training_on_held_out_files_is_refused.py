@@ -271,6 +271,8 @@ def test_the_command_line_promotes_nothing_that_saw_the_held_out_files(
     stack: Runtime, lifecycle: Ended, tmp_path: Path
 ) -> None:
     state, model = stack.state_dir, lifecycle.answer["model"]["model_id"]
+    registry = Registry.from_runtime(stack)
+    before = registry.champion(model)
     real = f"{stack.data_url}/snapshots/{lifecycle.answer['data']['digest']}"
     bucket = ObjectStore.from_runtime(stack)
     read = documents(load_snapshot(real, bucket), "held-out", bucket, tmp_path / "cache")
@@ -301,8 +303,6 @@ def test_the_command_line_promotes_nothing_that_saw_the_held_out_files(
     assert refused["error"]["code"] == "GateRefused"
     assert f"{compared['found']} of {len(held_out)} in snapshot" in refused["error"]["got"]
     assert any(name in refused["error"]["got"] for name in held_out)
-    champion = Registry.from_runtime(stack).champion(model)
-    assert champion is not None
-    assert champion.version == lifecycle.answer["registry"]["version"]
-    assert champion.evidence is not None
-    assert champion.evidence.training_snapshot_digest == lifecycle.answer["data"]["digest"]
+    assert registry.champion(model) == before
+    evidence = registry.evidence(model, lifecycle.answer["registry"]["version"])
+    assert evidence.training_snapshot_digest == lifecycle.answer["data"]["digest"]

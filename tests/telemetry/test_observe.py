@@ -70,7 +70,8 @@ def test_metrics_are_valid_prometheus_text_with_the_snapshots_figures():
     assert found["paceline_deployment_progress_ratio", dep] == 0.5
     assert found["paceline_deployment_origin_bytes", dep] == 400
     rate = ("paceline_worker_bytes_per_second",)
-    label = (("direction", "in"), ("rack", 'r"\\\n'), ("worker_id", "node-0"))
+    # The record escapes the line break: text of a worker has no control characters.
+    label = (("direction", "in"), ("rack", 'r"\\\\n'), ("worker_id", "node-0"))
     assert found[*rate, label] == 12.5
 
 

@@ -41,8 +41,8 @@ def test_each_rank_of_a_node_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatc
 
 def test_a_step_count_is_restored_to_where_the_kernel_that_updates_reads_it() -> None:
     weight = torch.nn.Parameter(torch.empty(2, 3, device="meta"))  # in a GPU's place
-    count = StoredTensor(dtype="F32", shape=(), chunks=())
-    moment = StoredTensor(dtype="F32", shape=(2, 3), chunks=())
+    count = StoredTensor.model_construct(dtype="F32", shape=(), chunks=())
+    moment = StoredTensor.model_construct(dtype="F32", shape=(2, 3), chunks=())
     assert _room_for(count, weight, None, on_device=True).device.type == "meta"
     assert _room_for(count, weight, None).device.type == "cpu"
     assert _room_for(moment, weight, None).device.type == "meta"

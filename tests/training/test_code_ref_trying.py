@@ -16,7 +16,7 @@ from paceline.errors import InvalidInput, PacelineError, TrainingFailed
 from paceline.training.loop.workload import Inputs
 from paceline.training.recurrent import byte_gru
 from paceline.training.user_code import Task, parse, require_code, tree_digest
-from paceline.training.user_code.checking import first_rows, try_batch
+from paceline.training.user_code.trying import first_rows, try_batch
 from tests.training.conftest import Camp
 
 REF = parse("paceline.training.recurrent:byte_gru")

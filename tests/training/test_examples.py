@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from paceline.training.user_code import Task, load, parse, tree_digest
-from paceline.training.user_code.checking import first_rows, try_batch
+from paceline.training.user_code.trying import first_rows, try_batch
 from tests.training.conftest import Camp
 
 OWN = Path(__file__).parents[2] / "examples" / "own_model"
